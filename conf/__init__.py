@@ -1,0 +1,1 @@
+"""YAML only. This file exists so that `pkg://stoker.conf` resolves."""

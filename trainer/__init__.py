@@ -1,0 +1,1 @@
+"""The command line, the configuration, the training loop and everything around a run."""

@@ -1,0 +1,152 @@
+"""The keys around the model: trainer, exp_manager, tokenizer, data and optimizer (nemo_semantics 1.1, 1.2, 1.7, 1.13)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ...models.config.block import Block, own
+
+Precision = Literal[16, 32, "16", "16-mixed", "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class TrainerBlock(Block):
+    """`trainer.*`: where and how long to train."""
+
+    devices: PositiveInt | Literal["auto"] = 1
+    """Devices per node."""
+    num_nodes: int = Field(1, ge=1)
+    """Machines in the run."""
+    accelerator: Literal["auto", "gpu", "cuda", "cpu", "mps"] = "auto"
+    """Kind of device; `auto` takes a CUDA GPU where there is one, else the CPU."""
+    precision: Precision | None = None
+    """`bf16` trains bf16 weights with fp32 main weights (see `model.megatron_amp_O2`), `32` trains in fp32;
+    null: bf16 on a GPU, 32 on a CPU."""
+    max_steps: int = Field(100000, ge=1)
+    """Optimizer steps to train; the schedules end here."""
+    max_epochs: int | None = Field(-1, ge=-1)
+    """Accepted as in NeMo, where `max_steps` ends a run: data repeats as often as that needs."""
+    max_time: str | None = Field(None, pattern=r"^\d+:\d\d:\d\d:\d\d$")
+    """Stop (with a checkpoint) after this long: `DD:HH:MM:SS`, quoted."""
+    log_every_n_steps: int = Field(10, ge=1)
+    """Steps between two log lines; metrics stay on the device in between."""
+    val_check_interval: int = Field(100, ge=1)
+    """Optimizer steps between two validations."""
+    limit_val_batches: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = 50
+    """Global batches per validation (int), or the fraction of the validation set (float); 0 never validates."""
+    gradient_clip_val: float | None = Field(1.0, ge=0)
+    """Clip the global gradient norm to this; 0 or null: off."""
+    enable_progress_bar: bool = True
+    """Show the live panel when the output is a terminal; otherwise plain lines."""
+    enable_model_summary: bool = True
+    """Print the table of modules and parameters before training."""
+    num_sanity_val_steps: int = Field(0, ge=0)
+    """Global validation batches to run before the first step."""
+
+
+class CheckpointParams(Block):
+    """`exp_manager.checkpoint_callback_params.*`: when to save and what to keep."""
+
+    dirpath: str | None = None
+    """Directory of checkpoints; null: `checkpoints` in the run directory."""
+    monitor: Literal["val_loss"] = "val_loss"
+    """The metric that ranks checkpoints."""
+    mode: Literal["min"] = "min"
+    """A smaller metric is better."""
+    save_top_k: int = Field(3, ge=-1)
+    """Checkpoints to keep, the best by `monitor`; -1 keeps all, 0 none but the last."""
+    save_last: bool = True
+    """Always keep the newest checkpoint too, and save one when training ends."""
+    every_n_train_steps: int | None = Field(None, ge=1)
+    """Steps between two checkpoints; null: one after each validation."""
+
+
+class ExpManagerBlock(Block):
+    """`exp_manager.*`: where a run writes and what it logs."""
+
+    exp_dir: str | None = None
+    """Parent of all runs; null: `./runs`."""
+    explicit_log_dir: str | None = None
+    """The run directory itself; overrides exp_dir, name and version."""
+    name: str | None = None
+    """Directory below `exp_dir`; null: the top-level `name`."""
+    version: str | int | None = None
+    """Directory below `name`; null: a time stamp, or a counter without `use_datetime_version`."""
+    use_datetime_version: bool = True
+    """Name versions by time; False: version_0, version_1, ..."""
+    resume_if_exists: bool = False
+    """Go on from the newest valid checkpoint of this run; there is no version directory then."""
+    resume_ignore_no_checkpoint: bool = True
+    """With `resume_if_exists`, start from scratch when there is no checkpoint; False: that is an error."""
+    resume_from_checkpoint: str | None = None
+    """A checkpoint directory to start from: weights, optimizer and step."""
+    create_checkpoint_callback: bool = True
+    """Write checkpoints."""
+    checkpoint_callback_params: CheckpointParams = CheckpointParams()
+    """When to save and what to keep."""
+    create_tensorboard_logger: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+
+
+class TokenizerBlock(Block):
+    """`model.tokenizer.*`."""
+
+    library: Literal["byte-level", "char"] = "byte-level"
+    """`byte-level`: UTF-8 bytes in ByT5's scheme (pad 0, eos 1, unk 2, byte + 3). `char`: the characters of the
+    training text."""
+
+
+class DataBlock(Block):
+    """`model.data.*`."""
+
+    data_impl: Literal["pystd", "text", "mock"] = "pystd"
+    """`pystd`: this interpreter's standard library. `text`: the file or folder at `path`. `mock`: random tokens."""
+    path: str | None = own(None)
+    """Text file, or folder whose text files are read, for `data_impl: text`."""
+    splits_string: str = Field("900,50,50", pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$")
+    """Proportions of train, validation, test."""
+    seq_length: int | None = Field(None, ge=1)
+    """Tokens in a sample; null: `model.encoder_seq_length`."""
+    num_workers: int = Field(0, ge=0)
+    """Processes that prepare batches; 0 prepares them in a thread of the trainer."""
+
+
+class SchedBlock(Block):
+    """`model.optim.sched.*`: the learning rate over the steps. Golden numbers: nemo_semantics, Appendix B."""
+
+    name: Literal["CosineAnnealing", "WarmupAnnealing"] = "CosineAnnealing"
+    """Shape of the schedule."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear warm-up."""
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """The same as a part of `max_steps`; only one of the two."""
+    constant_steps: int | None = Field(None, ge=0)
+    """Steps at `min_lr` at the end (CosineAnnealing)."""
+    constant_ratio: float | None = Field(None, ge=0, le=1)
+    """The same as a part of `max_steps`; only one of the two."""
+    min_lr: float = Field(0.0, ge=0)
+    """Final learning rate."""
+    max_steps: int | None = Field(None, ge=1)
+    """Length of the schedule; null: `trainer.max_steps`."""
+
+
+class OptimBlock(Block):
+    """`model.optim.*`."""
+
+    name: Literal["adamw", "fused_adam", "distributed_fused_adam", "megatron_fused_adam", "mcore_distributed_optim"] = (
+        "adamw"
+    )
+    """AdamW; NeMo's names of its fused and distributed forms mean the same here and are reported once."""
+    lr: float = Field(2e-4, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay, for matrices and tables; never for biases and norms (but see
+    `model.do_layer_norm_weight_decay`)."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.98], min_length=2, max_length=2)
+    """Decay of the running mean and of the running square."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the running square."""
+    sched: SchedBlock = SchedBlock()
+    """Learning-rate schedule."""

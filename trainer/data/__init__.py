@@ -1,0 +1,1 @@
+"""Tokenizers, sources of text and the batches made of them."""
