@@ -1,0 +1,182 @@
+"""One AdamW step over a list of tensors, with fp32 main weights and the clip coefficient folded in.
+
+On a GPU one pass reads the gradient, the main weight and both moments, and writes back the three and the 16-bit weight:
+28 bytes a parameter instead of 40 for cast, update and copy. Decoupled weight decay as in arXiv 1711.05101.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .launch import tl, triton, triton_runs_on
+
+# ---------------------------------------------------------------- reference
+
+
+def reference_adamw_step(
+    params: Sequence[Tensor],
+    main: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: Tensor,
+) -> None:
+    """The update in plain torch: arithmetic in the dtype of `main`, in torch.optim.AdamW's order of operations."""
+    correction1 = 1 - beta1**step
+    correction2_root = (1 - beta2**step) ** 0.5
+    for param, weight, grad, exp_avg, exp_avg_sq in zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True):
+        scaled = grad.to(weight.dtype) * grad_scale.to(weight.dtype)
+        weight.mul_(1 - lr * weight_decay)
+        exp_avg.lerp_(scaled, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(scaled, scaled, value=1 - beta2)
+        denominator = (exp_avg_sq.sqrt() / correction2_root).add_(eps)
+        weight.addcdiv_(exp_avg, denominator, value=-lr / correction1)
+        if param is not weight:
+            param.copy_(weight)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def _adamw_kernel(
+    param_pointer,
+    main_pointer,
+    grad_pointer,
+    exp_avg_pointer,
+    exp_avg_sq_pointer,
+    grad_scale_pointer,
+    decay_factor,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    step_size,
+    correction2_root,
+    eps,
+    size,
+    SEPARATE_MAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program updates BLOCK elements; every pointer is a flat array of `size` elements.
+
+    1 - beta comes from the host: formed here in fp32 it would be off by 5e-5 for beta2 = 0.999.
+    """
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < size
+    grad = tl.load(grad_pointer + offsets, mask=inside).to(tl.float32) * tl.load(grad_scale_pointer)
+    weight = tl.load(main_pointer + offsets, mask=inside).to(tl.float32)
+    exp_avg = tl.load(exp_avg_pointer + offsets, mask=inside).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_pointer + offsets, mask=inside).to(tl.float32)
+    exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
+    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
+    denominator = tl.sqrt(exp_avg_sq) / correction2_root + eps
+    weight = weight * decay_factor - step_size * exp_avg / denominator
+    tl.store(main_pointer + offsets, weight.to(main_pointer.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_pointer + offsets, exp_avg.to(exp_avg_pointer.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq_pointer + offsets, exp_avg_sq.to(exp_avg_sq_pointer.dtype.element_ty), mask=inside)
+    if SEPARATE_MAIN:
+        tl.store(param_pointer + offsets, weight.to(param_pointer.dtype.element_ty), mask=inside)
+
+
+def triton_adamw_step(
+    params: Sequence[Tensor],
+    main: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: Tensor,
+) -> None:
+    """The kernel over each tensor in turn; contiguous tensors only."""
+    block = 1024
+    for param, weight, grad, exp_avg, exp_avg_sq in zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True):
+        grad = grad.contiguous()
+        _adamw_kernel[(triton.cdiv(weight.numel(), block),)](
+            param,
+            weight,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            grad_scale,
+            1 - lr * weight_decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            lr / (1 - beta1**step),
+            (1 - beta2**step) ** 0.5,
+            eps,
+            weight.numel(),
+            SEPARATE_MAIN=param is not weight,
+            BLOCK=block,
+            num_warps=4,
+        )
+
+
+# ---------------------------------------------------------------- public function
+
+
+@torch.no_grad()
+def adamw_step(
+    params: Sequence[Tensor],
+    main: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: Tensor,
+) -> None:
+    """Update weights and moments in place.
+
+    Args:
+        params: the weights the model uses, any float dtype, each contiguous.
+        main: the weights the arithmetic is done on; `main[i] is params[i]` where there is no separate copy.
+        grads: gradients, same shapes, any float dtype.
+        exp_avgs: running means of the gradients, dtype of `main`.
+        exp_avg_sqs: running means of their squares, dtype of `main`.
+        lr: learning rate of this step.
+        beta1: decay of the running mean.
+        beta2: decay of the running square.
+        eps: added to the root of the running square.
+        weight_decay: decoupled weight decay; times `lr`.
+        step: number of this step, from 1, for the bias corrections.
+        grad_scale: scalar fp32 tensor every gradient is multiplied by (the clip coefficient); never read by the host.
+    """
+    if not params:
+        return
+    step_function = triton_adamw_step if triton_runs_on(params[0]) else reference_adamw_step
+    step_function(
+        params,
+        main,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        grad_scale=grad_scale,
+    )

@@ -1,0 +1,39 @@
+"""The only helpers the kernel files share: Triton where the platform has it, and when to use it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS, Windows: the plain torch path of every operation remains
+
+    class _NoTriton:
+        """Stands in for the module so that kernel files import; nothing launches without Triton."""
+
+        @staticmethod
+        def jit(function: Any) -> Any:
+            return function
+
+        def __getattr__(self, name: str) -> Any:
+            return None
+
+    triton: Any = _NoTriton()
+    tl: Any = _NoTriton()
+
+HAS_TRITON = not isinstance(triton, type) and hasattr(triton, "__version__") and triton.__version__ is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def triton_runs_on(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernel of an operation serves `tensor`: a CUDA tensor, Triton present and compiling."""
+    return HAS_TRITON and not INTERPRETED and tensor.is_cuda
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least `n` (n >= 1)."""
+    return 1 << (n - 1).bit_length()

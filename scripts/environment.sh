@@ -1,0 +1,22 @@
+# Sourced by quickstart.sh and test.sh: a virtual environment with stoker in it, made on the first call.
+# STOKER_VENV names another folder than .venv; PYTHON another interpreter than python3.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv="${STOKER_VENV:-.venv}"
+python="${PYTHON:-python3}"
+"$python" - <<'PY' || exit 2
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"stoker needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Set PYTHON to a newer one.")
+PY
+extra="${1:-}"
+stamp="$venv/.stoker-installed-${extra:-base}"
+if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
+  [ -e "$venv/bin/python" ] || "$python" -m venv "$venv"
+  echo "Installing stoker into $venv (a few minutes the first time) ..."
+  # torch first and by itself: an index that offers a CPU build then decides, and nothing pulls CUDA packages in
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+    --editable ".${extra:+[$extra]}"
+  touch "$stamp"
+fi
+export PATH="$PWD/$venv/bin:$PATH"

@@ -1,0 +1,31 @@
+"""Run from a bare checkout too: bind the repository root to the package name when it is not installed."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+ROOT = Path(__file__).resolve().parents[1]
+
+if importlib.util.find_spec("stoker") is None:
+    spec = importlib.util.spec_from_file_location(
+        "stoker", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["stoker"] = module
+    spec.loader.exec_module(module)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`gpu` tests run only where they were asked for (`-m gpu`) and a device is there; `full` likewise."""
+    wanted = config.getoption("-m") or ""
+    for mark in ("gpu", "full"):
+        if mark not in wanted:
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))

@@ -1,0 +1,108 @@
+"""Linear cross-entropy: value and gradients against all logits at once, in torch and in the Triton interpreter."""
+
+import pytest
+import torch
+from stoker.kernels.cross_entropy import (
+    _linear_cross_entropy,
+    default_chunk_tokens,
+    linear_cross_entropy,
+    reference_linear_cross_entropy,
+    triton_loss_and_gradient_,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def inputs(tokens, hidden_size, vocab, dtype, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, hidden_size, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab, hidden_size, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, vocab - 3, (tokens,), generator=generator)
+    labels[::5] = -100
+    return (
+        hidden.to(device, dtype).requires_grad_(),
+        weight.to(device, dtype).requires_grad_(),
+        labels.to(device),
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+def test_value_and_gradients_do_not_depend_on_the_chunks(chunk):
+    hidden, weight, labels = inputs(37, 12, 29, torch.float64)
+    expected = reference_linear_cross_entropy(hidden, weight, labels, valid_vocab=26)
+    expected_gradients = torch.autograd.grad(expected / 3, (hidden, weight))
+    value = linear_cross_entropy(hidden, weight, labels, valid_vocab=26, chunk_tokens=chunk)
+    gradients = torch.autograd.grad(value / 3, (hidden, weight))
+    torch.testing.assert_close(value, expected, rtol=1e-13, atol=0)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    assert gradients[1][26:].abs().max() == 0
+
+
+def test_all_ignored_gives_zero():
+    hidden, weight, labels = inputs(8, 4, 9, torch.float32)
+    value = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), valid_vocab=9)
+    gradients = torch.autograd.grad(value, (hidden, weight))
+    assert value == 0
+    assert all(g.abs().max() == 0 for g in gradients)
+
+
+def test_evaluation_stores_no_gradient():
+    hidden, weight, labels = inputs(8, 4, 9, torch.float32)
+    with torch.no_grad():
+        value = linear_cross_entropy(hidden, weight, labels, valid_vocab=9)
+    expected = reference_linear_cross_entropy(hidden, weight, labels, valid_vocab=9)
+    assert not value.requires_grad
+    torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("tokens", "vocab", "valid"), [(5, 7, 7), (9, 300, 257), (3, 9000, 8191)])
+def test_kernel_equals_torch(device, tokens, vocab, valid):
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(tokens, vocab, generator=generator) * 8).to(device)
+    labels = torch.randint(0, valid, (tokens,), generator=generator).to(device)
+    labels[1] = -100
+    leaf = logits[:, :valid].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(leaf, labels, reduction="none")
+    expected_gradient = torch.autograd.grad(expected.sum(), leaf)[0]
+    losses = triton_loss_and_gradient_(
+        logits, labels, valid_vocab=valid, ignore_index=-100, with_gradient=True
+    )
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :valid].double(), expected_gradient, rtol=1e-4, atol=1e-6)
+    assert (logits[:, valid:] == 0).all()
+
+
+@pytest.mark.gpu
+def test_bf16_error_is_that_of_plain_torch():
+    hidden, weight, labels = inputs(3000, 256, 5000, torch.bfloat16, "cuda")
+    truth_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    truth = reference_linear_cross_entropy(*truth_inputs, labels, valid_vocab=4990)
+    truth_gradients = torch.autograd.grad(truth, truth_inputs)
+    plain = reference_linear_cross_entropy(hidden, weight, labels, valid_vocab=4990)
+    plain_gradients = torch.autograd.grad(plain, (hidden, weight))
+    value = linear_cross_entropy(hidden, weight, labels, valid_vocab=4990, chunk_tokens=1024)
+    gradients = torch.autograd.grad(value, (hidden, weight))
+    assert abs(value.double() - truth) <= 2 * abs(plain.double() - truth) + 1e-5 * truth
+    for ours, theirs, exact in zip(gradients, plain_gradients, truth_gradients, strict=True):
+        assert (ours - exact).norm() <= 1.25 * (theirs - exact).norm()
+
+
+def test_custom_operation_is_well_formed():
+    hidden, weight, labels = inputs(10, 4, 9, torch.float64)
+    torch.library.opcheck(_linear_cross_entropy, (hidden, weight, labels, 9, -100, 4, True))
+
+
+def test_chunks_shrink_with_the_vocabulary():
+    assert default_chunk_tokens(384, cuda=False) > default_chunk_tokens(50304, cuda=False)
+    assert default_chunk_tokens(32000, cuda=True) == 8192
+    assert default_chunk_tokens(1 << 20, cuda=True) == 2048
+
+
+def test_bad_shapes_are_named():
+    hidden, weight, labels = inputs(8, 4, 9, torch.float32)
+    with pytest.raises(ValueError, match="must be"):
+        linear_cross_entropy(hidden, weight[:, :3], labels, valid_vocab=9)
+    with pytest.raises(ValueError, match="valid_vocab"):
+        linear_cross_entropy(hidden, weight, labels, valid_vocab=10)
