@@ -125,6 +125,7 @@ def triton_adamw_step(
             SEPARATE_MAIN=param is not weight,
             BLOCK=block,
             num_warps=4,
+            enable_fp_fusion=True,
         )
 
 

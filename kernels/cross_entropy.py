@@ -107,6 +107,7 @@ def triton_loss_and_gradient_(
         WITH_GRADIENT=with_gradient,
         BLOCK=block,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return losses
 

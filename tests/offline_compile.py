@@ -1,0 +1,77 @@
+"""Compile every Triton kernel for GPUs that are not here: `python tests/offline_compile.py` prints one JSON line a case.
+
+Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CAPABILITIES = (80, 90, 100, 120)
+
+
+def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """Name, kernel, types of its arguments, constants, launch options."""
+    from stoker.kernels.adamw import _adamw_kernel
+    from stoker.kernels.cross_entropy import _loss_and_gradient_kernel
+
+    scalars = {k: "fp32" for k in ("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size")}
+    scalars |= {"correction2_root": "fp32", "eps": "fp32", "size": "i32"}
+    pointers = {"param": "*bf16", "main": "*fp32", "grad": "*bf16", "exp_avg": "*fp32", "exp_avg_sq": "*fp32"}
+    adamw = {f"{k}_pointer": v for k, v in pointers.items()} | {"grad_scale_pointer": "*fp32"} | scalars
+    loss = {
+        "logits_pointer": "*bf16",
+        "labels_pointer": "*i64",
+        "losses_pointer": "*fp32",
+        "row_stride": "i32",
+        "valid_vocab": "i32",
+        "padded_vocab": "i32",
+        "ignore_index": "i32",
+    }
+    return [
+        ("adamw", _adamw_kernel, adamw, {"SEPARATE_MAIN": True, "BLOCK": 1024}, {"num_warps": 4, "enable_fp_fusion": True}),
+        (
+            "cross_entropy",
+            _loss_and_gradient_kernel,
+            loss,
+            {"WITH_GRADIENT": True, "BLOCK": 4096},
+            {"num_warps": 8, "enable_fp_fusion": True},
+        ),
+    ]
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and spilled bytes of a compiled kernel, as cuobjdump reports them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
+
+
+def main() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for name, kernel, signature, constants, options in cases():
+        order = {p: signature.get(p, "constexpr") for p in kernel.arg_names}
+        for capability in CAPABILITIES:
+            source = ASTSource(fn=kernel, signature=order, constexprs=constants)
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            row = {"kernel": name, "capability": capability, "triton": triton.__version__}
+            row |= resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
