@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for GPUs that are not here: `python tests/offline_compile.py` prints one JSON line a case.
+"""Compile every Triton kernel for GPUs that are not here; `python tests/offline_compile.py` prints JSON lines.
 
 Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
 """
@@ -19,8 +19,9 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
     """Name, kernel, types of its arguments, constants, launch options."""
     from stoker.kernels.adamw import _adamw_kernel
     from stoker.kernels.cross_entropy import _loss_and_gradient_kernel
+    from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
 
-    scalars = {k: "fp32" for k in ("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size")}
+    scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size"), "fp32")
     scalars |= {"correction2_root": "fp32", "eps": "fp32", "size": "i32"}
     pointers = {"param": "*bf16", "main": "*fp32", "grad": "*bf16", "exp_avg": "*fp32", "exp_avg_sq": "*fp32"}
     adamw = {f"{k}_pointer": v for k, v in pointers.items()} | {"grad_scale_pointer": "*fp32"} | scalars
@@ -33,14 +34,20 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
         "padded_vocab": "i32",
         "ignore_index": "i32",
     }
+    gated_forward = {"gate_up_pointer": "*bf16", "product_pointer": "*bf16", "width": "i32"}
+    gated_backward = {"gate_up_pointer": "*bf16", "product_gradient_pointer": "*bf16", "gradient_pointer": "*bf16"}
+    gated_backward |= {"width": "i32"}
+    options = {"num_warps": 4, "enable_fp_fusion": True}
     return [
-        ("adamw", _adamw_kernel, adamw, {"SEPARATE_MAIN": True, "BLOCK": 1024}, {"num_warps": 4, "enable_fp_fusion": True}),
+        ("gated_forward", _forward_kernel, gated_forward, {"BLOCK": 1024, "KIND": "gelu"}, options),
+        ("gated_backward", _backward_kernel, gated_backward, {"BLOCK": 1024, "KIND": "gelu_tanh"}, options),
+        ("adamw", _adamw_kernel, adamw, {"SEPARATE_MAIN": True, "BLOCK": 1024}, options),
         (
             "cross_entropy",
             _loss_and_gradient_kernel,
             loss,
             {"WITH_GRADIENT": True, "BLOCK": 4096},
-            {"num_warps": 8, "enable_fp_fusion": True},
+            options | {"num_warps": 8},
         ),
     ]
 

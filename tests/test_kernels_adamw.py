@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from stoker.kernels.adamw import adamw_step, reference_adamw_step, triton_adamw_step
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
+)
 
 # registers at most; nothing may spill. Recorded with Triton 3.9.0 and 3.6.0.
-REGISTERS = {"adamw": 128, "cross_entropy": 128}
+REGISTERS = {"adamw": 128, "cross_entropy": 128, "gated_forward": 64, "gated_backward": 96}
 
 
 def test_kernels_compile_without_a_gpu_and_spill_nothing() -> None:

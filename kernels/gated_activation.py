@@ -1,0 +1,180 @@
+"""act(gate) * up from the fused projection [gate | up], forward and backward in one pass over memory each.
+
+A compiler turns the backward of the split into a concatenation that reads its inputs twice; here each of gate, up and
+the gradient is read once, and both halves of the result are written side by side. Gated linear units: arXiv 2002.05202.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .launch import tl, triton, triton_runs_on
+
+Gate = Literal["silu", "gelu", "gelu_tanh", "relu"]
+GATES: tuple[Gate, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+BLOCK = 1024
+
+
+# ---------------------------------------------------------------- reference
+
+
+def apply_gate(gate: Tensor, kind: Gate) -> Tensor:
+    """The activation alone, in plain torch."""
+    if kind == "silu":
+        return F.silu(gate)
+    if kind == "relu":
+        return F.relu(gate)
+    return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def reference_gated_activation(gate_up: Tensor, kind: Gate) -> Tensor:
+    """The operation in plain torch, any device and dtype: (..., 2 f) to (..., f)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return apply_gate(gate, kind) * up
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) without overflow: the exponent is never positive."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def _gate_and_slope(x, KIND: tl.constexpr):
+    """act(x) and act'(x) in fp32."""
+    if KIND == "silu":
+        sigmoid = _sigmoid(x)
+        value = x * sigmoid
+        slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
+    elif KIND == "relu":
+        value = tl.where(x > 0.0, x, 0.0)
+        slope = tl.where(x > 0.0, 1.0, 0.0)
+    elif KIND == "gelu":
+        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * below
+        slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        tanh = 2.0 * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) - 1.0
+        value = 0.5 * x * (1.0 + tanh)
+        inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+        slope = 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner
+    return value, slope
+
+
+@triton.jit
+def _forward_kernel(gate_up_pointer, product_pointer, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK columns of one row. gate_up_pointer: (rows, 2 width); product_pointer: (rows, width)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up_pointer + row * 2 * width + column, mask=inside).to(tl.float32)
+    up = tl.load(gate_up_pointer + row * 2 * width + width + column, mask=inside).to(tl.float32)
+    value, _ = _gate_and_slope(gate, KIND)
+    product = (value * up).to(product_pointer.dtype.element_ty)
+    tl.store(product_pointer + row * width + column, product, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    gate_up_pointer, product_gradient_pointer, gradient_pointer, width, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program: BLOCK columns of one row of the gradient of (rows, 2 width), both halves."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up_pointer + row * 2 * width + column, mask=inside).to(tl.float32)
+    up = tl.load(gate_up_pointer + row * 2 * width + width + column, mask=inside).to(tl.float32)
+    outer = tl.load(product_gradient_pointer + row * width + column, mask=inside).to(tl.float32)
+    value, slope = _gate_and_slope(gate, KIND)
+    element = gradient_pointer.dtype.element_ty
+    tl.store(gradient_pointer + row * 2 * width + column, (outer * up * slope).to(element), mask=inside)
+    tl.store(gradient_pointer + row * 2 * width + width + column, (outer * value).to(element), mask=inside)
+
+
+def triton_forward(gate_up: Tensor, kind: str) -> Tensor:
+    """Launch the forward kernel on a contiguous tensor."""
+    width = gate_up.shape[-1] // 2
+    product = gate_up.new_empty(*gate_up.shape[:-1], width)
+    grid = (product.numel() // width, triton.cdiv(width, BLOCK))
+    _forward_kernel[grid](gate_up, product, width, KIND=kind, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True)
+    return product
+
+
+def triton_backward(product_gradient: Tensor, gate_up: Tensor, kind: str) -> Tensor:
+    """Launch the backward kernel on contiguous tensors."""
+    width = gate_up.shape[-1] // 2
+    gradient = torch.empty_like(gate_up)
+    grid = (product_gradient.numel() // width, triton.cdiv(width, BLOCK))
+    _backward_kernel[grid](
+        gate_up, product_gradient, gradient, width, KIND=kind, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True
+    )
+    return gradient
+
+
+# ---------------------------------------------------------------- custom operations
+
+
+@torch.library.custom_op("stoker::gated_activation", mutates_args=())
+def _gated_activation(gate_up: Tensor, kind: str) -> Tensor:
+    return triton_forward(gate_up.contiguous(), kind)
+
+
+@_gated_activation.register_fake
+def _(gate_up: Tensor, kind: str) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@torch.library.custom_op("stoker::gated_activation_backward", mutates_args=())
+def _gated_activation_backward(product_gradient: Tensor, gate_up: Tensor, kind: str) -> Tensor:
+    return triton_backward(product_gradient.contiguous(), gate_up.contiguous(), kind)
+
+
+@_gated_activation_backward.register_fake
+def _(product_gradient: Tensor, gate_up: Tensor, kind: str) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.kind = inputs[1]
+
+
+def _backward(ctx: Any, product_gradient: Tensor) -> tuple[Tensor, None]:
+    return _gated_activation_backward(product_gradient, ctx.saved_tensors[0], ctx.kind), None
+
+
+_gated_activation.register_autograd(_backward, setup_context=_save)
+
+
+# ---------------------------------------------------------------- public function
+
+
+def gated_activation(gate_up: Tensor, kind: Gate) -> Tensor:
+    """act(gate) * up.
+
+    Args:
+        gate_up: (..., 2 f), the gate in the first half of the last dimension; arithmetic is fp32 for 16-bit inputs
+            on a GPU.
+        kind: `silu` (SwiGLU), `gelu` (GEGLU), `gelu_tanh`, or `relu` (ReGLU).
+
+    Returns:
+        (..., f), same dtype, differentiable once on a GPU.
+
+    Raises:
+        ValueError: the last dimension is odd, or `kind` is unknown.
+    """
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"`gate_up` must end in an even dimension, but ends in {gate_up.shape[-1]}.")
+    if kind not in GATES:
+        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATES)}.")
+    if triton_runs_on(gate_up) and gate_up.dtype != torch.float64:
+        return _gated_activation(gate_up, kind)
+    return reference_gated_activation(gate_up, kind)

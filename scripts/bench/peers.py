@@ -1,0 +1,154 @@
+"""The peers of the training-step benchmark, each as its users would set it up for speed. Same shape, same data.
+
+Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
+Every builder returns `step(tokens, labels)`: forward, backward, clip to 1.0, AdamW; tokens and labels (b, s) int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Geometry of the benchmark model and of one micro batch."""
+
+    layers: int = 24
+    hidden: int = 2048
+    heads: int = 16
+    groups: int = 4
+    ffn: int = 5632
+    vocab: int = 32000
+    sequence: int = 4096
+    micro_batch: int = 4
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+
+def autocast_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module) -> Step:
+    """fp32 weights under bf16 autocast: what Hugging Face's and Lightning's users run."""
+    optimizer = optimizer_of(model)
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(tokens, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def hf_llama(shape: Shape, *, whole: bool = False) -> Step:
+    """transformers' LlamaForCausalLM with SDPA, each layer (or the whole model) compiled, bf16 autocast."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.groups,
+        max_position_embeddings=shape.sequence,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    model.train()
+    if whole:
+        run = torch.compile(model)
+    else:
+        # the mask is then built outside the compiled code, where transformers sees that it is causal and drops it
+        for layer in model.model.layers:
+            layer.compile()
+        run = model
+
+    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = run(input_ids=tokens).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    return autocast_step(loss_of, model)
+
+
+class PlainBlock(nn.Module):
+    """A Llama layer in a screen of torch, attention forced to cuDNN."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape, self.width = shape, shape.hidden // shape.heads
+        self.norm1 = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.norm2 = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.qkv = nn.Linear(shape.hidden, (shape.heads + 2 * shape.groups) * self.width, bias=False)
+        self.output = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.hidden, 2 * shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def rotate(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+        return turned.to(x.dtype)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads, groups = self.shape.heads, self.shape.groups
+        parts = self.qkv(self.norm1(x)).view(batch, length, heads + 2 * groups, self.width).transpose(1, 2)
+        q, k, v = parts.split((heads, groups, groups), dim=1)
+        q, k = self.rotate(q, cosine, sine), self.rotate(k, cosine, sine)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.output(attended.transpose(1, 2).reshape(batch, length, -1))
+        gate, value = self.up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * value)
+
+
+class PlainGPT(nn.Module):
+    """The whole model: embedding, blocks, norm, untied head."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.blocks = nn.ModuleList(PlainBlock(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        width = shape.hidden // shape.heads
+        frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
+        angles = torch.arange(shape.sequence)[:, None] * frequencies
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.cosine, self.sine)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), labels.flatten())
+
+
+def plain_torch(shape: Shape) -> Step:
+    """Plain torch, the whole model compiled, attention forced to cuDNN's kernel, bf16 autocast."""
+    with torch.device("cuda"):
+        model = PlainGPT(shape)
+    return autocast_step(torch.compile(model), model)
+
+
+PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
+    "hf": ("HF Llama, compiled, SDPA, bf16 autocast", hf_llama),
+    "plain": ("plain torch, compiled, forced cuDNN SDPA, bf16 autocast", plain_torch),
+}
