@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .launch import tl, triton, triton_runs_on
+from .launch import jit, tl, triton, triton_runs_on
 
 # ---------------------------------------------------------------- reference
 
@@ -48,7 +48,7 @@ def reference_adamw_step(
 # ---------------------------------------------------------------- Triton
 
 
-@triton.jit
+@jit
 def _adamw_kernel(
     param_pointer,
     main_pointer,

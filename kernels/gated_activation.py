@@ -6,48 +6,38 @@ the gradient is read once, and both halves of the result are written side by sid
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .launch import tl, triton, triton_runs_on
+from .activations import NONLINEARITIES
+from .launch import jit, tl, triton, triton_runs_on
 
-Gate = Literal["silu", "gelu", "gelu_tanh", "relu"]
-GATES: tuple[Gate, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+GATES = ("silu", "gelu", "gelu_tanh", "relu")
 BLOCK = 1024
 
 
 # ---------------------------------------------------------------- reference
 
 
-def apply_gate(gate: Tensor, kind: Gate) -> Tensor:
-    """The activation alone, in plain torch."""
-    if kind == "silu":
-        return F.silu(gate)
-    if kind == "relu":
-        return F.relu(gate)
-    return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
-
-
-def reference_gated_activation(gate_up: Tensor, kind: Gate) -> Tensor:
+def reference_gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """The operation in plain torch, any device and dtype: (..., 2 f) to (..., f)."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return apply_gate(gate, kind) * up
+    return NONLINEARITIES[kind](gate) * up
 
 
 # ---------------------------------------------------------------- Triton
 
 
-@triton.jit
+@jit
 def _sigmoid(x):
     """1 / (1 + exp(-x)) without overflow: the exponent is never positive."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
 
 
-@triton.jit
+@jit
 def _gate_and_slope(x, KIND: tl.constexpr):
     """act(x) and act'(x) in fp32."""
     if KIND == "silu":
@@ -69,7 +59,7 @@ def _gate_and_slope(x, KIND: tl.constexpr):
     return value, slope
 
 
-@triton.jit
+@jit
 def _forward_kernel(gate_up_pointer, product_pointer, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """One program: BLOCK columns of one row. gate_up_pointer: (rows, 2 width); product_pointer: (rows, width)."""
     row = tl.program_id(0).to(tl.int64)
@@ -82,7 +72,7 @@ def _forward_kernel(gate_up_pointer, product_pointer, width, KIND: tl.constexpr,
     tl.store(product_pointer + row * width + column, product, mask=inside)
 
 
-@triton.jit
+@jit
 def _backward_kernel(
     gate_up_pointer, product_gradient_pointer, gradient_pointer, width, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -157,7 +147,7 @@ _gated_activation.register_autograd(_backward, setup_context=_save)
 # ---------------------------------------------------------------- public function
 
 
-def gated_activation(gate_up: Tensor, kind: Gate) -> Tensor:
+def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """act(gate) * up.
 
     Args:

@@ -25,6 +25,8 @@ except ImportError:  # macOS, Windows: the plain torch path of every operation r
     triton: Any = _NoTriton()
     tl: Any = _NoTriton()
 
+jit: Any = triton.jit  # untyped: a kernel is called with grid and launch options that its signature does not show
+
 HAS_TRITON = not isinstance(triton, type) and hasattr(triton, "__version__") and triton.__version__ is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 

@@ -65,4 +65,4 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="even"):
         gated_activation(torch.zeros(2, 5), "silu")
     with pytest.raises(ValueError, match="one of silu"):
-        gated_activation(torch.zeros(2, 4), "swish")  # pyright: ignore[reportArgumentType]
+        gated_activation(torch.zeros(2, 4), "swish")

@@ -1,4 +1,4 @@
-"""The keys of one stack of transformer layers. GPT holds them at `model.*`, T5 in `model.encoder` and `model.decoder`."""
+"""The keys of one stack of layers. GPT holds them at `model.*`, T5 in `model.encoder` and `model.decoder`."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class StackKeys(Block):
     """Divide positions by this factor before rotating; null is 1."""
 
     apply_query_key_layer_scaling: bool = False
-    """An fp16 trick without mathematical effect; switched off with a warning for every other precision, as NeMo does."""
+    """An fp16 trick without mathematical effect; off, with a warning, for every other precision, as in NeMo."""
     normalize_attention_scores: bool = True
     """Scale scores by 1/sqrt(head width); False: no scaling (Hugging Face T5)."""
     use_flash_attention: bool | None = None

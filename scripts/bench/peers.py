@@ -68,7 +68,6 @@ def hf_llama(shape: Shape, *, whole: bool = False) -> Step:
         max_position_embeddings=shape.sequence,
         tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation="sdpa",
     )
     with torch.device("cuda"):
         model = LlamaForCausalLM(config)

@@ -1,0 +1,28 @@
+"""Layer normalisation and RMS normalisation, computed in fp32 and rounded once.
+
+Plain torch: torch.compile fuses each into one kernel. `zero_centered` means that the stored weight is the gain minus
+one (NeMo's layernorm1p), so that weight decay pulls the gain to one.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, zero_centered: bool = False) -> Tensor:
+    """(x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension (arXiv 1607.06450)."""
+    if not zero_centered and weight.dtype == inputs.dtype:
+        return F.layer_norm(inputs, weight.shape, weight, bias, epsilon)  # its own accumulation is fp32
+    accumulate = torch.promote_types(inputs.dtype, torch.float32)
+    gain = weight.to(accumulate) + 1.0 if zero_centered else weight.to(accumulate)
+    return F.layer_norm(inputs.to(accumulate), weight.shape, gain, bias.to(accumulate), epsilon).to(inputs.dtype)
+
+
+def rms_norm(inputs: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool = False) -> Tensor:
+    """Inputs / sqrt(mean(inputs^2) + epsilon) * gain over the last dimension (arXiv 1910.07467)."""
+    accumulate = torch.promote_types(inputs.dtype, torch.float32)
+    wide = inputs.to(accumulate)
+    gain = weight.to(accumulate) + 1.0 if zero_centered else weight.to(accumulate)
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon) * gain).to(inputs.dtype)

@@ -1,0 +1,193 @@
+"""Rules between the keys of a model, each one small pure function from the keys to findings.
+
+Paths are relative to the block that holds the keys: `model` for GPT.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from .block import Finding
+from .gpt import GPTKeys
+from .slices import head_dim_of, mlp_slice, rotary_dim_of
+from .stack import StackKeys
+
+_FLASH_NAMES = ("flash", "sdpa_flash", "sdpa_efficient")
+_FUSED_NAMES = ("fused", "sdpa_cudnn")
+_ROTARY_KEYS = ("rotary_percentage", "rotary_base", "rotary_interleaved", "seq_len_interpolation_factor")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _words(values: list[int], conjunction: str = "or") -> str:
+    texts = [str(value) for value in values]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} {conjunction} {texts[-1]}"
+
+
+def _nearest(values: list[int], target: int, count: int = 6) -> list[int]:
+    return sorted(sorted(values, key=lambda value: abs(value - target))[:count])
+
+
+def _percentage_for(rotated: int, width: int) -> float:
+    """The shortest decimal p with int(width * p) == rotated."""
+    for digits in range(1, 9):
+        candidate = math.ceil(rotated / width * 10**digits) / 10**digits
+        if int(width * candidate) == rotated:
+            return candidate
+    return rotated / width
+
+
+def heads_divide_hidden_size(keys: StackKeys) -> Iterator[Finding]:
+    """Without `kv_channels`, the heads share out the hidden size."""
+    if keys.kv_channels is None and keys.hidden_size % keys.num_attention_heads:
+        valid = _nearest(divisors(keys.hidden_size), keys.num_attention_heads)
+        yield Finding(
+            "error",
+            ("num_attention_heads", "hidden_size", "kv_channels"),
+            f"`hidden_size` ({keys.hidden_size}) must be a multiple of `num_attention_heads` "
+            f"({keys.num_attention_heads}) unless `kv_channels` is set.",
+            f"use num_attention_heads={_words(valid)}, or set kv_channels",
+        )
+
+
+def groups_divide_heads(keys: StackKeys) -> Iterator[Finding]:
+    """Every key/value group serves the same number of query heads."""
+    heads, groups = keys.num_attention_heads, keys.num_query_groups
+    if groups is not None and heads % groups:
+        yield Finding(
+            "error",
+            ("num_query_groups", "num_attention_heads"),
+            f"`num_attention_heads` ({heads}) must be a multiple of `num_query_groups` ({groups}).",
+            f"use num_query_groups={_words(divisors(heads))}",
+        )
+
+
+def rotated_channels_are_pairs(keys: StackKeys) -> Iterator[Finding]:
+    """Rotary embedding turns channels in pairs."""
+    if keys.position_embedding_type != "rope":
+        return
+    width, rotated = head_dim_of(keys), rotary_dim_of(keys)
+    if width < 2:
+        yield Finding(
+            "error",
+            ("kv_channels", "position_embedding_type"),
+            f"`position_embedding_type` (rope) turns channels in pairs and must not meet heads {width} wide.",
+            "use kv_channels of at least 2, or fewer heads",
+        )
+    elif rotated < 2 or rotated % 2:
+        valid = _percentage_for(max(2, rotated - rotated % 2), width)
+        yield Finding(
+            "error",
+            ("rotary_percentage", "kv_channels"),
+            f"`rotary_percentage` ({keys.rotary_percentage:g}) of heads {width} wide rotates {rotated} channels, "
+            "which must be an even number of at least 2.",
+            f"use rotary_percentage={valid:g}, or an even kv_channels",
+        )
+
+
+def rotary_keys_need_rope(keys: StackKeys) -> Iterator[Finding]:
+    """The rotary keys act with `position_embedding_type: rope` only."""
+    if keys.position_embedding_type == "rope":
+        return
+    for name in _ROTARY_KEYS:
+        value = getattr(keys, name)
+        neutral = name == "seq_len_interpolation_factor" and value == 1
+        if value != StackKeys.model_fields[name].default and not neutral:
+            yield Finding(
+                "warning",
+                (name, "position_embedding_type"),
+                f"`{name}` ({value}) has no effect with `position_embedding_type` ({keys.position_embedding_type}).",
+                "use position_embedding_type=rope",
+            )
+
+
+def tanh_form_needs_gelu(keys: StackKeys) -> Iterator[Finding]:
+    """`openai_gelu` is a form of GELU."""
+    if keys.openai_gelu and mlp_slice(keys).nonlinearity != "gelu_tanh":
+        yield Finding(
+            "error",
+            ("openai_gelu", "activation"),
+            f"`openai_gelu` (True) is a form of GELU and must not be combined with `activation` ({keys.activation}).",
+            "use openai_gelu=False, or activation=gelu, geglu or fast-geglu",
+        )
+
+
+def backend_fits_family_switch(keys: StackKeys) -> Iterator[Finding]:
+    """`attention_backend` must not name what `use_flash_attention` excludes."""
+    backend, switch = keys.attention_backend, keys.use_flash_attention
+    if backend == "auto" or switch is None:
+        return
+    if switch and backend not in (*_FLASH_NAMES, *_FUSED_NAMES):
+        excluded, allowed = "allows flash and fused attention only", "flash or fused"
+    elif not switch and backend in _FLASH_NAMES:
+        excluded, allowed = "excludes flash attention", "fused or unfused"
+    else:
+        return
+    yield Finding(
+        "error",
+        ("attention_backend", "use_flash_attention"),
+        f"`attention_backend` ({backend}) contradicts `use_flash_attention` ({switch}), which {excluded}.",
+        f"use use_flash_attention=null, or attention_backend={allowed}",
+    )
+
+
+def qkv_bias_is_part_of_bias(keys: StackKeys) -> Iterator[Finding]:
+    """With `bias` every linear layer has one."""
+    if keys.qkv_bias and keys.bias:
+        yield Finding(
+            "warning",
+            ("qkv_bias", "bias"),
+            "`qkv_bias` (True) has no effect with `bias` (True): every linear layer has a bias.",
+            "use bias=False for a bias on query, key and value only",
+        )
+
+
+def position_table_covers_sample(keys: GPTKeys) -> Iterator[Finding]:
+    """A learned table needs a row for each token of a sample."""
+    rows, tokens, kind = keys.max_position_embeddings, keys.encoder_seq_length, keys.position_embedding_type
+    if rows is None or rows == tokens:
+        return
+    if kind == "learned_absolute" and rows < tokens:
+        yield Finding(
+            "error",
+            ("max_position_embeddings", "encoder_seq_length"),
+            f"`max_position_embeddings` ({rows}) must not be smaller than `encoder_seq_length` ({tokens}) with "
+            "`position_embedding_type` (learned_absolute).",
+            f"use max_position_embeddings={tokens} or null, or encoder_seq_length={rows}",
+        )
+    elif kind == "none" or rows < tokens:
+        yield Finding(
+            "warning",
+            ("max_position_embeddings", "position_embedding_type"),
+            f"`max_position_embeddings` ({rows}) has no effect with `position_embedding_type` ({kind})"
+            + ("." if kind == "none" else f" and a longer `encoder_seq_length` ({tokens})."),
+            "use max_position_embeddings=null",
+        )
+
+
+STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
+    heads_divide_hidden_size,
+    groups_divide_heads,
+    rotated_channels_are_pairs,
+    rotary_keys_need_rope,
+    tanh_form_needs_gelu,
+    backend_fits_family_switch,
+    qkv_bias_is_part_of_bias,
+)
+
+
+def stack_rules(keys: StackKeys) -> Iterator[Finding]:
+    """Everything the keys of one stack have against each other."""
+    for rule in STACK_RULES:
+        yield from rule(keys)
+
+
+def gpt_rules(keys: GPTKeys) -> Iterator[Finding]:
+    """Everything the keys of a GPT have against each other, paths relative to `model`."""
+    yield from stack_rules(keys)
+    yield from position_table_covers_sample(keys)

@@ -1,0 +1,81 @@
+"""One transformer layer, and a stack of them with its final norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import CallKind, SelfAttention
+from .mlp import MLP
+from .norms import LayerNorm, RMSNorm
+from .positions import RotaryEmbedding
+
+
+class Layer(nn.Module):
+    """A pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)) (arXiv 2002.04745).
+
+    Args:
+        attention_norm: norm before the attention.
+        attention: self-attention.
+        mlp_norm: norm before the MLP.
+        mlp: feed-forward part.
+        dropout: dropout of what each part adds to the stream, in training.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention_norm: LayerNorm | RMSNorm,
+        attention: SelfAttention,
+        mlp_norm: LayerNorm | RMSNorm,
+        mlp: MLP,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.dropout = dropout
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, kind: CallKind) -> Tensor:
+        """(batch, tokens, hidden_size) to the same shape; other arguments as in `SelfAttention.forward`."""
+        hidden = self._add(hidden, self.attention(self.attention_norm(hidden), rotary, kind))
+        return self._add(hidden, self.mlp(self.mlp_norm(hidden)))
+
+    def _add(self, hidden: Tensor, update: Tensor) -> Tensor:
+        if self.training and self.dropout:
+            update = F.dropout(update, self.dropout)
+        return hidden + update
+
+
+class Stack(nn.Module):
+    """Layers in a row, one table of rotary angles for all of them, and the norm after the last.
+
+    Args:
+        layers: the layers, first to last.
+        final_norm: norm of the last layer's output.
+        rotary: the shared rotary embedding, if there is one.
+    """
+
+    def __init__(
+        self, layers: Iterable[Layer], *, final_norm: LayerNorm | RMSNorm, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.final_norm = final_norm
+        self.rotary = rotary
+
+    def forward(self, hidden: Tensor, kind: CallKind) -> Tensor:
+        """(batch, tokens, hidden_size) to the same shape, normed."""
+        rotary = None if self.rotary is None else self.rotary(hidden.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, kind)
+        return self.final_norm(hidden)
+
+    def compile_parts(self) -> None:
+        """Compile each layer and the final norm; equal layers share one compilation."""
+        for part in (*self.layers, self.final_norm):
+            part.compile(fullgraph=True, dynamic=False)

@@ -1,0 +1,128 @@
+"""Logits and every gradient equal those of transformers' GPT-2 and Llama with the same random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_fp64 import gpt2_names, llama_names, upcasts_lifted
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.build import build_gpt
+from stoker.models.config.gpt import GPTKeys
+from stoker.models.gpt import GPT
+
+VOCAB, LAYERS, TOKENS, BATCH = 53, 2, 13, 3
+Names = Callable[..., dict[str, Tensor]]
+
+
+@pytest.fixture
+def hf_upcasts_lifted() -> Iterator[None]:
+    with upcasts_lifted():
+        yield
+
+
+def keys(**changes: Any) -> GPTKeys:
+    common = {
+        "num_layers": LAYERS,
+        "encoder_seq_length": TOKENS,
+        "make_vocab_size_divisible_by": 8,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return GPTKeys.model_validate(common | changes)
+
+
+def gpt2() -> tuple[PreTrainedModel, GPTKeys, Names]:
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=TOKENS, n_embd=30, n_layer=LAYERS, n_head=5, attn_pdrop=0, resid_pdrop=0,
+        embd_pdrop=0,
+    )  # fmt: skip
+    ours = keys(hidden_size=30, ffn_hidden_size=120, num_attention_heads=5, openai_gelu=True)
+    return GPT2LMHeadModel(config), ours, gpt2_names
+
+
+def llama(
+    *, groups: int, tied: bool, bias: bool = False, backend: str = "auto"
+) -> tuple[PreTrainedModel, GPTKeys, Names]:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=36, intermediate_size=50, num_hidden_layers=LAYERS, num_attention_heads=6,
+        num_key_value_heads=groups, head_dim=10, rms_norm_eps=1e-5, tie_word_embeddings=tied, attention_bias=bias,
+        mlp_bias=bias, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )  # fmt: skip
+    ours = keys(
+        hidden_size=36, ffn_hidden_size=50, num_attention_heads=6, num_query_groups=groups, kv_channels=10,
+        normalization="rmsnorm", activation="fast-swiglu", bias=bias, position_embedding_type="rope", rotary_base=500.0,
+        share_embeddings_and_output_weights=tied, attention_backend=backend,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), ours, llama_names
+
+
+def same_weights(reference: nn.Module, ours: GPTKeys, names: Names, dtype: torch.dtype) -> GPT:
+    """Randomise the reference (biases and norms too), and our model with the same values."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in reference.parameters():
+        parameter.data.normal_(0, 0.3, generator=generator)
+    model = build_gpt(
+        ours, vocab_size=VOCAB, device="cpu", dtype=dtype, flags=AttentionFlags(), micro_batch_size=BATCH
+    )  # fmt: skip
+    values = names(reference, LAYERS)
+    mine = dict(model.named_parameters())
+    assert mine.keys() == values.keys()
+    for name, value in values.items():
+        mine[name].data.zero_()[: len(value)] = value
+    return model
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    assert theirs.abs().max() > 0
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def worst_difference(build: tuple[PreTrainedModel, GPTKeys, Names], dtype: torch.dtype) -> float:
+    reference, ours, names = build
+    reference.type(dtype)
+    reference.set_attn_implementation("sdpa")  # the eager one casts to fp32
+    model = same_weights(reference, ours, names, dtype)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (BATCH, TOKENS), generator=generator)
+    labels = torch.randint(0, VOCAB, (BATCH, TOKENS), generator=generator)
+    labels[0, :4] = -100
+    counted = (labels != -100).sum()
+
+    theirs = reference(tokens).logits
+    (F.cross_entropy(theirs.flatten(0, 1), labels.flatten(), reduction="sum") / counted).backward()
+    errors = [relative(model(tokens)[..., :VOCAB], theirs)]
+    model.loss(tokens, labels, counted).backward()
+    for name, gradient in names(reference, LAYERS, "grad").items():
+        mine = model.get_parameter(name).grad
+        assert mine is not None
+        assert not mine[len(gradient) :].any(), name
+        errors.append(relative(mine[: len(gradient)], gradient))
+    return max(errors)
+
+
+CASES = {
+    "gpt2": gpt2,
+    "llama_gqa": lambda: llama(groups=2, tied=False),
+    "llama_mqa_tied": lambda: llama(groups=1, tied=True),
+    "llama_mha_bias_unfused": lambda: llama(groups=6, tied=False, bias=True, backend="unfused"),
+    "llama_gqa_math": lambda: llama(groups=3, tied=True, backend="sdpa_math"),
+}
+
+
+@pytest.mark.usefixtures("hf_upcasts_lifted")
+@pytest.mark.parametrize("case", CASES)
+def test_fp64(case: str) -> None:
+    assert worst_difference(CASES[case](), torch.float64) <= 1e-10
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_with_their_own_arithmetic(case: str) -> None:
+    assert worst_difference(CASES[case](), torch.float32) <= 1e-5
