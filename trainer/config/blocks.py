@@ -1,15 +1,21 @@
-"""The keys around the model: trainer, exp_manager, tokenizer, data and optimizer (nemo_semantics 1.1, 1.2, 1.7, 1.13)."""
+"""The keys around the model: trainer, exp_manager, tokenizer, data and optimizer, with NeMo's names and meanings."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
 from ...models.config.block import Block, own
 
-Precision = Literal[16, 32, "16", "16-mixed", "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
+Precision = Literal[32, "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
 PositiveInt = Annotated[int, Field(ge=1)]
+BlockT = TypeVar("BlockT", bound=Block)
+
+
+def nested(kind: type[BlockT]) -> BlockT:
+    """The default of a key that is a block: the block with all its defaults."""
+    return kind.model_validate({})
 
 
 class TrainerBlock(Block):
@@ -28,7 +34,7 @@ class TrainerBlock(Block):
     """Optimizer steps to train; the schedules end here."""
     max_epochs: int | None = Field(-1, ge=-1)
     """Accepted as in NeMo, where `max_steps` ends a run: data repeats as often as that needs."""
-    max_time: str | None = Field(None, pattern=r"^\d+:\d\d:\d\d:\d\d$")
+    max_time: str | None = Field(None, pattern=r"^\d{1,4}:\d\d:\d\d:\d\d$", examples=["00:04:00:00"])
     """Stop (with a checkpoint) after this long: `DD:HH:MM:SS`, quoted."""
     log_every_n_steps: int = Field(10, ge=1)
     """Steps between two log lines; metrics stay on the device in between."""
@@ -84,7 +90,7 @@ class ExpManagerBlock(Block):
     """A checkpoint directory to start from: weights, optimizer and step."""
     create_checkpoint_callback: bool = True
     """Write checkpoints."""
-    checkpoint_callback_params: CheckpointParams = CheckpointParams()
+    checkpoint_callback_params: CheckpointParams = nested(CheckpointParams)
     """When to save and what to keep."""
     create_tensorboard_logger: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
@@ -105,7 +111,9 @@ class DataBlock(Block):
     """`pystd`: this interpreter's standard library. `text`: the file or folder at `path`. `mock`: random tokens."""
     path: str | None = own(None)
     """Text file, or folder whose text files are read, for `data_impl: text`."""
-    splits_string: str = Field("900,50,50", pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$")
+    splits_string: str = Field(
+        "900,50,50", pattern=r"^\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){0,2}$", examples=["900,50,50"]
+    )
     """Proportions of train, validation, test."""
     seq_length: int | None = Field(None, ge=1)
     """Tokens in a sample; null: `model.encoder_seq_length`."""
@@ -148,5 +156,5 @@ class OptimBlock(Block):
     """Decay of the running mean and of the running square."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the running square."""
-    sched: SchedBlock = SchedBlock()
+    sched: SchedBlock = nested(SchedBlock)
     """Learning-rate schedule."""

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...models.config.block import Finding
+from ..errors import UserError
+from .problems import KeyAccount
 from .schema import RootBlock
+
+MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from: `conf/model/x.yaml:12`, an override as typed, `default`, or `NeMo default`."""
+    """Where a value came from.
+
+    Attributes:
+        kind: `file`, `override`, `document` or `default`.
+        text: `conf/model/x.yaml:12`, an override as typed, or `default`.
+    """
 
     kind: str
     text: str
 
     def __str__(self) -> str:
         return self.text
+
+
+DEFAULT = Origin("default", "default")
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,8 @@ class RunConfig:
         document: plain containers as they go to disk; environment values stay unresolved (`${oc.env:NAME}`).
         findings: warnings and notes to print once.
         historical: dotted paths that were accepted though they have no meaning here.
+        account: every effective key and every key given that does not act, for `stoker config`.
+        files: the YAML files it was composed from.
     """
 
     root: RootBlock
@@ -40,6 +55,8 @@ class RunConfig:
     document: dict[str, Any] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     historical: tuple[str, ...] = ()
+    account: tuple[KeyAccount, ...] = ()
+    files: tuple[Path, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -49,3 +66,40 @@ class RunConfig:
     def save(self, path: Path) -> None:
         """Write the document as JSON."""
         path.write_text(json.dumps(self.document, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path, *, trusted: bool = False) -> RunConfig:
+        """Read and validate what `save` wrote.
+
+        Args:
+            path: the JSON file.
+            trusted: resolve `${oc.env:NAME}` from this environment, as for the run that wrote it. A document that came
+                with a checkpoint is not trusted: such text stays text.
+
+        Raises:
+            UserError: it cannot be read, or is not valid.
+        """
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise UserError(f"{path}: is larger than {MAX_BYTES // 1024} KiB")
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: is not JSON: {error}") from None
+        if not isinstance(document, dict):
+            raise UserError(f"{path}: must hold a JSON object")
+        return cls.from_document(document, trusted=trusted, origin=str(path))
+
+    @classmethod
+    def from_document(
+        cls, document: Mapping[str, Any], *, trusted: bool = False, origin: str = "document"
+    ) -> RunConfig:
+        """Validate a document: the same keys, types and rules as for YAML.
+
+        Raises:
+            ConfigError: it is not valid.
+        """
+        from .load import config_from_document
+
+        return config_from_document(document, trusted=trusted, origin=origin)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ...models.config.block import Block, own
 from ...models.config.gpt import GPTKeys
-from .blocks import DataBlock, ExpManagerBlock, OptimBlock, TokenizerBlock, TrainerBlock
+from .blocks import DataBlock, ExpManagerBlock, OptimBlock, TokenizerBlock, TrainerBlock, nested
 
 
 class ModelBlock(GPTKeys):
@@ -22,16 +22,16 @@ class ModelBlock(GPTKeys):
     micro_batch_size: int = Field(4, ge=1)
     """Samples that go through the model at once, per device."""
     global_batch_size: int = Field(8, ge=1)
-    """Samples per optimizer step, over all devices; gradients accumulate over global / (micro * devices) micro batches."""
-    megatron_amp_O2: bool = True
-    """With bf16: True keeps bf16 weights and fp32 main weights in the optimizer, False keeps fp32 weights and autocasts."""
+    """Samples per optimizer step, over all devices: gradients accumulate over global / (micro * devices) batches."""
+    megatron_amp_O2: bool = True  # noqa: N815
+    """With bf16: True keeps bf16 weights and fp32 main weights in the optimizer, False fp32 weights and autocast."""
     do_layer_norm_weight_decay: bool = False
     """Apply weight decay to norm weights too."""
-    tokenizer: TokenizerBlock = TokenizerBlock()
+    tokenizer: TokenizerBlock = nested(TokenizerBlock)
     """Text to token ids."""
-    data: DataBlock = DataBlock()
+    data: DataBlock = nested(DataBlock)
     """Where samples come from."""
-    optim: OptimBlock = OptimBlock()
+    optim: OptimBlock = nested(OptimBlock)
     """Optimizer and schedule."""
 
 
@@ -40,11 +40,11 @@ class RootBlock(Block):
 
     name: str = "stoker"
     """Name of the run."""
-    env_vars: dict[str, str | int | float | bool] = {}
-    """Environment variables for the training processes; a value that contradicts the caller's environment is an error."""
-    trainer: TrainerBlock = TrainerBlock()
+    env_vars: dict[str, str | int | float | bool] = Field(default={})
+    """Environment variables for the training processes; a contradiction with the caller's environment is an error."""
+    trainer: TrainerBlock = nested(TrainerBlock)
     """Where and how long to train."""
-    exp_manager: ExpManagerBlock = ExpManagerBlock()
+    exp_manager: ExpManagerBlock = nested(ExpManagerBlock)
     """Where a run writes and what it logs."""
-    model: ModelBlock = ModelBlock()
+    model: ModelBlock = nested(ModelBlock)
     """The model, its batches, its data and its optimizer."""

@@ -1,0 +1,38 @@
+"""Short forms for tests of the configuration."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.problems import ConfigError, Problem
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.errors import EXIT_BAD_INPUT
+
+DATA = Path(__file__).parent / "data"
+
+
+def load(
+    *overrides: str, name: str | None = None, directory: Path | None = None, environ: Mapping[str, str] | None = None
+) -> RunConfig:
+    """Compose and validate with an environment of its own."""
+    return load_run_config(name, directory, overrides, environ or {})
+
+
+def problems(
+    *overrides: str, name: str | None = None, directory: Path | None = None, environ: Mapping[str, str] | None = None
+) -> dict[str, Problem]:
+    """The problems of a configuration that must be refused, by key."""
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(name, directory, overrides, environ or {})
+    assert caught.value.exit_code == EXIT_BAD_INPUT
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    """A YAML file below `folder`."""
+    path = folder / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path

@@ -1,0 +1,252 @@
+"""The command line: exit codes, what is imported, what is printed, and what happens when all goes wrong."""
+
+import errno
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_helpers import DATA, write
+
+from stoker.trainer import cli, doctor
+from stoker.trainer.config import show
+from stoker.trainer.config.key_table import KEY_TABLE
+from stoker.trainer.config.schema_index import schema_keys
+from stoker.trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+Captured = pytest.CaptureFixture[str]
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stoker", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["train", "--help"], 0),
+        (["config", "model=gpt_125m"], 0),
+        (["config", "--schema"], 0),
+        (["train", "model.num_laers=3"], 2),
+        (["train", "model=nope"], 2),
+        (["trian"], 2),
+    ],
+)
+def test_torch_waits_for_a_valid_configuration(arguments: list[str], code: int, tmp_path: Path) -> None:
+    heavy = "torch lightning pytorch_lightning numpy triton rich transformers tensorboard"
+    script = (
+        "import sys\nfrom stoker.trainer.cli import main\n"
+        "try: code = main(sys.argv[1:])\nexcept SystemExit as end: code = end.code or 0\n"
+        f"loaded = sorted(set({heavy.split()!r}) & set(sys.modules))\n"
+        "print('loaded', loaded, 'code', code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1] == f"loaded [] code {code}", done.stderr
+
+
+def test_python_m_and_the_console_script_are_one(tmp_path: Path) -> None:
+    done = run("config", "model.num_laers=3", "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean model.num_layers?" in done.stderr
+    assert json.loads(done.stdout)["problems"][0]["key"] == "model.num_laers"
+    assert "Traceback" not in done.stderr
+
+
+def test_overview_and_wrong_verbs(capsys: Captured) -> None:
+    assert cli.main([]) == 2
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(verb in out for verb in cli.VERBS)
+    assert cli.main(["trian"]) == 2
+    assert "did you mean `stoker train`?" in capsys.readouterr().err
+    assert cli.main(["model=gpt_tiny"]) == 2
+    assert "did you mean `stoker train`?" in capsys.readouterr().err
+    assert cli.main(["--version"]) == 0
+
+
+def test_config_prints_values_with_origins(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "conf/model/mine", "num_layers: 3\nmcore_gpt: true\n")
+    assert cli.main(["config", "model=mine", "trainer.max_steps=5", "--config-dir", "conf"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^  num_layers: 3 +# conf/model/mine.yaml:1$", out, re.MULTILINE)
+    assert re.search(r"^  max_steps: 5 +# trainer.max_steps=5 \(command line\)$", out, re.MULTILINE)
+    assert re.search(r"^  hidden_size: 768 +# default$", out, re.MULTILINE)
+    assert re.search(r"^  family: gpt +# default; own key$", out, re.MULTILINE)
+    assert re.search(r"^#   model.mcore_gpt: true +historical +conf/model/mine.yaml:2", out, re.MULTILINE)
+    assert "1 key of NeMo without meaning here" in err
+
+
+def test_config_prints_a_file_that_can_be_used(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["model=llama_1b", "name='a: b # c'", "env_vars.A='1'", "exp_manager.version='7'"]
+    assert cli.main(["config", *overrides]) == 0
+    write(tmp_path, "again", capsys.readouterr().out)
+    assert cli.main(["config", *overrides, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert cli.main(["config", "--json", "--config-dir", ".", "--config-name", "again"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert first["valid"]
+    assert again["digest"] == first["digest"]
+    assert again["keys"]["model.num_layers"]["origin"].startswith("again.yaml:")
+
+
+def test_config_accounts_for_every_key_even_with_errors(capsys: Captured) -> None:
+    arguments = [
+        "config",
+        "--config-dir",
+        str(DATA),
+        "--config-name",
+        "nemo_style_gpt",
+        "model.fp8=True",
+        "model.nope=1",
+    ]
+    assert cli.main([*arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert not told["valid"]
+    assert {problem["key"] for problem in told["problems"]} == {"model.fp8", "model.nope"}
+    assert told["keys"]["model.nope"]["state"] == "unknown"
+    assert told["keys"]["model.pre_process"]["state"] == "historical"
+    assert set(schema_keys()) - {"env_vars"} <= set(told["keys"])
+    assert "2 errors in the configuration" in err
+    assert cli.main(arguments) == 2
+    assert "#   model.fp8: true" in capsys.readouterr().out
+
+
+def test_json_schema_knows_every_key(capsys: Captured) -> None:
+    assert cli.main(["config", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+
+    def properties(block: dict[str, Any]) -> dict[str, Any]:
+        return (
+            block["properties"]
+            if "properties" in block
+            else schema["$defs"][block["$ref"].rpartition("/")[2]]["properties"]
+        )
+
+    for path in schema_keys():
+        block = schema
+        for name in path.split("."):
+            block = properties(block)[name]
+    model = properties(properties(schema)["model"])
+    assert model["mcore_gpt"]["description"].startswith("historical")
+    assert {"type": "string", "pattern": r"\$\{"} in model["num_layers"]["anyOf"]
+
+
+def test_all_lists_every_key(capsys: Captured) -> None:
+    assert cli.main(["config", "--all"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert listed == set(schema_keys()) | {row.pattern for row in KEY_TABLE}
+
+
+def test_the_docs_page_is_current() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == show.as_docs_page(), "run: stoker config --docs > docs/configuration.md"
+
+
+def failing(error: BaseException) -> Any:
+    def fail(*_: object) -> int:
+        raise error
+
+    return fail
+
+
+def test_a_bug_leaves_a_file_and_one_line(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_config", failing(RuntimeError("broken\nin two lines")))
+    assert cli.main(["config", "model=x"]) == 1
+    (file,) = tmp_path.glob("stoker-crash-*.txt")
+    err = capsys.readouterr().err
+    assert err.splitlines() == [
+        f"stoker stopped on an error of its own: RuntimeError: broken in two lines; the traceback is in {file.name}"
+    ]
+    assert "Traceback" in file.read_text()
+    assert "stoker config model=x" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UserError(["one", "two"], 2), 2, "one\ntwo"),
+        (UserError("full", 74), 74, "full"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), 74, "/x: No space left on device"),
+        (OSError(errno.EROFS, "Read-only file system"), 74, "Read-only"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, says: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_config", failing(error))
+    assert cli.main(["config"]) == code
+    assert says in capsys.readouterr().err
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m stoker config --all | head -1; echo ${{PIPESTATUS[0]}}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stderr == ""
+
+
+def test_train_sets_env_vars_and_hands_over(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import types
+
+    seen: dict[str, Any] = {}
+
+    def train(config: Any) -> int:
+        seen["steps"], seen["flag"] = config.root.trainer.max_steps, os.environ.get("STOKER_TEST_FLAG")
+        return 143
+
+    monkeypatch.setitem(sys.modules, "stoker.trainer.run", types.SimpleNamespace(train=train))  # type: ignore[arg-type]
+    monkeypatch.setenv("STOKER_TEST_FLAG", "1")
+    assert cli.main(["train", "trainer.max_steps=3", "env_vars.STOKER_TEST_FLAG=true"]) == 143
+    assert seen == {"steps": 3, "flag": "1"}
+    assert cli.main(["train", "env_vars.STOKER_TEST_FLAG=2"]) == 2
+    assert "contradicts the environment" in capsys.readouterr().err
+
+
+def test_doctor_reports_and_never_fails(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATEN", "0")
+
+    def broken() -> list[doctor.Finding]:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor, "CHECKS", (*doctor.CHECKS, broken))
+    assert cli.main(["doctor", "--json"]) == 0
+    told = {line["what"]: line for line in json.loads(capsys.readouterr().out)}
+    assert {"Python", "torch", "CPU", "threads", "disk", "packages"} <= told.keys()
+    assert "did you mean NVTE_FLASH_ATTN?" in told["flag"]["says"]
+    assert told["broken"]["level"] == "warning"
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.startswith("Python")
+
+
+def test_doctor_without_torch(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["doctor"]) == 1
+    assert "pip install torch" in capsys.readouterr().out

@@ -1,0 +1,300 @@
+"""Files, groups and overrides become one configuration, and every value knows where it came from."""
+
+from pathlib import Path
+
+import pytest
+from config_helpers import DATA, load, problems, write
+
+from stoker.trainer.config.compose import PACKAGED, Composer
+from stoker.trainer.config.load import load_run_config
+from stoker.trainer.errors import UserError
+
+GROUPS = ("model", "data", "tokenizer", "optim", "trainer", "experiment")
+PRESETS = [(group, path.stem) for group in GROUPS for path in sorted((PACKAGED / group).glob("*.yaml"))]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Away from the checkout, whose conf would be found as the user's own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(*overrides: str, name: str | None = None, directory: Path | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        load_run_config(name, directory, overrides, {})
+    assert caught.value.exit_code == 2
+    return "\n".join(caught.value.lines)
+
+
+@pytest.mark.parametrize(("group", "name"), PRESETS)
+def test_every_preset_is_valid(group: str, name: str) -> None:
+    given = ["model.data.path=x.txt"] if name in ("text", "shakespeare_char_cpu") else []
+    config = load(f"{group}={name}", *given)
+    assert not [finding for finding in config.findings if finding.level == "warning"]
+    assert not config.historical
+
+
+def test_presets_that_are_promised_exist() -> None:
+    models = {name for group, name in PRESETS if group == "model"}
+    assert models >= {"gpt_tiny", "gpt_125m", "gpt2_124m", "llama_1b", "gpt3_1b"}
+
+
+def test_no_packaged_file_reads_the_environment() -> None:
+    for path in PACKAGED.rglob("*.yaml"):
+        assert "oc.env" not in path.read_text(), path
+
+
+def test_bench_shape() -> None:
+    root = load("experiment=llama_1b_bench").root
+    model = root.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_query_groups) == (24, 2048, 16, 4)
+    assert (model.ffn_hidden_size, model.activation, model.normalization) == (5632, "swiglu", "rmsnorm")
+    assert (model.bias, model.share_embeddings_and_output_weights, model.hidden_dropout) == (False, False, 0.0)
+    assert (model.encoder_seq_length, model.micro_batch_size, model.global_batch_size) == (4096, 4, 4)
+    assert (model.override_vocab_size, model.data.data_impl) == (32000, "mock")
+    assert (root.exp_manager.create_checkpoint_callback, root.trainer.limit_val_batches) == (False, 0)
+
+
+def test_nanogpt_recipe() -> None:
+    root = load("experiment=shakespeare_char_cpu", "model.data.path=f").root
+    sched = root.model.optim.sched
+    assert (sched.warmup_steps, sched.warmup_ratio, sched.min_lr, root.model.optim.lr) == (100, None, 1e-4, 1e-3)
+    assert (root.model.optim.betas, root.trainer.max_steps, root.model.tokenizer.library) == ([0.9, 0.99], 2000, "char")
+    assert (root.model.data.splits_string, root.model.data.data_impl) == ("90,10,0", "text")
+
+
+@pytest.mark.parametrize("form", ["experiment=pystd_gpu", "+experiment=pystd_gpu", "++experiment=pystd_gpu"])
+def test_experiment_in_every_form(form: str) -> None:
+    config = load(form)
+    assert (config.root.name, config.root.model.hidden_size) == ("pystd_gpu", 768)
+
+
+def test_choice_on_the_command_line_beats_the_experiment() -> None:
+    config = load("experiment=pystd_gpu", "model=gpt_tiny")
+    assert (config.root.model.hidden_size, config.root.model.global_batch_size) == (128, 32)
+
+
+@pytest.mark.parametrize("form", ["trainer=null", "~trainer", "experiment=null", "+trainer=cpu", "model=null"])
+def test_a_group_can_be_left_out(form: str) -> None:
+    assert load(form).root.trainer.max_steps == 2000
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_all_forms_set_a_key(prefix: str) -> None:
+    config = load(f"{prefix}model.num_query_groups=2", f"{prefix}model.hidden_size=64")
+    assert (config.root.model.num_query_groups, config.root.model.hidden_size) == (2, 64)
+    assert config.origins["model.hidden_size"].text == f"{prefix}model.hidden_size=64"
+
+
+def test_tilde_goes_back_to_the_default() -> None:
+    config = load("~model.hidden_size", "model.num_layers=3", "~model.num_layers", "~model.optim.sched")
+    assert (config.root.model.hidden_size, config.root.model.num_layers) == (768, 12)
+    assert config.root.model.optim.sched.warmup_ratio is None
+    assert str(config.origins["model.hidden_size"]) == "default"
+
+
+def test_later_overrides_win_and_blocks_merge() -> None:
+    config = load("model.optim={lr: 0.1, sched: {min_lr: 0.01}}", "model.optim.lr=0.2")
+    assert (config.root.model.optim.lr, config.root.model.optim.sched.min_lr) == (0.2, 0.01)
+    assert config.root.model.optim.weight_decay == 0.1
+
+
+def test_defaults_are_below_interpolations() -> None:
+    config = load(
+        "model=null",
+        "model.ffn_hidden_size=${multiply:2,${.hidden_size}}",
+        "model.kv_channels=${sum:${.num_layers},-4}",
+    )
+    assert (config.root.model.ffn_hidden_size, config.root.model.kv_channels) == (1536, 8)
+
+
+def test_interpolation_follows_an_override() -> None:
+    assert load("model.optim.lr=1e-2").root.model.optim.sched.min_lr == pytest.approx(1e-3)
+
+
+def test_text_keys_take_text_as_typed() -> None:
+    config = load(
+        "model.data.splits_string=90,10,0", "trainer.max_time=01:02:03:04", "name=a(b)", "exp_manager.name='x y'"
+    )
+    assert config.root.model.data.splits_string == "90,10,0"
+    assert (config.root.trainer.max_time, config.root.name, config.root.exp_manager.name) == (
+        "01:02:03:04",
+        "a(b)",
+        "x y",
+    )
+
+
+def test_steps_typed_replace_a_ratio_of_a_file() -> None:
+    config = load("model.optim.sched.warmup_steps=10")
+    assert (config.root.model.optim.sched.warmup_steps, config.root.model.optim.sched.warmup_ratio) == (10, None)
+    assert any("replaces" in finding.message for finding in config.findings)
+    assert "model.optim.sched.warmup_ratio" in problems(
+        "model.optim.sched.warmup_steps=10", "model.optim.sched.warmup_ratio=.1"
+    )
+
+
+def test_own_folder_comes_first(tmp_path: Path) -> None:
+    write(tmp_path / "mine", "model/gpt_tiny", "num_layers: 7\n")
+    write(tmp_path / "mine", "model/big", "num_layers: 9\nffn_hidden_size: ${multiply:4,${.hidden_size}}\n")
+    assert load(directory=tmp_path / "mine").root.model.num_layers == 7
+    config = load("model=big", directory=tmp_path / "mine")
+    assert (config.root.model.num_layers, config.root.model.ffn_hidden_size) == (9, 3072)
+    assert config.origins["model.num_layers"].text == "mine/model/big.yaml:1"
+
+
+def test_conf_folder_and_variable_are_found(tmp_path: Path) -> None:
+    write(tmp_path / "conf", "model/a", "num_layers: 1\n")
+    write(tmp_path / "other", "model/a", "num_layers: 2\n")
+    write(tmp_path / "other", "model/b", "num_layers: 3\n")
+    environ = {"STOKER_CONF": str(tmp_path / "other")}
+    assert load("model=a", environ=environ).root.model.num_layers == 1
+    assert load("model=b", environ=environ).root.model.num_layers == 3
+    assert load("model=gpt_tiny", environ=environ).root.model.num_layers == 4
+
+
+def test_primary_file_without_defaults_list(tmp_path: Path) -> None:
+    write(tmp_path, "plain", "model:\n  num_layers: 2\n  hidden_size: 96\n")
+    config = load("data=mock", "+tokenizer=char", name="plain", directory=tmp_path)
+    assert (config.root.model.num_layers, config.root.model.ffn_hidden_size) == (2, 3072)
+    assert (config.root.model.data.data_impl, config.root.model.tokenizer.library) == ("mock", "char")
+    assert load(name="plain.yaml", directory=tmp_path).root.model.hidden_size == 96
+
+
+def test_primary_file_can_extend_the_packaged_one(tmp_path: Path) -> None:
+    write(
+        tmp_path, "mine", "defaults:\n  - train\n  - override model: gpt2_124m\n  - _self_\ntrainer:\n  max_steps: 7\n"
+    )
+    config = load(name="mine", directory=tmp_path)
+    assert (config.root.trainer.max_steps, config.root.model.override_vocab_size) == (7, 50257)
+    assert config.origins["trainer.max_steps"].text == "mine.yaml:6"
+    assert [path.name for path in config.files][:2] == ["gpt2_124m.yaml", "pystd.yaml"]
+
+
+def test_a_value_of_a_later_file_hides_a_block_of_an_earlier_one(tmp_path: Path) -> None:
+    write(tmp_path, "base", "env_vars:\n  A: 1\n  B: 2\n")
+    write(tmp_path, "top", "defaults: [base, _self_]\nenv_vars:\n  B: 3\n")
+    config = load(name="top", directory=tmp_path)
+    assert config.root.env_vars == {"A": 1, "B": 3}
+    assert {key: str(config.origins[f"env_vars.{key}"]) for key in "AB"} == {"A": "base.yaml:2", "B": "top.yaml:3"}
+
+
+def test_nemo_file_loads_as_it_is() -> None:
+    config = load(name="nemo_style_gpt", directory=DATA)
+    root = config.root
+    assert (root.model.ffn_hidden_size, root.model.normalization, root.model.hidden_dropout) == (512, "rmsnorm", 0.1)
+    assert (root.exp_manager.name, root.trainer.max_time, root.trainer.limit_val_batches) == (
+        "nemo_style_gpt",
+        "6:11:00:00",
+        1.0,
+    )
+    given = set(config.origins)
+    accounted = {row.path for row in config.account}
+    assert given <= accounted, given - accounted
+    assert "model.pre_process" in config.historical
+    warned = {finding.keys[0] for finding in config.findings if finding.level == "warning"}
+    assert warned == {"model.normalization", "model.apply_query_key_layer_scaling"}
+
+
+def test_t5_file_composes_and_says_what_it_is(tmp_path: Path) -> None:
+    write(tmp_path, "base", "num_layers: 2\nhidden_size: 64\nactivation: geglu\n")
+    write(
+        tmp_path,
+        "t5",
+        "defaults:\n  - .@model.encoder: base\n  - .@model.decoder: base\nmodel:\n  encoder:\n    num_layers: 3\n"
+        "  share_token_embeddings: true\n  tensor_model_parallel_size: 1\n",
+    )
+    found = problems(name="t5", directory=tmp_path)
+    (problem,) = found.values()
+    assert "T5" in problem.rule
+    assert "not yet" in problem.rule
+
+
+def test_launcher_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    write(tmp_path, "a", "training:\n  model:\n    num_layers: 2\n")
+    write(tmp_path, "b", "run:\n  name: x\nexp_manager:\n  exp_dir: ${training.run.name}\n")
+    for name in "ab":
+        said = refusal(name=name, directory=tmp_path)
+        assert "NeMo-Framework-Launcher" in said
+        assert len(said.splitlines()) == 1
+
+
+def test_hydra_block_has_no_effect_and_is_reported(tmp_path: Path) -> None:
+    write(tmp_path, "h", "defaults:\n  - override hydra/launcher: x\n  - _self_\nhydra:\n  run:\n    dir: /elsewhere\n")
+    config = load(name="h", directory=tmp_path)
+    assert any("`hydra:` in h.yaml:4" in finding.message for finding in config.findings)
+    assert "composition only" in problems("hydra.run.dir=x")["hydra.run.dir=x"].rule
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model=gpt_125"], ["there is no model `gpt_125`", "model=gpt_125m?", "gpt_tiny, llama_1b"]),
+        (["experiment=shakespeare"], ["experiment=shakespeare_char_cpu?"]),
+        (["+data=pystdd"], ["data=pystd?"]),
+    ],
+)
+def test_unknown_choice_names_the_nearest(overrides: list[str], says: list[str]) -> None:
+    said = refusal(*overrides)
+    for part in says:
+        assert part in said
+
+
+def test_unknown_names_in_a_defaults_list(tmp_path: Path) -> None:
+    write(tmp_path, "a", "defaults:\n  - model: gpt_125\n")
+    write(tmp_path, "b", "defaults:\n  - modl: gpt_tiny\n")
+    write(tmp_path, "c", "defaults:\n  - model: ???\n")
+    write(tmp_path, "d", "defaults:\n  - ../../etc/passwd\n")
+    write(tmp_path, "e", "defaults:\n  - 3\n")
+    assert "did you mean model=gpt_125m?" in refusal(name="a", directory=tmp_path)
+    assert "did you mean model?" in refusal(name="b", directory=tmp_path)
+    assert "You must specify 'model'" in refusal(name="c", directory=tmp_path)
+    assert "defaults list" in refusal(name="d", directory=tmp_path)
+    assert "defaults list" in refusal(name="e", directory=tmp_path)
+
+
+def test_unknown_primary_file(tmp_path: Path) -> None:
+    write(tmp_path, "mine", "name: x\n")
+    (tmp_path / "old.yml").write_text("name: x\n")
+    assert "did you mean mine?" in refusal(name="mien", directory=tmp_path)
+    assert "rename old.yml" in refusal(name="old", directory=tmp_path)
+    assert "no such folder" in refusal(directory=tmp_path / "nowhere")
+
+
+def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
+    write(tmp_path, "twice", "name: x\nmodel:\n  seed: 1\n  seed: 2\n")
+    assert refusal(name="twice", directory=tmp_path) == "twice.yaml:4: `model.seed` is given twice"
+
+
+@pytest.mark.parametrize(
+    ("typed", "rule", "fix"),
+    [
+        ("model.num_layers", "is not an override", "key=value"),
+        ("model.optim.lr=1,2", "several values", "model.optim.lr=[1,2]"),
+        ("model=[a", "cannot be read", "quote"),
+        ("model/deep=x", "no group `model/deep`", "groups are"),
+        ("model.num_layers=range(1,3)", "several values", ""),
+        ("=3", "a name is missing", "key=value"),
+        ("model..seed=3", "a name is missing", "key=value"),
+        ("model.seed=" + "[" * 3000, "cannot be read", "quote"),
+        ("name=" + "x" * 70_000, "longer than", "YAML"),
+    ],
+)
+def test_unreadable_overrides(typed: str, rule: str, fix: str) -> None:
+    (problem,) = problems(typed).values()
+    assert rule in problem.rule
+    assert fix in problem.fix
+
+
+def test_file_of_a_group_without_its_package(tmp_path: Path) -> None:
+    write(tmp_path, "data/mine", "data_impl: text\n")
+    write(tmp_path, "experiment/mine", "model:\n  num_layers: 3\n")
+    fix = problems("data=mine", directory=tmp_path)["data.data_impl"].fix
+    assert "did you mean model.data.data_impl?" in fix
+    assert "# @package model.data" in fix
+    fix = problems("experiment=mine", directory=tmp_path)["experiment.model.num_layers"].fix
+    assert "did you mean model.num_layers?" in fix
+    assert "# @package _global_" in fix
+
+
+def test_options_are_listed() -> None:
+    assert Composer(None).options("data") == ["mock", "pystd", "text"]

@@ -1,0 +1,97 @@
+"""What goes to disk: complete, without secrets, and valid again when it is read."""
+
+import json
+from pathlib import Path
+
+import pytest
+from config_helpers import load, write
+
+from stoker.trainer.config.problems import ConfigError
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema_index import schema_keys
+from stoker.trainer.errors import UserError
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    config = load("model=llama_1b", "data=mock", "trainer.max_time=00:01:00:00", "env_vars.A=1")
+    config.save(tmp_path / "config.resolved.json")
+    again = RunConfig.load(tmp_path / "config.resolved.json")
+    assert (again.root, again.digest, again.document) == (config.root, config.digest, config.document)
+    assert again.origins["model.hidden_size"].text == str(tmp_path / "config.resolved.json")
+
+
+def test_document_has_every_key() -> None:
+    document = load().document
+    for path in schema_keys():
+        node = document
+        for name in path.split("."):
+            node = node[name]
+
+
+def test_digest_depends_on_values_only(tmp_path: Path) -> None:
+    write(tmp_path, "a", "model:\n  seed: 7\ntrainer:\n  max_steps: 3\n")
+    write(tmp_path, "b", "trainer:\n  max_steps: 3\nmodel:\n  seed: 7\n  mcore_gpt: true\n")
+    a, b = (load(name=name, directory=tmp_path) for name in "ab")
+    assert a.digest == b.digest != load("model.seed=8", name="a", directory=tmp_path).digest
+
+
+def test_the_environment_never_reaches_the_disk(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "env",
+        "name: ${oc.env:SECRET}\nexp_manager:\n  exp_dir: /x/${name}\n  name: ${oc.env:NO,fallback}\n"
+        "model:\n  optim:\n    lr: ${oc.env:RATE}\n    sched:\n      min_lr: ${divide:${..lr},10}\nenv_vars:\n"
+        "  TOKEN: ${oc.env:SECRET}\n",
+    )
+    config = load(name="env", directory=tmp_path, environ={"SECRET": "hunter2", "RATE": "0.01"})
+    assert (config.root.name, config.root.exp_manager.exp_dir) == ("hunter2", "/x/hunter2")
+    assert (config.root.model.optim.lr, config.root.model.optim.sched.min_lr) == (0.01, 0.001)
+    assert config.root.env_vars == {"TOKEN": "hunter2"}
+    text = json.dumps(config.document) + "".join(row.value for row in config.account)
+    assert "hunter2" not in text
+    assert config.document["name"] == "${oc.env:SECRET}"
+    assert config.document["model"]["optim"]["sched"]["min_lr"] == "${divide:${..lr},10}"
+
+
+def test_environment_is_read_only_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"name": "${oc.env:SECRET}", "exp_manager": {"exp_dir": "${name}"}}))
+    monkeypatch.setenv("SECRET", "hunter2")
+    trusted = RunConfig.load(path, trusted=True)
+    assert (trusted.root.name, trusted.root.exp_manager.exp_dir) == ("hunter2", "hunter2")
+    assert trusted.document["name"] == "${oc.env:SECRET}"
+    literal = RunConfig.load(path)
+    assert (literal.root.name, literal.root.exp_manager.exp_dir) == ("${oc.env:SECRET}", "${name}")
+
+
+def test_plain_dollars_survive(tmp_path: Path) -> None:
+    write(tmp_path, "d", "name: 'a \\${b}'\n")
+    config = load(name="d", directory=tmp_path)
+    assert config.root.name == "a ${b}"
+    assert RunConfig.from_document(config.document, trusted=True).root.name == "a ${b}"
+
+
+def test_documents_are_validated() -> None:
+    bad = {"model": {"num_layers": "3", "nope": 1, "seed": "${oc.env:SEED}"}, "trainer": {"_target_": "os.system"}}
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_document(bad, origin="step-7/config.json")
+    found = {problem.key: problem for problem in caught.value.problems}
+    assert set(found) == {"model.num_layers", "model.nope", "model.seed", "trainer._target_"}
+    assert {problem.origin for problem in found.values()} == {"step-7/config.json"}
+    assert "environment" in found["model.seed"].fix
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "\x00", '{"name": ' + '{"a":' * 5000 + "1" + "}" * 5001])
+def test_damaged_documents(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"c\.json"):
+        RunConfig.load(path)
+
+
+def test_unreadable_documents(tmp_path: Path) -> None:
+    (tmp_path / "large.json").write_text(" " * (1 << 20) + "{}")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+    for name, says in (("large", "larger than"), ("none", "cannot be read"), ("binary", "is not JSON")):
+        with pytest.raises(UserError, match=says):
+            RunConfig.load(tmp_path / f"{name}.json")

@@ -1,0 +1,279 @@
+"""Every known key has exactly one state, and each state does what it says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_helpers import DATA, load, problems, write
+
+from stoker.trainer.config.key_states import known_keys, state_of
+from stoker.trainer.config.key_table import KEY_TABLE, VALUES, State, row_of
+from stoker.trainer.config.schema_index import schema_blocks, schema_keys, show_value
+
+CENSUS = (DATA / "nemo_key_paths.txt").read_text().split()
+
+
+def test_census_is_complete() -> None:
+    assert len(CENSUS) == len(set(CENSUS)) == 671
+
+
+@pytest.mark.parametrize("block", sorted({path.rpartition(".")[0] for path in CENSUS}))
+def test_every_census_path_has_exactly_one_state(block: str) -> None:
+    for path in CENSUS:
+        if path.rpartition(".")[0] == block:
+            acts = path in schema_keys() or path in schema_blocks()
+            row = row_of(path)
+            assert state_of(path) is not None, path
+            assert acts != (row is not None), path
+
+
+def test_table_is_consistent() -> None:
+    patterns = [row.pattern for row in KEY_TABLE]
+    assert len(patterns) == len(set(patterns))
+    known = {path for path, _ in known_keys()} | {pattern.removesuffix(".*") for pattern in patterns}
+    for row in KEY_TABLE:
+        assert row.pattern not in schema_keys()
+        assert row.state is not State.ACTS
+        assert row.note
+        for other in (row.switch, row.same_as):
+            assert not other or other in known, row
+        assert not row.same_as or row.same_as in schema_keys()
+        assert row.state is not State.HISTORICAL or not (row.switch or row.off)
+
+
+def test_values_of_the_table_are_not_values_of_the_schema() -> None:
+    for path, values in VALUES.items():
+        assert not set(map(str, values)) & set(map(str, schema_keys()[path].choices)), path
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in KEY_TABLE if not row.pattern.endswith(".*")], ids=lambda row: row.pattern
+)
+def test_each_row_does_what_its_state_says(row: Any) -> None:
+    """A historical key takes anything; a key that is not yet there, or refused, only its off values."""
+    from stoker.trainer.config.key_states import KeyStates
+    from stoker.trainer.config.paths import put
+
+    def refusals(value: Any) -> list[Any]:
+        tree: dict[str, Any] = {}
+        put(tree, row.pattern, value)
+        return list(KeyStates(tree, lambda path: "x.yaml:1").problems())
+
+    assert not refusals(None)
+    assert not refusals("???")
+    for off in row.off:
+        assert not refusals(off), off
+    accepts_anything = row.state is State.HISTORICAL or bool(row.switch)
+    found = refusals("surely not off")
+    assert bool(found) != accepts_anything
+    if found:
+        assert found[0].key == row.pattern
+        assert row.note in found[0].rule
+        assert found[0].rule.startswith("not yet" if row.state is State.NOT_YET else "refused")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "state"),
+    [(path, value, fact[0]) for path, values in VALUES.items() for value, fact in values.items()],
+)
+def test_values_that_are_not_taken(path: str, value: Any, state: State) -> None:
+    problem = problems(f"{path}={show_value(value)}")[path]
+    assert problem.rule.startswith(state.value)
+    assert path in problem.fix
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.pre_process=True",
+        "model.apex_transformer_log_level=30",
+        "model.nsys_profile.ranks=[0]",
+        "model.masked_softmax_fusion=False",
+        "trainer.benchmark=True",
+        "model.attention_softmax_in_fp32=True",
+        "model.gc_interval=100",
+    ],
+)
+def test_historical_keys_are_accepted_and_listed_once(override: str) -> None:
+    config = load(override, "+model.mcore_gpt=True")
+    path = override.partition("=")[0]
+    assert set(config.historical) == {path, "model.mcore_gpt"}
+    notes = [finding for finding in config.findings if path in finding.keys]
+    assert len(notes) == 1
+    assert notes[0].level == "info"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("trainer.logger=True", "trainer.logger"),
+        ("trainer.enable_checkpointing=True", "trainer.enable_checkpointing"),
+        ("trainer.use_distributed_sampler=True", "trainer.use_distributed_sampler"),
+        ("trainer.replace_sampler_ddp=True", "trainer.replace_sampler_ddp"),
+        ("trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches"),
+        ("model.use_emha=True", "model.use_emha"),
+        ("model.mcore_customization_config.foo=1", "model.mcore_customization_config.foo"),
+        ("model.tokenizer.trust_remote_code=True", "model.tokenizer.trust_remote_code"),
+        ("model.precision=32", "model.precision"),
+    ],
+)
+def test_refused_keys(override: str, key: str) -> None:
+    assert problems(override)[key].rule.startswith("refused")
+
+
+def test_a_key_may_repeat_another() -> None:
+    load("model.precision=bf16", "trainer.precision=bf16", "+model.seq_length=256")
+    assert problems("model.precision=bf16", "trainer.precision=32")["model.precision"].fix
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+model.tensor_model_parallel_size=1", "model.pipeline_model_parallel_size=1", "model.fsdp=False"],
+        ["model.rampup_batch_size=null", "model.cpu_offloading=False", "model.cpu_offloading_num_layers=11"],
+        ["model.fp8=null", "model.fp8_hybrid=True", "model.activations_checkpoint_method=block"],
+        ["model.moe_router_topk=2", "model.window_size=null", "exp_manager.create_wandb_logger=False"],
+        ["exp_manager.ema.enable=False", "exp_manager.ema.decay=0.9", "model.peft.peft_scheme=null"],
+    ],
+)
+def test_what_is_off_loads(overrides: list[str]) -> None:
+    assert load(*overrides).root.model.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.tensor_model_parallel_size=2",
+        "model.num_moe_experts=8",
+        "model.activations_checkpoint_granularity=full",
+        "model.cpu_offloading=True",
+        "model.window_size=[4096,0]",
+        "model.transformer_engine=True",
+        "exp_manager.create_wandb_logger=True",
+        "model.data.data_prefix=[1.0,a]",
+        "model.encoder.num_layers=2",
+        "model.data.train_ds.file_names=[a]",
+        "model.rampup_batch_size=[2,2,10]",
+    ],
+)
+def test_what_is_not_yet_there_says_so(override: str) -> None:
+    (problem,) = problems("+" + override).values()
+    assert problem.rule.startswith("not yet")
+    assert problem.origin.startswith("+" + override)
+
+
+def test_settings_of_a_feature_share_one_error() -> None:
+    (problem,) = problems(
+        "+model.num_moe_experts=8", "+model.moe_router_topk=2", "+model.moe_aux_loss_coeff=1e-2"
+    ).values()
+    assert problem.key == "model.num_moe_experts"
+    (problem,) = problems(*(f"+model.data.train_ds.k{i}=1" for i in range(9))).values()
+    assert len(problem.also) == 6
+
+
+def test_all_errors_come_at_once(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "bad",
+        "trainer:\n  max_steps: ???\n  logger: True\nmodel:\n  num_layers: 1.5\n  num_layesr: 2\n"
+        "  num_attention_heads: 7\n  fp8: True\n  seed: ${nowhere}\n"
+        "  data:\n    path: ???\n    data_impl: text\n  tokenizer: null\n",
+    )
+    found = problems("model.optim.lr=-1", name="bad", directory=tmp_path)
+    assert set(found) == {
+        "trainer.max_steps",
+        "trainer.logger",
+        "model.num_layers",
+        "model.num_layesr",
+        "model.num_attention_heads",
+        "model.fp8",
+        "model.seed",
+        "model.data.path",
+        "model.tokenizer",
+        "model.optim.lr",
+    }
+    assert all(problem.rule for problem in found.values())
+    assert {key: problem.origin.rpartition(":")[2] for key, problem in found.items() if ".yaml:" in problem.origin} == {
+        "trainer.max_steps": "2",
+        "trainer.logger": "3",
+        "model.num_layers": "5",
+        "model.num_layesr": "6",
+        "model.num_attention_heads": "7",
+        "model.fp8": "8",
+        "model.seed": "9",
+        "model.data.path": "11",
+        "model.tokenizer": "13",
+    }
+    assert "must be given" in found["trainer.max_steps"].rule
+    assert "must be given" in found["model.data.path"].rule
+
+
+@pytest.mark.parametrize("name", ["_target_", "_partial_", "_args_", "_recursive_", "_convert_"])
+def test_code_is_never_named(name: str, tmp_path: Path) -> None:
+    for path in (
+        name,
+        f"model.optim.{name}",
+        f"trainer.callbacks.{name}",
+        f"model.nsys_profile.{name}",
+        f"env_vars.{name}",
+    ):
+        assert any("never names code" in problem.rule for problem in problems(f"+{path}=os.system").values()), path
+    write(tmp_path, "c", f"model:\n  optim:\n    {name}: torch.optim.SGD\n  data:\n    train_ds:\n    - {name}: x\n")
+    assert any("never names code" in problem.rule for problem in problems(name="c", directory=tmp_path).values())
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("model.num_layers=2.0", "model.num_layers=2"),
+        ("model.num_layers='2'", "write 2 without quotes"),
+        ("model.num_layers=True", ""),
+        ("model.num_layers=0", ""),
+        ("model.num_layers=null", "model.num_layers=12"),
+        ("model.num_layers=[2]", ""),
+        ("model.num_layers=99999999999999999999999", ""),
+        ("model.bias=1", "model.bias=true"),
+        ("model.bias=maybe", ""),
+        ("model.optim.lr=nan", ""),
+        ("model.optim.lr=inf", ""),
+        ("model.optim.lr=True", ""),
+        ("model.optim.betas=[0.9]", ""),
+        ("model.optim.betas=[0.9,x]", ""),
+        ("model.activation=swiglue", "model.activation=swiglu"),
+        ("model.normalization=layer_norm", "model.normalization=layernorm"),
+        ("trainer.max_steps=-1", "steps"),
+        ("trainer.max_time=10:30:00", "quote"),
+        ("trainer.limit_val_batches=1.5", ""),
+        ("trainer.devices=two", ""),
+        ("model.optim=adamw", ""),
+        ("name=3", ""),
+        ("env_vars.A=[1]", ""),
+        ("env_vars=3", ""),
+    ],
+)
+def test_wrong_types_and_ranges(override: str, fix: str) -> None:
+    key = override.partition("=")[0]
+    if key == "model.optim":
+        problem = problems("model=null", "optim=null", "model.optim=adamw")[key]
+    else:
+        problem = problems(override)[key]
+    assert problem.rule.startswith("must be ")
+    assert fix in problem.fix
+
+
+def test_spelling_of_the_documentation() -> None:
+    config = load("+model.moe_token_dropping=alltoall")
+    (warning,) = [finding for finding in config.findings if finding.level == "warning"]
+    assert "moe_token_dispatcher_type" in warning.message
+    assert (
+        "moe_token_dropping"
+        in problems("+model.moe_token_dropping=alltoall", "+model.moe_token_dispatcher_type=flex")[
+            "model.moe_token_dropping"
+        ].fix
+    )
+    load("+model.moe_token_dropping=False")
+
+
+def test_case_of_words() -> None:
+    assert load("model.normalization=RMSNorm").root.model.normalization == "rmsnorm"
+    assert "not yet" in problems("model.position_embedding_type=ALiBi")["model.position_embedding_type"].rule

@@ -1,0 +1,163 @@
+"""Each rule between keys: one configuration that it accepts, one that it refuses or warns of, naming the keys."""
+
+import random
+from typing import Any
+
+import pytest
+from config_helpers import load, problems
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.kernels.attention.flags import KNOWN_FLAGS
+from stoker.trainer.config.problems import ConfigError
+from stoker.trainer.config.rules import environment_text
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema_index import schema_keys
+
+SCHED = "model.optim.sched"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["trainer.devices=2"], "trainer.devices", "not yet"),
+        (["trainer.num_nodes=2"], "trainer.num_nodes", "not yet"),
+        (["model.global_batch_size=10", "model.micro_batch_size=4"], "model.global_batch_size", "multiple"),
+        ([f"{SCHED}.warmup_steps=1", f"{SCHED}.warmup_ratio=0.1"], f"{SCHED}.warmup_ratio", "only one"),
+        ([f"{SCHED}.constant_steps=1", f"{SCHED}.constant_ratio=0.1"], f"{SCHED}.constant_ratio", "only one"),
+        ([f"{SCHED}.warmup_steps=2000"], f"{SCHED}.warmup_steps", "leave steps"),
+        ([f"{SCHED}.warmup_ratio=0.6", f"{SCHED}.constant_ratio=0.4"], f"{SCHED}.warmup_ratio", "leave steps"),
+        ([f"{SCHED}.max_steps=10", f"{SCHED}.constant_steps=10"], f"{SCHED}.constant_steps", "leave steps"),
+        ([f"{SCHED}.min_lr=0.1"], f"{SCHED}.min_lr", "larger"),
+        (["model.data.data_impl=text"], "model.data.path", "needs a file"),
+        (["data=text"], "model.data.path", "must be given"),
+        (["model.data.path=x"], "model.data.path", "data_impl: text` only"),
+        (["model.data.splits_string=0,50,50"], "model.data.splits_string", "training"),
+        (["model.data.splits_string='1'"], "model.data.splits_string", "validation"),
+        (["model.data.seq_length=128"], "model.data.seq_length", "must equal"),
+        (["model.num_query_groups=3"], "model.num_query_groups", "multiple"),
+        (["env_vars.A=2"], "env_vars.A", "contradicts"),
+    ],
+)
+def test_refused(overrides: list[str], key: str, says: str) -> None:
+    problem = problems(*overrides, environ={"A": "1"})[key]
+    assert says in problem.rule
+    assert problem.fix
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.global_batch_size=12", "model.micro_batch_size=4"],
+        [f"{SCHED}.warmup_steps=1999"],
+        [f"{SCHED}.min_lr=1e-3"],
+        ["data=text", "model.data.path=x"],
+        ["model.data.splits_string='1'", "trainer.limit_val_batches=0"],
+        ["model.data.splits_string='0,1'", "data=mock"],
+        ["model.data.seq_length=128", "model.encoder_seq_length=128"],
+        ["env_vars.A=1"],
+        ["env_vars.A=true"],
+        ["trainer.devices=auto"],
+    ],
+)
+def test_accepted(overrides: list[str]) -> None:
+    load(*overrides, environ={"A": "1"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.apply_query_key_layer_scaling=true"], "model.apply_query_key_layer_scaling"),
+        (["model.megatron_amp_O2=true", "trainer.precision=32"], "model.megatron_amp_O2"),
+        ([f"{SCHED}.name=WarmupAnnealing", f"{SCHED}.constant_steps=10"], f"{SCHED}.constant_steps"),
+        (["exp_manager.explicit_log_dir=a", "exp_manager.name=b"], "exp_manager.name"),
+        (["exp_manager.resume_if_exists=true", "exp_manager.version=b"], "exp_manager.version"),
+        (
+            ["exp_manager.create_checkpoint_callback=false", "exp_manager.checkpoint_callback_params.save_top_k=1"],
+            "exp_manager.checkpoint_callback_params.save_top_k",
+        ),
+        (["model.position_embedding_type=none", "model.rotary_base=5000"], "model.rotary_base"),
+        (["env_vars.NVTE_FLASH_ATN=0"], "env_vars.NVTE_FLASH_ATN"),
+        (["env_vars.NVTE_FUSED_ATTN=0"], "nothing"),
+    ],
+)
+def test_warned(overrides: list[str], key: str) -> None:
+    warned = [finding.keys[0] for finding in load(*overrides).findings if finding.level == "warning"]
+    assert warned == ([] if key == "nothing" else [key])
+
+
+def test_defaults_alone_warn_of_nothing() -> None:
+    assert not load("model=null", "optim=null", "data=mock").findings
+
+
+def test_unknown_flags_of_the_environment() -> None:
+    (warning,) = load(environ={"NVTE_FLASH_ATTEN": "0", "NVTE_FLASH_ATTN": "0"}).findings
+    assert warning.level == "warning"
+    assert warning.fix == "NVTE_FLASH_ATTN"
+    assert not load(environ=dict.fromkeys(KNOWN_FLAGS, "1")).findings
+
+
+@pytest.mark.parametrize(("value", "text"), [(True, "1"), (False, "0"), (3, "3"), ("on", "on"), (0.5, "0.5"), ("", "")])
+def test_environment_text(value: Any, text: str) -> None:
+    assert environment_text(value) == text
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+@settings(max_examples=40)
+def test_the_fix_of_a_batch_size_works(together: int, micro: int) -> None:
+    if together % micro == 0:
+        return
+    problem = problems(f"model.global_batch_size={together}", f"model.micro_batch_size={micro}")[
+        "model.global_batch_size"
+    ]
+    for fix in problem.fix.split(", or "):
+        keys = {"model.global_batch_size": together, "model.micro_batch_size": micro}
+        key, _, value = fix.partition("=")
+        keys[key] = int(value)
+        load(*(f"{key}={value}" for key, value in keys.items()))
+
+
+JUNK = ["null", "true", "-1", "0", "1", "3", "7", "1e-3", "0.5", "nan", "word", "''", "[1,2]", "{a:1}", "???", "1e400"]
+JUNK += ["-inf", "[[[]]]", "9" * 20, "${model.seed}", "${nope}", "${multiply:2,${model.num_layers}}"]
+
+
+def junk(count: int, seed: int) -> None:
+    """Random values at random keys: a typed configuration, or lines that name the keys. Nothing else."""
+    chance = random.Random(seed)
+    paths = list(schema_keys())
+    refused = 0
+    for _ in range(count):
+        overrides = [
+            f"{chance.choice(['', '+', '++'])}{path}={_value(path, chance)}"
+            for path in chance.sample(paths, chance.randint(1, 3))
+        ]
+        config = _config_or_error(overrides)
+        if isinstance(config, ConfigError):
+            refused += 1
+            assert config.problems
+            assert all(problem.key and problem.rule and problem.origin for problem in config.problems), overrides
+            assert any(override.lstrip("+").partition("=")[0] in str(config) for override in overrides), overrides
+        else:
+            assert RunConfig.from_document(config.document).root == config.root
+    assert count // 10 < refused < count
+
+
+def _config_or_error(overrides: list[str]) -> RunConfig | ConfigError:
+    try:
+        return load(*overrides)
+    except ConfigError as error:
+        return error
+
+
+def _value(path: str, chance: random.Random) -> str:
+    choices = schema_keys()[path].choices
+    return str(chance.choice(choices)) if choices and chance.random() < 0.5 else chance.choice(JUNK)
+
+
+def test_random_configurations() -> None:
+    junk(80, 1)
+
+
+@pytest.mark.full
+def test_many_random_configurations() -> None:
+    junk(3000, 2)

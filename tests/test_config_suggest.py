@@ -1,0 +1,181 @@
+"""A key that is not known is always refused, with the key that was meant first."""
+
+import random
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from config_helpers import load, problems, write
+
+from stoker.trainer.config.foreign_names import FOREIGN_NAMES
+from stoker.trainer.config.key_states import is_known, known_keys, suggestions
+from stoker.trainer.config.problems import Problem
+from stoker.trainer.config.schema_index import schema_keys
+from stoker.trainer.config.suggest import closest, distance
+
+LETTERS = string.ascii_lowercase + "_"
+LEAVES = list(schema_keys())
+
+
+def typos(path: str, chance: random.Random, rounds: int) -> Iterator[str]:
+    """One-letter mistakes in the last name of `path`: a letter gone, added, wrong, or two swapped."""
+    parent, dot, name = path.rpartition(".")
+    for _ in range(rounds):
+        at = chance.randrange(len(name))
+        letter = chance.choice(LETTERS)
+        swapped = name[:at] + name[at : at + 2][::-1] + name[at + 2 :]
+        for wrong in (
+            name[:at] + name[at + 1 :],
+            name[:at] + letter + name[at:],
+            name[:at] + letter + name[at + 1 :],
+            swapped,
+        ):
+            typo = parent + dot + wrong
+            if wrong and wrong[0] != "_" and not is_known(typo):
+                yield typo
+
+
+def count(pairs: list[tuple[str, str]]) -> tuple[int, list[tuple[str, str]]]:
+    """How many typos there were, and those whose first suggestion is another key."""
+    wrong = [(path, typo) for path, typo in pairs if suggestions(typo)[:1] != (path,)]
+    return len(pairs), wrong
+
+
+def test_a_typo_names_the_right_key_first() -> None:
+    chance = random.Random(1)
+    total, wrong = count([(path, typo) for path in LEAVES for typo in typos(path, chance, 2)])
+    assert total > 500
+    assert len(wrong) <= 0.05 * total, wrong
+
+
+ROUTES = ("k=v", "+k=v", "++k=v", "experiment", "user's file")
+
+
+def through(route: str, typo: str, tmp_path: Path) -> dict[str, Problem]:
+    """The problems of a configuration that has `typo` in one of the places a key can be."""
+    if route in ROUTES[:3]:
+        return problems(route[:-3] + typo + "=1")
+    *blocks, name = typo.split(".")
+    text = (
+        "".join("  " * depth + f"{block}:\n" for depth, block in enumerate(blocks))
+        + "  " * len(blocks)
+        + f"{name}: 1\n"
+    )
+    if route == "experiment":
+        write(tmp_path, "experiment/typo", "# @package _global_\n" + text)
+        return problems("experiment=typo", directory=tmp_path)
+    write(tmp_path, "typo", text)
+    return problems(name="typo", directory=tmp_path)
+
+
+def check_routes(rounds: int, share: float, tmp_path: Path) -> None:
+    chance = random.Random(2)
+    for route in ROUTES:
+        total = right = 0
+        for path in LEAVES:
+            for typo in typos(path, chance, rounds):
+                if chance.random() > share:
+                    continue
+                problem = through(route, typo, tmp_path)[typo]
+                assert "there is no such key" in problem.rule
+                assert problem.origin
+                total += 1
+                right += f"did you mean {path}?" in problem.fix
+        assert total
+        assert right >= 0.95 * total, (route, right, total)
+
+
+def test_typos_are_refused_on_every_route(tmp_path: Path) -> None:
+    check_routes(1, 0.06, tmp_path)
+
+
+@pytest.mark.full
+def test_all_typos_are_refused_on_every_route(tmp_path: Path) -> None:
+    check_routes(2, 1.0, tmp_path)
+
+
+def test_typos_in_the_name_of_a_block() -> None:
+    for typo, right in (
+        ("modle.num_layers", "model.num_layers"),
+        ("trainr.max_steps", "trainer.max_steps"),
+        ("model.optm.lr", "model.optim.lr"),
+        ("exp_manger.exp_dir", "exp_manager.exp_dir"),
+        ("model.optim.schd.min_lr", "model.optim.sched.min_lr"),
+    ):
+        assert suggestions(typo)[0] == right
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("lr", "model.optim.lr"),
+        ("max_steps", "trainer.max_steps"),
+        ("model.lr", "model.optim.lr"),
+        ("model.max_steps", "trainer.max_steps"),
+        ("num_layers", "model.num_layers"),
+        ("data.path", "model.data.path"),
+        ("trainer.num_layers", "model.num_layers"),
+        ("model.moe_router_top_k", "model.moe_router_topk"),
+        ("model.num_querry_groups", "model.num_query_groups"),
+        ("model.optim.sched.warmup", "model.optim.sched.warmup_steps"),
+    ],
+)
+def test_right_name_in_the_wrong_place(wrong: str, right: str) -> None:
+    assert right in suggestions(wrong)[:2]
+
+
+def test_foreign_names_are_many_and_lead_to_known_keys() -> None:
+    assert len(FOREIGN_NAMES) >= 80
+    known = {path for path, _ in known_keys()}
+    last_names = {path.rpartition(".")[2] for path in schema_keys()}
+    for name, target in FOREIGN_NAMES.items():
+        assert target in known, name
+        assert name not in last_names or name in ("path", "name", "lr"), name
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN_NAMES))
+def test_a_foreign_name_is_suggested_and_never_accepted(name: str) -> None:
+    for path in (f"model.{name}", name):
+        if not is_known(path):
+            assert FOREIGN_NAMES[name] in suggestions(path)[:2], (path, suggestions(path))
+
+
+def test_foreign_names_through_the_front_door() -> None:
+    for typed, right in (
+        ("model.n_kv_heads=2", "model.num_query_groups"),
+        ("+model.num_experts_per_tok=2", "model.moe_router_topk"),
+        ("++model.gradient_checkpointing=true", "model.activations_checkpoint_granularity"),
+        ("learning_rate=1e-3", "model.optim.lr"),
+    ):
+        (problem,) = problems(typed).values()
+        assert f"did you mean {right}?" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "edits"),
+    [
+        ("abc", "abc", 0),
+        ("abc", "acb", 1),
+        ("abc", "ab", 1),
+        ("abc", "abxc", 1),
+        ("abc", "xyz", 3),
+        ("", "ab", 2),
+        ("ca", "abc", 3),
+    ],
+)
+def test_distance(a: str, b: str, edits: int) -> None:
+    assert distance(a, b, 5) == distance(b, a, 5) == edits
+    assert distance(a, b, 1) == min(edits, 2)
+
+
+def test_closest_value() -> None:
+    assert closest("Layer-Norm", ["layernorm", "rmsnorm"]) == "layernorm"
+    assert closest("gpt", ["gpt_tiny", "llama"]) == "gpt_tiny"
+    assert closest("zzz", ["layernorm"]) is None
+
+
+def test_what_is_known_is_not_refused() -> None:
+    for path in LEAVES:
+        assert is_known(path)
+    assert load("env_vars.ANY_NAME=1").root.env_vars == {"ANY_NAME": 1}

@@ -1,0 +1,61 @@
+"""Model FLOPs against torch's counter, and the peaks of cards."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.build import build_gpt
+from stoker.models.config.gpt import GPTKeys
+from stoker.trainer.flops import bf16_peak, matmul_parameters, training_flops_per_token
+
+SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "encoder_seq_length": 16}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"num_query_groups": 2, "activation": "swiglu", "bias": False}, {"kv_channels": 24}],
+    ids=["gpt", "llama", "wide heads"],
+)
+def test_formula_equals_counted_flops(extra):
+    keys = GPTKeys.model_validate(SHAPE | {"attention_backend": "unfused"} | extra)
+    model = build_gpt(
+        keys, vocab_size=100, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1
+    )
+    model.eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros((1, 16), dtype=torch.int64))
+    tokens = 16
+    attention = 6 * 2 * 4 * (keys.kv_channels or 8) * tokens
+    # Unfused attention computes the masked half too, the formula does not count it.
+    expected = counter.get_total_flops() * 3 / tokens - attention
+    assert training_flops_per_token(keys, 128, tokens) == expected
+
+
+def test_the_head_counts_and_the_embedding_table_does_not():
+    keys = GPTKeys.model_validate(SHAPE)
+    assert matmul_parameters(keys, 200) - matmul_parameters(keys, 100) == 100 * 32
+
+
+@pytest.mark.parametrize(
+    ("card", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GB200", 2500),
+    ],
+)
+def test_dense_peaks(card, teraflops):
+    assert bf16_peak(card) == teraflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "card", ["cpu", "Tesla V100-SXM2-16GB", "NVIDIA RTX A4000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+)
+def test_unknown_cards_have_no_peak(card):
+    assert bf16_peak(card) is None

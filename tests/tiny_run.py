@@ -1,0 +1,148 @@
+"""A tiny training run with dropout, for tests: its configuration, and a script that kills it in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema import RootBlock
+
+STEPS = 60
+
+
+def tiny_document(directory: Path, **changes: Any) -> dict[str, Any]:
+    """A document of about 20,000 parameters and 12 ms a step; `changes` are `block__key=value`."""
+    document: dict[str, Any] = {
+        "name": "tiny",
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 8,
+            "val_check_interval": 4,
+            "limit_val_batches": 1,
+            "log_every_n_steps": 2,
+            "enable_model_summary": False,
+        },
+        "exp_manager": {
+            "explicit_log_dir": str(directory),
+            "resume_if_exists": True,
+            "create_tensorboard_logger": False,
+            "checkpoint_callback_params": {},
+        },
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "num_attention_heads": 2,
+            "encoder_seq_length": 16,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "data": {"data_impl": "mock"},
+            "optim": {"lr": 1e-2, "sched": {"max_steps": 100, "warmup_steps": 2}},
+        },
+    }
+    for path, value in changes.items():
+        *blocks, key = path.split("__")
+        block = document
+        for name in blocks:
+            block = block.setdefault(name, {})
+        block[key] = value
+    return document
+
+
+def tiny_config(directory: Path, **changes: Any) -> RunConfig:
+    """The document, validated."""
+    document = tiny_document(directory, **changes)
+    return RunConfig(RootBlock.model_validate(document), document=document)
+
+
+def final_hashes(directory: Path, step: int) -> dict[str, str]:
+    """Hashes of weights and optimizer state of a checkpoint."""
+    manifest = json.loads((directory / "checkpoints" / f"step-{step}" / "manifest.json").read_text())
+    return {name: manifest["files"][name]["sha256"] for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+# ---------------------------------------------------------------- the script: fork, interrupt, wait
+
+
+def _train(directory: Path, save_every: int) -> int:
+    from stoker.trainer.run import train
+
+    return train(
+        tiny_config(
+            directory,
+            trainer__max_steps=STEPS,
+            trainer__val_check_interval=20,
+            exp_manager__checkpoint_callback_params={"every_n_train_steps": save_every},
+        )
+    )
+
+
+def _forked(directory: Path, save_every: int = 5) -> int:
+    """Train in a child process, which has torch imported already; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    output = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(output, 1)
+    os._exit(_train(directory, save_every))
+
+
+def _wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _steps_logged(directory: Path) -> int:
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def _after_some_steps(directory: Path, act: Callable[[], None]) -> None:
+    while _steps_logged(directory) < 8:
+        time.sleep(0.01)
+    act()
+
+
+def main(root: Path, kills: int, seed: int) -> dict[str, Any]:
+    """Train once in peace, once with `kills` SIGKILLs, and once each stopped by SIGTERM and SIGINT; then go on."""
+    chance = random.Random(seed)
+    peace = root / "peace"
+    started = time.monotonic()
+    assert _wait(_forked(peace)) == 0
+    whole = time.monotonic() - started
+    result: dict[str, Any] = {"kills": 0, "killed": [], "peace": final_hashes(peace, STEPS)}
+    while result["kills"] < kills:
+        killed = root / f"killed-{len(result['killed'])}"
+        while result["kills"] < kills and not (killed / "checkpoints" / f"step-{STEPS}").exists():
+            pid = _forked(killed)
+            time.sleep(chance.uniform(0.05, 0.6) * whole)
+            os.kill(pid, signal.SIGKILL)
+            result["kills"] += _wait(pid) == -signal.SIGKILL
+        assert _wait(_forked(killed)) == 0
+        result["killed"].append(final_hashes(killed, STEPS))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        directory = root / number.name
+        pid = _forked(directory, save_every=50)
+        _after_some_steps(directory, lambda pid=pid, number=number: os.kill(pid, number))
+        result[f"{number.name} exit"] = _wait(pid)
+        result[f"{number.name} saved"] = [p.name for p in sorted((directory / "checkpoints").iterdir())]
+        result[f"{number.name} stopped"] = f"step-{_steps_logged(directory)}"
+        assert _wait(_forked(directory)) == 0
+        result[number.name] = final_hashes(directory, STEPS)
+    return result
+
+
+if __name__ == "__main__":
+    import stoker.trainer.run  # noqa: F401  imported once, before any fork
+
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -1,0 +1,216 @@
+"""The command line: `stoker VERB [--config-dir D] [--config-name N] [key=value ...]`.
+
+Nothing here imports torch, and nothing at all is imported before it is needed: `--help`, `config` and every error of a
+configuration come before torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, UserError
+
+if TYPE_CHECKING:
+    from .config.run_config import RunConfig
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One command.
+
+    Attributes:
+        about: one line for the overview.
+        module: the module of this package that has `add_arguments(parser)` and `run(args) -> int`; empty: this one.
+    """
+
+    about: str
+    module: str = ""
+
+
+VERBS = {
+    "train": Verb("train a model"),
+    "config": Verb("show every effective value and where it comes from"),
+    "generate": Verb("continue a text with a trained model", "generate"),
+    "evaluate": Verb("loss, perplexity and bits per byte of a trained model", "evaluate"),
+    "quickstart": Verb("train a small GPT on this machine in about a minute", "quickstart"),
+    "doctor": Verb("what this machine has, and what it can do", "doctor"),
+}
+
+_OVERVIEW = """usage: stoker VERB [options] [key=value ...]
+
+{verbs}
+
+A run is described by YAML: groups (model=gpt_125m data=text experiment=NAME) and keys (trainer.max_steps=1000).
+`stoker VERB --help` explains a verb, `stoker config` shows the whole configuration, docs/configuration.md every key.
+"""
+
+_GROUPS = """A configuration is composed of files, one of each group: model=, data=, tokenizer=, optim=, trainer=,
+experiment=.
+Keys are set by key=value (+key=value and ++key=value mean the same), ~key goes back to the default.
+Your own files go into ./conf, or any folder given with --config-dir."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and give the exit code; no exception leaves, but for what argparse raises to exit."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except UserError as error:
+        _say("\n".join(error.lines))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of the output (head, less) has gone; Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            _say(f"{error.filename or 'the disk'}: {error.strerror}")
+            return EXIT_IO
+        return _crash(error, arguments)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_OVERVIEW.format(verbs="\n".join(f"  {name:<11} {verb.about}" for name, verb in VERBS.items())))
+        return EXIT_DONE if arguments else EXIT_BAD_INPUT
+    name = arguments[0]
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"stoker {version('stoker')}")
+        return EXIT_DONE
+    if name not in VERBS:
+        raise UserError(_no_verb(name))
+    verb = VERBS[name]
+    parser = argparse.ArgumentParser(
+        prog=f"stoker {name}",
+        description=verb.about[0].upper() + verb.about[1:] + ".",
+        epilog=None if verb.module else _GROUPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments, run = _parts(name, verb)
+    add_arguments(parser)
+    return run(parser.parse_intermixed_args(arguments[1:]))
+
+
+def _no_verb(name: str) -> list[str]:
+    from .config.suggest import closest
+
+    near = closest(name, VERBS)
+    if near is None and ("=" in name or name.startswith("-")):
+        near = "train"
+    did = f"did you mean `stoker {near}`?" if near else f"verbs are {', '.join(VERBS)}"
+    return [f"stoker {name}: there is no such verb; {did}"]
+
+
+def _parts(
+    name: str, verb: Verb
+) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    if verb.module:
+        module: Any = importlib.import_module(f".{verb.module}", __package__)
+        return module.add_arguments, module.run
+    if name == "train":
+        return _add_config_arguments, _train
+    return _add_show_arguments, _config
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config-dir", type=Path, metavar="D", help="a folder of your own configuration files")
+    parser.add_argument("--config-name", metavar="N", help="the primary file, without .yaml (default: train)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="choices of groups and values of keys")
+
+
+def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_config_arguments(parser)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="everything as one JSON object")
+    form.add_argument("--schema", action="store_true", help="the JSON schema of the files, for editors")
+    form.add_argument("--all", action="store_true", help="every key that is known, with its state")
+    form.add_argument("--docs", action="store_true", help="docs/configuration.md")
+
+
+def _load(args: argparse.Namespace) -> RunConfig:
+    from .config.load import load_run_config
+
+    return load_run_config(args.config_name, args.config_dir, args.overrides)
+
+
+def _train(args: argparse.Namespace) -> int:
+    config = _load(args)
+    _say_findings(config.findings)
+    from . import environment
+    from .config.rules import environment_text
+
+    environment.apply_to_this_process({name: environment_text(v) for name, v in config.root.env_vars.items()})
+    train: Callable[[RunConfig], int] = importlib.import_module(".run", __package__).train
+    return train(config)
+
+
+def _config(args: argparse.Namespace) -> int:
+    from .config import show
+    from .config.problems import ConfigError
+
+    for asked, form in (
+        (args.schema, show.as_json_schema),
+        (args.all, show.as_key_list),
+        (args.docs, show.as_docs_page),
+    ):
+        if asked:
+            print(form().rstrip("\n"))
+            return EXIT_DONE
+    try:
+        config = _load(args)
+    except ConfigError as error:
+        print(show.as_json(error.account, error.findings, None, error) if args.json else show.as_yaml(error.account))
+        sys.stdout.flush()
+        raise
+    print(show.as_json(config.account, config.findings, config, None) if args.json else show.as_yaml(config.account))
+    sys.stdout.flush()
+    if not args.json:
+        _say_findings(config.findings)
+    return EXIT_DONE
+
+
+def _say_findings(findings: Sequence[Any]) -> None:
+    if findings:
+        from .config.show import finding_lines
+
+        _say("\n".join(finding_lines(findings)))
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _crash(error: Exception, arguments: list[str]) -> int:
+    """An error nobody foresaw: the traceback into a file, one line on the screen."""
+    import traceback
+
+    trace = "".join(traceback.format_exception(error))
+    summary = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    path = Path(time.strftime("stoker-crash-%Y%m%d-%H%M%S.txt"))
+    try:
+        path.write_text(f"stoker {' '.join(arguments)}\nPython {sys.version}\n\n{trace}")
+    except OSError:
+        _say(trace)
+        _say(f"stoker stopped on an error of its own: {summary}")
+    else:
+        _say(f"stoker stopped on an error of its own: {summary}; the traceback is in {path}")
+    return EXIT_BUG

@@ -1,0 +1,319 @@
+"""Hydra's part: which files make up the configuration, in which order. The merge is ours, and remembers origins.
+
+Hydra computes the defaults list (groups, packages, `override`, `optional`); the files are read by `yaml_file`, within
+bounds, and merged leaf by leaf, the later over the earlier, each leaf keeping the file and line that set it. No Hydra
+run directory, no `hydra` node, no global state, no instantiation. Values are not resolved here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import OmegaConf
+
+from ...models.config.block import Finding
+from ..errors import UserError
+from . import yaml_file
+from .paths import Tree, get, join, merged, put
+from .suggest import closest
+from .yaml_file import YamlError, YamlFile
+
+PACKAGED = Path(__file__).resolve().parents[2] / "conf"
+
+
+@dataclass
+class Composition:
+    """What the files say.
+
+    Attributes:
+        tree: keys and values as written.
+        origins: file and line of each leaf, `conf/model/x.yaml:12`.
+        files: the files, in the order they were merged.
+        notes: things in the files that have no meaning here.
+    """
+
+    tree: Tree = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
+
+
+class YamlSource(ConfigSource):
+    """One directory of YAML files, read within the bounds of `yaml_file`."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(provider="stoker", path=f"{self.scheme()}://{directory}")
+        self.directory = directory
+        self.read: dict[str, YamlFile] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> YamlSource:
+        """Hydra copies its repository; what was read stays in one place."""
+        return self
+
+    @staticmethod
+    def scheme() -> str:
+        """Not looked up anywhere: the source is made directly."""
+        return "stoker"
+
+    def available(self) -> bool:
+        """Whether the directory exists."""
+        return self.directory.is_dir()
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether there is such a folder."""
+        return ".." not in config_path.split("/") and (self.directory / config_path).is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether there is such a file."""
+        return ".." not in config_path.split("/") and self.file(config_path).is_file()
+
+    def file(self, config_path: str) -> Path:
+        """The file of a config path; `.yaml` may be left out."""
+        return self.directory / (config_path if config_path.endswith(".yaml") else config_path + ".yaml")
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Hand Hydra the defaults list and the package; the values stay in `read`."""
+        path = self.file(config_path)
+        try:
+            parsed = yaml_file.read(path)
+        except YamlError as error:
+            raise UserError(_refusal(path, error)) from None
+        self.read[config_path] = parsed
+        defaults = [item for item in parsed.defaults or [] if not _is_hydra_default(item)]
+        content = {"defaults": defaults} if parsed.defaults is not None else {}
+        return ConfigResult(
+            provider=self.provider,
+            path=str(self.directory),
+            config=OmegaConf.create(content),
+            header={"package": parsed.package},
+        )
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Names of the files and folders in a folder."""
+        found = []
+        folder = self.directory / config_path
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if entry.is_dir() and results_filter in (None, ObjectType.GROUP) and not entry.name.startswith(("_", ".")):
+                found.append(entry.name)
+            elif entry.suffix == ".yaml" and results_filter in (None, ObjectType.CONFIG):
+                found.append(entry.stem)
+        return found
+
+
+def _is_hydra_default(item: Any) -> bool:
+    """Entries such as `override hydra/launcher: x`, which choose how Hydra itself runs."""
+    name = next(iter(item), "") if isinstance(item, dict) else item
+    return isinstance(name, str) and name.split(" ")[-1].startswith("hydra")
+
+
+class _Repository(ConfigRepository):
+    """Hydra's view of the search path, made from our sources alone."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self.sources = [YamlSource(directory) for directory in directories]
+
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        """Nothing to do: the sources are given."""
+
+
+class Composer:
+    """The configuration files that can be found, and what a choice among them says.
+
+    Args:
+        config_dir: the user's own folder, searched first.
+        extra: further folders, searched after `./conf` and before the packaged files.
+
+    Raises:
+        UserError: `config_dir` is not a folder.
+    """
+
+    def __init__(self, config_dir: Path | None, extra: Sequence[Path] = ()) -> None:
+        if config_dir is not None and not config_dir.is_dir():
+            raise UserError(f"--config-dir {config_dir}: there is no such folder")
+        candidates = [*([config_dir] if config_dir else []), Path("conf"), *extra, PACKAGED]
+        directories: list[Path] = []
+        for candidate in candidates:
+            if candidate.is_dir() and not any(candidate.samefile(known) for known in directories):
+                directories.append(candidate.absolute())
+        self._repository = _Repository(directories)
+        self.directories = tuple(directories)
+
+    def is_group(self, name: str) -> bool:
+        """Whether `name` is a folder of choices, such as `model`."""
+        return bool(name) and self._repository.group_exists(name)
+
+    def options(self, group: str) -> list[str]:
+        """The choices of a group, or with the empty name the primary files."""
+        return self._repository.get_group_options(group)
+
+    def compose(self, config_name: str, choices: Sequence[Override]) -> Composition:
+        """Merge the files that `config_name`, its defaults list and `choices` select.
+
+        Raises:
+            UserError: a file or choice does not exist, or a file cannot be read.
+        """
+        config_name = config_name.removesuffix(".yaml")
+        self._check_exists(config_name)
+        for choice in choices:
+            self._check_choice(choice)
+        defaults = self._defaults_list(config_name, choices)
+        composition = Composition()
+        for default in defaults.defaults:
+            if default.config_path is not None and default.config_path != "_dummy_empty_config_":
+                self._merge(composition, default.config_path, default.package or "")
+        return composition
+
+    def _check_exists(self, config_name: str) -> None:
+        if self._repository.config_exists(config_name):
+            return
+        lines = [f"--config-name {config_name}: there is no such file"]
+        for directory in self.directories:
+            if (directory / f"{config_name}.yml").is_file():
+                lines = [f"--config-name {config_name}: rename {config_name}.yml to {config_name}.yaml"]
+        names = self.options("")
+        near = closest(config_name, names)
+        if near:
+            lines.append(f"    did you mean {near}?")
+        lines.append("    searched: " + ", ".join(map(display, self.directories)))
+        lines.append("    found: " + (", ".join(names) or "nothing"))
+        raise UserError(lines)
+
+    def _check_choice(self, choice: Override) -> None:
+        value = choice.value()
+        group = choice.key_or_group
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and not self._repository.config_exists(f"{group}/{name}"):
+                raise UserError(self._no_option(group, name, f"{choice.input_line} (command line)"))
+
+    def _no_option(self, group: str, name: str, origin: str) -> list[str]:
+        options = self.options(group)
+        near = closest(name, options)
+        lines = [f"{origin}: there is no {group} `{name}`"]
+        if near:
+            lines.append(f"    did you mean {group}={near}?")
+        lines.append(f"    {group} can be: {', '.join(options) or 'nothing'}")
+        return lines
+
+    def _defaults_list(self, config_name: str, choices: Sequence[Override]) -> DefaultsList:
+        repository = CachingConfigRepository(self._repository)
+        with self._hydra_errors_are_ours():
+            plain = create_defaults_list(repository, config_name, [], prepend_hydra=False, skip_missing=False)
+            known = plain.overrides.known_choices
+            fitted = [override for choice in choices if (override := _fitted(choice, known)) is not None]
+            return create_defaults_list(repository, config_name, fitted, prepend_hydra=False, skip_missing=False)
+
+    @contextlib.contextmanager
+    def _hydra_errors_are_ours(self) -> Iterator[None]:
+        if version.getbase() is None:
+            version.setbase("1.3")
+        try:
+            yield
+        except UserError:
+            raise
+        except (HydraException, ValueError, AttributeError, TypeError, AssertionError) as error:
+            raise UserError(self._defaults_problem(str(error))) from None
+
+    def _defaults_problem(self, said: str) -> list[str]:
+        """What Hydra says about a defaults list, without its search path, with the nearest choice."""
+        shown = said.partition("Config search path")[0].strip().strip("\"'")
+        lines = [line.strip() for line in shown.splitlines() if line.strip()]
+        missing = re.search(r"(?:In '([^']*)': )?Could not find '(?:([^']*)/)?([^'/]*)'", said)
+        if missing is None:
+            return [f"defaults list: {lines[0] if lines else said}", *(f"    {line}" for line in lines[1:12])]
+        where, group, name = missing.groups()
+        origin = f"defaults list of {where}" if where else "defaults list"
+        if group and self.is_group(group):
+            return self._no_option(group, name, origin)
+        groups = self._repository.get_group_options("", ObjectType.GROUP)
+        near = closest(group, groups) if group else closest(name, self.options(""))
+        return [
+            f"{origin}: there is no {f'group `{group}`' if group else f'file `{name}`'}",
+            *([f"    did you mean {near}?"] if near else []),
+        ]
+
+    def _merge(self, composition: Composition, config_path: str, package: str) -> None:
+        source = next(source for source in self._repository.sources if source.is_config(config_path))
+        assert isinstance(source, YamlSource)
+        key = config_path if config_path in source.read else config_path.removesuffix(".yaml")
+        file = source.read[key]
+        if file.path not in composition.files:
+            composition.files.append(file.path)
+        _check_launcher(file)
+        tree = dict(file.tree)
+        if tree.pop("hydra", None) is not None:
+            composition.notes.append(_hydra_note(file))
+        placed: Tree = {}
+        if package:
+            put(placed, package, tree)
+        else:
+            placed = tree
+        for path, line in file.lines.items():
+            if isinstance(get(tree, path), dict) and get(tree, path):
+                continue
+            full = join(package, path)
+            for stale in [known for known in composition.origins if known.startswith(full + ".")]:
+                if not isinstance(get(tree, path), dict):
+                    del composition.origins[stale]
+            composition.origins[full] = f"{display(file.path)}:{line}"
+        composition.tree = merged(composition.tree, placed)
+
+
+def display(path: Path) -> str:
+    """How a path is named to the user: relative to where they are, where it lies below."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    with contextlib.suppress(ValueError):
+        return str(Path("stoker/conf") / path.relative_to(PACKAGED))
+    return str(path)
+
+
+def _fitted(choice: Override, known: Mapping[str, object]) -> Override | None:
+    """`group=x` and `+group=x` alike, whichever Hydra needs for this defaults list; `group=null` takes no file."""
+    if choice.is_delete():
+        return choice
+    group = choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
+    fitted = copy(choice)
+    if choice.value() is None:
+        fitted.type = OverrideType.DEL
+        return fitted if known.get(group) is not None else None
+    fitted.type = OverrideType.CHANGE if group in known else OverrideType.ADD
+    return fitted
+
+
+def _refusal(path: Path, error: YamlError) -> str:
+    where = f"{display(path)}:{error.line}" if error.line else display(path)
+    return f"{where}: {error.message}"
+
+
+def _check_launcher(file: YamlFile) -> None:
+    """Files of the NeMo-Framework-Launcher are written for its own root and variables."""
+    text = repr(file.tree)
+    if isinstance(file.tree.get("training"), dict) or "${training." in text:
+        raise UserError(
+            f"{display(file.path)}: this is a NeMo-Framework-Launcher file (keys below `training:`, values such as "
+            "`${training.run.name}`); stoker reads NeMo's own layout: `trainer:`, `exp_manager:`, `model:` at the root"
+        )
+
+
+def _hydra_note(file: YamlFile) -> Finding:
+    where = f"{display(file.path)}:{file.lines.get('hydra', 1)}"
+    return Finding(
+        "info",
+        ("hydra",),
+        f"`hydra:` in {where} has no effect: stoker uses Hydra for composition only",
+        "folders of configuration files are given with --config-dir, the run directory with exp_manager.exp_dir",
+    )

@@ -1,0 +1,243 @@
+"""The state of every key that is given: acts, not yet, refused, historical, or unknown with what it may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ...models.config.block import Finding
+from . import paths
+from .key_table import KEY_TABLE, VALUES, Row, State, is_block_of_rows, row_of
+from .paths import MISSING, Tree
+from .problems import Problem
+from .schema_index import open_block_of, schema_blocks, schema_keys, show_value
+from .suggest import keys_like
+
+_CODE = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
+_FAMILY = "model.family"
+_PACKAGES = {"data": "model.data", "tokenizer": "model.tokenizer", "optim": "model.optim", "experiment": "_global_"}
+"""What the files of a group name in their `# @package` line, where it is not the group itself."""
+
+
+@cache
+def known_keys() -> tuple[tuple[str, bool], ...]:
+    """Every key that has a name, and whether it acts."""
+    acting = [(path, True) for path in [*schema_keys(), *schema_blocks()]]
+    return (*acting, *((row.pattern, False) for row in KEY_TABLE if not row.pattern.endswith(".*")))
+
+
+def suggestions(path: str) -> tuple[str, ...]:
+    """Known keys that an unknown one may have meant, the best first."""
+    return keys_like(path, known_keys())
+
+
+def is_known(path: str) -> bool:
+    """Whether a key or block has a state."""
+    return (
+        path in schema_keys()
+        or path in schema_blocks()
+        or open_block_of(path) is not None
+        or row_of(path) is not None
+        or is_block_of_rows(path)
+    )
+
+
+def state_of(path: str) -> State | None:
+    """The state of a key; None for one that is not known. A block of the schema acts."""
+    if path in schema_keys() or path in schema_blocks() or open_block_of(path) is not None:
+        return State.ACTS
+    row = row_of(path)
+    return row.state if row else None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One given key.
+
+    Attributes:
+        path: dotted path.
+        value: its value.
+        state: its state; None for a key that is not known.
+        note: for a key that does not act, what it is or why.
+        refusal: why the run cannot have it; empty when it is accepted.
+        fix: the way out of a refusal.
+    """
+
+    path: str
+    value: Any
+    state: State | None
+    note: str = ""
+    refusal: str = ""
+    fix: str = ""
+
+
+class KeyStates:
+    """The states of all keys of a configuration.
+
+    Args:
+        tree: resolved values.
+        origin_of: where the value of a path came from.
+    """
+
+    def __init__(self, tree: Tree, origin_of: Callable[[str], str]) -> None:
+        self._tree = tree
+        self._origin_of = origin_of
+        self._family = self._foreign_family()
+        self._verdicts = [self._judge(path, value) for path, value in _given(tree)]
+
+    def verdicts(self) -> Iterator[Verdict]:
+        """The verdict on each key, in the order given."""
+        yield from self._verdicts
+
+    def problems(self) -> Iterator[Problem]:
+        """What is refused: keys that share a reason are one problem."""
+        grouped: dict[tuple[str, str, str], list[Verdict]] = {}
+        for verdict in self._verdicts:
+            if verdict.refusal:
+                key = (verdict.refusal, verdict.fix, "" if verdict.state is State.NOT_YET else verdict.path)
+                grouped.setdefault(key, []).append(verdict)
+        if self._family is not None:
+            yield self._family
+        for (refusal, fix, _), verdicts in grouped.items():
+            first, *more = verdicts
+            also = tuple(f"{v.path} = {show_value(v.value)} ({self._origin_of(v.path)})" for v in more[:5])
+            if len(more) > 5:
+                also = (*also, f"{len(more) - 5} more")
+            yield Problem(first.path, show_value(first.value), self._origin_of(first.path), refusal, fix, also)
+
+    def findings(self) -> Iterator[Finding]:
+        """What was accepted though it does nothing: one note on historical keys, one on settings of what is off."""
+        history = [verdict.path for verdict in self._verdicts if verdict.state is State.HISTORICAL]
+        if history:
+            yield Finding(
+                "info",
+                tuple(history),
+                f"{_counted(history)} of NeMo without meaning here, accepted: {_listed(history)}",
+            )
+        inert = [v for v in self._verdicts if v.state is State.NOT_YET and not v.refusal and v.note and _is_set(v)]
+        if inert and self._family is None:
+            names = [verdict.path for verdict in inert]
+            yield Finding(
+                "info", tuple(names), f"{_counted(names)} without effect, since the feature is off: {_listed(names)}"
+            )
+
+    def _foreign_family(self) -> Problem | None:
+        """T5 by its two stacks, where no family is named."""
+        if paths.get(self._tree, _FAMILY) is not None:
+            return None
+        stacks = [paths.get(self._tree, f"model.{stack}") for stack in ("encoder", "decoder")]
+        if all(isinstance(stack, dict) and stack for stack in stacks):
+            where = next(path for path, _ in paths.leaves(self._tree) if path.startswith("model.encoder."))
+            return Problem(
+                "model.encoder, model.decoder",
+                None,
+                self._origin_of(where).rpartition(":")[0] or self._origin_of(where),
+                "a model with these two blocks is a T5 (model.family=t5), which is not yet",
+                "GPT trains: --config-name megatron_gpt_config, or model=gpt_125m",
+            )
+        return None
+
+    def _judge(self, path: str, value: Any) -> Verdict:
+        name = path.rpartition(".")[2]
+        if name in _CODE or any(part in _CODE for part in path.split(".")):
+            return Verdict(path, value, None, "", "a configuration never names code to run", "remove it")
+        if path in schema_keys() or open_block_of(path) is not None or path in schema_blocks():
+            return self._judge_acting(path, value)
+        row = row_of(path)
+        if row is None:
+            return self._judge_unknown(path, value)
+        if row.state is State.HISTORICAL:
+            return Verdict(path, value, row.state, row.note)
+        if self._is_accepted(row, value):
+            return Verdict(path, value, row.state, self._why_accepted(row))
+        if row.state is State.NOT_YET:
+            if self._family is not None:
+                return Verdict(path, value, row.state, row.note)
+            off = "leave it out" if not row.off else f"{row.pattern.removesuffix('.*')}={show_value(row.off[0])}"
+            return Verdict(path, value, row.state, row.note, f"not yet: {row.note}", off)
+        fix = f"~{path}" if not row.off or row.off[0] is None else f"{path}={show_value(row.off[0])}"
+        return Verdict(path, value, row.state, row.note, f"refused: {row.note}", fix)
+
+    def _why_accepted(self, row: Row) -> str:
+        if not row.switch:
+            return "accepted with this value" if row.state is State.REFUSED else "off"
+        key = schema_keys().get(row.switch)
+        if key is not None:
+            return f"no effect with {row.switch}={show_value(paths.get(self._tree, row.switch, key.default))}"
+        return f"no effect while {row.switch} is off"
+
+    def _judge_acting(self, path: str, value: Any) -> Verdict:
+        try:
+            found = VALUES.get(path, {}).get(value) if not isinstance(value, bool) else None
+        except TypeError:
+            found = None
+        if found is None:
+            return Verdict(path, value, State.ACTS)
+        state, note = found
+        key = schema_keys()[path]
+        choices = ", ".join(show_value(choice) for choice in key.choices)
+        if self._family is not None and state is State.NOT_YET:
+            return Verdict(path, value, state, note)
+        return Verdict(path, value, state, note, f"{state.value}: {note}", f"{path} takes {choices}")
+
+    def _is_accepted(self, row: Row, value: Any) -> bool:
+        """Whether a key that does not act has a value that changes nothing."""
+        if value is None or value == MISSING or any(value == off for off in row.off):
+            return True
+        if row.same_as:
+            key = schema_keys()[row.same_as]
+            return value == paths.get(self._tree, row.same_as, key.default)
+        return bool(row.switch)
+
+    def _judge_unknown(self, path: str, value: Any) -> Verdict:
+        above = paths.parent_of(path)
+        if above in schema_keys():
+            return Verdict(
+                path,
+                value,
+                None,
+                "",
+                f"there is no such key: `{above}` has one value, and no keys below it",
+                f"{above}=VALUE",
+            )
+        near = suggestions(path)
+        group, _, rest = path.partition(".")
+        meant = paths.join(_PACKAGES[group], rest).removeprefix("_global_.") if group in _PACKAGES else ""
+        if is_known(meant):
+            near = (meant,)
+        fix = f"did you mean {near[0]}?" if near else "`stoker config` lists every key"
+        if len(near) > 1:
+            fix += f" (or {', '.join(near[1:])})"
+        if group in _PACKAGES and ".yaml:" in self._origin_of(path):
+            fix += f"; a file of the group {group} needs the line `# @package {_PACKAGES[group]}` at its head"
+        return Verdict(path, value, None, "", "there is no such key", fix)
+
+
+def _given(tree: Tree, parent: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of `tree`; a block that is the value of one key (in the table, or code) is one leaf."""
+    for name, value in tree.items():
+        path = paths.join(parent, name)
+        if not isinstance(value, dict) or (path in schema_keys() and not value):
+            yield path, value
+        elif _CODE.intersection(value):
+            yield paths.join(path, next(iter(_CODE.intersection(value)))), show_value(value)
+        elif value or path not in schema_blocks():
+            below = list(_given(value, path))
+            yield from below or [(path, value)]
+
+
+def _is_set(verdict: Verdict) -> bool:
+    row = row_of(verdict.path)
+    value = verdict.value
+    return value is not None and value != MISSING and bool(row and row.switch)
+
+
+def _counted(names: list[str]) -> str:
+    return f"{len(names)} {'key' if len(names) == 1 else 'keys'}"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown}, ... (`stoker config` lists them)"

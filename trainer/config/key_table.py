@@ -1,0 +1,714 @@
+"""Every key that NeMo and Megatron know and that does not act here, in one table: why, and which values are accepted.
+
+With the schema (keys that act) this is every key stoker knows. A key is in exactly one of four states:
+
+- acts: it is in the schema;
+- not yet: refused, unless its value means "off", or the feature it belongs to is off;
+- refused: never, with the reason; only the values that change nothing are accepted;
+- historical: accepted whatever its value, since it has no meaning here; listed once per run.
+
+A pattern ends in `.*` where everything below a path has one state. An exact path wins over a pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+
+class State(StrEnum):
+    """What happens to a key; see the docstring of this file."""
+
+    ACTS = "acts"
+    NOT_YET = "not yet"
+    REFUSED = "refused"
+    HISTORICAL = "historical"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key, or everything below a path, that does not act.
+
+    Attributes:
+        pattern: dotted path, or `path.*`.
+        state: not yet, refused or historical.
+        note: what it is, and for a refused key what to do instead.
+        off: values that are accepted because they change nothing; null always is.
+        default: NeMo's default, which references to the key get where a file does not set it.
+        switch: path of the key that turns its feature on; while that is off, every value is accepted.
+        same_as: path of the key whose value it may repeat.
+    """
+
+    pattern: str
+    state: State
+    note: str
+    off: tuple[Any, ...] = ()
+    default: Any = None
+    switch: str = ""
+    same_as: str = ""
+
+
+def _rows(state: State, parent: str, names: str, note: str, **facts: Any) -> Iterator[Row]:
+    for name in names.split():
+        yield Row(f"{parent}.{name}" if parent else name, state, note, **facts)
+
+
+def _off(parent: str, name: str, note: str, off: Any, *more: Any, **facts: Any) -> Row:
+    """A feature to come whose first `off` value is also NeMo's default."""
+    return Row(f"{parent}.{name}", State.NOT_YET, note, (off, *more), default=off, **facts)
+
+
+def _refused(parent: str, name: str, note: str, allowed: Any, *more: Any, **facts: Any) -> Row:
+    return Row(f"{parent}.{name}", State.REFUSED, note, (allowed, *more), default=allowed, **facts)
+
+
+def _history(parent: str, names: str, note: str, default: Any = None) -> Iterator[Row]:
+    return _rows(State.HISTORICAL, parent, names, note, default=default)
+
+
+_SPEED = "a speed setting of NeMo's kernels; results do not depend on it and stoker chooses its own"
+_NCCL = "a speed setting of NeMo's communication; results do not depend on it"
+_PICKLE = "belongs to NeMo's own checkpoint format; stoker writes safetensors, atomically"
+
+
+def _root() -> Iterator[Row]:
+    yield from _rows(State.NOT_YET, "", "restore_from_path", "starting from the weights of another model")
+    yield from _rows(
+        State.HISTORICAL,
+        "s3_checkpointing",
+        "max_write_concurrency max_read_concurrency chunk_size_MB enable_async_checkpointing",
+        "checkpoints go to a file system; nothing is sent to S3",
+    )
+    yield Row("hydra.*", State.HISTORICAL, "Hydra composes only; it makes no run directory and starts no jobs here")
+    yield from _history("", "config_version", "versions of other tools' configuration files")
+
+
+def _trainer() -> Iterator[Row]:
+    at = "trainer"
+    yield _refused(at, "logger", "stoker writes its own logs; see exp_manager.create_tensorboard_logger", False)
+    yield _refused(
+        at,
+        "enable_checkpointing",
+        "stoker writes its own checkpoints; see exp_manager.checkpoint_callback_params",
+        False,
+    )
+    sampler = "stoker orders the data itself, so that a resumed run sees every sample once"
+    yield _refused(at, "use_distributed_sampler", sampler, False)
+    yield _refused(at, "replace_sampler_ddp", sampler, False)
+    yield _refused(
+        at,
+        "accumulate_grad_batches",
+        "accumulation follows from model.global_batch_size / model.micro_batch_size",
+        1,
+    )
+    yield _refused(
+        at,
+        "strategy",
+        "the layout of devices follows from trainer.devices and the parallel sizes",
+        "auto",
+        "ddp",
+        "ddp_notebook",
+    )
+    yield _refused(at, "gradient_clip_algorithm", "gradients are clipped by their global norm", "norm")
+    yield _refused(at, "check_val_every_n_epoch", "validation is timed in steps, by trainer.val_check_interval", 1)
+    yield _refused(at, "limit_train_batches", "a run is as long as trainer.max_steps", 1.0)
+    yield _refused(at, "min_epochs", "a run is as long as trainer.max_steps", 0, 1)
+    yield _refused(at, "min_steps", "a run is as long as trainer.max_steps", -1, 0)
+    yield _refused(at, "callbacks", "classes are not named in YAML", None, [])
+    yield _refused(at, "plugins", "classes are not named in YAML", None, [])
+    yield _refused(at, "detect_anomaly", "torch's anomaly mode is switched on in code", False)
+    yield _refused(at, "inference_mode", "validation always runs without gradients", True)
+    yield _refused(at, "barebones", "stoker's own loop has that little overhead already", False)
+    yield _refused(at, "reload_dataloaders_every_n_epochs", "samples depend on the step only", 0)
+    yield _refused(
+        at, "default_root_dir", "the run directory is exp_manager.exp_dir", None, same_as="exp_manager.exp_dir"
+    )
+    yield _off(at, "profiler", "a profiler trace of some steps", None, False)
+    yield _off(at, "fast_dev_run", "a run of a few steps through everything", False, 0)
+    yield _off(at, "overfit_batches", "training on the same few batches again and again", 0, 0.0)
+    yield _off(at, "limit_predict_batches", "prediction inside the trainer", None, 1.0)
+    yield _off(at, "deterministic", "deterministic kernels", False)
+    yield _off(at, "sync_batchnorm", "there is no batch norm in these models", False)
+    yield from _history(at, "benchmark", "cuDNN's search for convolutions; there are none")
+    yield from _history(
+        at, "limit_test_batches", "training has no test loop; `stoker evaluate` measures a checkpoint", 500
+    )
+    yield from _history(
+        at,
+        "weights_summary progress_bar_refresh_rate terminate_on_nan amp_backend "
+        "amp_level gpus tpu_cores "
+        "resume_from_checkpoint checkpoint_callback track_grad_norm move_metrics_to_cpu",
+        "removed from Lightning long ago",
+    )
+
+
+def _exp_manager() -> Iterator[Row]:
+    at = "exp_manager"
+    for logger in ("wandb", "mlflow", "dllogger", "clearml", "neptune"):
+        switch = f"{at}.create_{logger}_logger"
+        yield Row(switch, State.NOT_YET, f"logging to {logger}", (False,), default=False)
+        yield Row(f"{at}.{logger}_logger_kwargs.*", State.NOT_YET, f"settings of the {logger} logger", switch=switch)
+        yield Row(
+            f"{at}.{logger}_logger_kwargs", State.NOT_YET, f"settings of the {logger} logger", ({},), switch=switch
+        )
+    yield Row(f"{at}.summary_writer_kwargs", State.NOT_YET, "settings of TensorBoard's writer", ({},))
+    yield Row(f"{at}.summary_writer_kwargs.*", State.NOT_YET, "settings of TensorBoard's writer")
+    stopping = f"{at}.create_early_stopping_callback"
+    yield Row(stopping, State.NOT_YET, "stopping when a metric no longer improves", (False,), default=False)
+    yield from _rows(
+        State.NOT_YET,
+        f"{at}.early_stopping_callback_params",
+        "monitor mode min_delta patience verbose strict check_finite stopping_threshold divergence_threshold "
+        "check_on_train_epoch_end log_rank_zero_only",
+        "settings of early stopping",
+        switch=stopping,
+    )
+    ema = f"{at}.ema.enable"
+    yield Row(ema, State.NOT_YET, "a moving average of the weights", (False,), default=False)
+    yield from _rows(
+        State.NOT_YET,
+        f"{at}.ema",
+        "decay cpu_offload validate_original_weights every_n_steps",
+        "settings of the moving average",
+        switch=ema,
+    )
+    yield _off(at, "max_time_per_run", "a limit on the time of one run; trainer.max_time ends training", None)
+    yield _off(at, "resume_past_end", "training past the end of a finished run; raise trainer.max_steps", False)
+    yield _off(at, "create_straggler_detection_callback", "finding slow ranks", False)
+    yield _off(at, "create_fault_tolerance_callback", "NVIDIA's fault tolerance package", False)
+    yield _off(at, "files_to_copy", "copying files into the run directory", None, [])
+    yield from _history(at, "straggler_detection_params fault_tolerance", "settings of features that are off")
+    yield from _history(
+        at, "create_preemption_callback", "always: SIGTERM ends in a checkpoint and exit code 143", True
+    )
+    yield from _history(
+        at, "log_step_timing log_tflops_per_sec_per_gpu", "always: step time and MFU are in every log line", True
+    )
+    yield from _history(f"{at}.step_timing_kwargs", "buffer_size sync_cuda reduction", "step times are always exact")
+    yield from _history(at, "disable_validation_on_resume", "validation follows the step count, resumed or not")
+    yield from _history(at, "seconds_to_sleep", "no rank waits for files here")
+    yield from _history(at, "log_local_rank_0_only log_global_rank_0_only", "only rank 0 logs")
+    yield from _history(at, "log_delta_step_timing create_ipl_epoch_callback", "a setting of NeMo's own logging")
+
+    at = f"{at}.checkpoint_callback_params"
+    yield from _history(
+        at,
+        "always_save_nemo save_nemo_on_train_end save_best_model postfix model_parallel_size prefix n_resume",
+        _PICKLE,
+    )
+    yield from _history(at, "filename", "a checkpoint is a directory `step-N`; its metrics are inside")
+    yield from _history(
+        at, "verbose save_weights_only auto_insert_metric_name", "a setting of Lightning's own checkpoints"
+    )
+    yield from _history(at, "save_on_train_epoch_end", "checkpoints are timed in steps", False)
+    yield _off(at, "every_n_epochs", "checkpoints timed in epochs; use every_n_train_steps", None, 0, 1)
+    yield _off(at, "train_time_interval", "checkpoints timed by the clock", None)
+    yield _off(at, "async_save", "writing checkpoints beside training", False)
+
+
+def _batching_and_start() -> Iterator[Row]:
+    at = "model"
+    yield _off(at, "rampup_batch_size", "ramping the batch size up", None, [])
+    yield _off(at, "restore_from_path", "starting from the weights of another model", None)
+    yield _off(at, "restore_from_ckpt", "starting from the weights of another model", None)
+    yield _refused(
+        at,
+        "resume_from_checkpoint",
+        "use exp_manager.resume_from_checkpoint",
+        None,
+        same_as="exp_manager.resume_from_checkpoint",
+    )
+    yield _refused(at, "precision", "use trainer.precision", None, same_as="trainer.precision")
+    yield _off(at, "reset_lr", "starting the schedule again when resuming", False)
+    yield _off(at, "reset_lr_steps", "starting the schedule again when resuming", False)
+    yield _off(at, "kd_teacher_restore_from_path", "distillation", None)
+    yield _off(at, "add_eos", "token settings of fine-tuning", None)
+    yield from _history(at, "name nemo_path preproc_out_dir target", "names of NeMo's own files")
+    yield from _history(at, "nemo_version hparams_file", "names of NeMo's own files")
+
+
+def _geometry() -> Iterator[Row]:
+    at = "model"
+    yield from _history(
+        at, "mcore_gpt mcore_t5 mcore_bert megatron_legacy", "chose between NeMo's two code bases", True
+    )
+    yield from _history(at, "pre_process post_process", "set by NeMo's pipeline stages", True)
+    yield from _history(at, "apex_transformer_log_level", "apex is not used")
+    yield from _history(at, "use_cpu_initialization", "initial weights never depend on the device", False)
+    yield from _history(at, "attention_softmax_in_fp32", "the softmax is always fp32", False)
+    yield _refused(
+        at, "attention_type", "there is one kind of attention; num_query_groups makes it MQA or GQA", "multihead"
+    )
+    yield _refused(at, "onnx_safe", "there is no ONNX export", False)
+    yield _refused(at, "use_emha", "NeMo never supported it either; attention_backend chooses the kernels", False)
+    yield _refused(at, "add_bias_linear", "use model.bias", None, same_as="model.bias")
+    yield _refused(at, "gated_linear_unit", "use model.activation=swiglu (geglu, reglu)", None, False)
+    yield _refused(at, "vocab_size", "use model.override_vocab_size", None, same_as="model.override_vocab_size")
+    yield _off(at, "headscale", "a learned scale per head", False)
+    yield _off(at, "window_size", "sliding-window attention", None, [-1, -1], [-1, 0])
+    yield _off(at, "scale_positional_embedding", "Llama 3's scaling of rotary frequencies", False)
+    yield _off(at, "scale_factor low_freq_factor", "Llama 3's scaling of rotary frequencies", None)
+    yield _off(at, "apply_embedding_scaling", "Gemma's scaling of embeddings", False)
+    yield _off(at, "logits_soft_cap", "capping logits", None)
+    yield _off(at, "attn_logit_softcapping", "capping attention scores", None)
+    yield _off(at, "final_logit_softcapping", "capping logits", None)
+    yield _off(at, "qk_layernorm", "norms on queries and keys", False)
+    yield _off(at, "num_attention_heads_alibi", "position_embedding_type alibi", None)
+    yield _off(at, "label_smoothing", "label smoothing", 0.0, 0)
+    yield _off(at, "embedding_dropout", "a dropout rate of its own for the embeddings", None)
+    yield _off(at, "embedding_init_method_std", "a deviation of its own for the embeddings", None)
+    yield _off(at, "add_qkv_bias", "use model.qkv_bias", None)
+    custom = f"{at}.mcore_customization_config"
+    yield Row(custom, State.REFUSED, "writes attributes onto Megatron's classes", ({},))
+    yield Row(f"{custom}.*", State.REFUSED, "writes attributes onto Megatron's classes")
+    yield _refused(custom, "new_decoder_architecture", "Falcon's layer", False)
+    yield _refused(custom, "parallel_attention", "Falcon's layer: attention and MLP side by side", False)
+    yield _off(custom, "attn_logit_softcapping", "capping attention scores", None)
+    yield _off(custom, "final_logit_softcapping", "capping logits", None)
+    yield _refused(custom, "query_pre_attn_scalar", "Gemma 2's scaling of scores", None)
+    yield from _history(
+        at,
+        "bias_activation_fusion bias_gelu_fusion bias_dropout_add_fusion "
+        "persist_layer_norm get_attention_mask_from_fusion "
+        "gradient_accumulation_fusion apply_rope_fusion cross_entropy_loss_fusion masked_softmax_fusion "
+        "bias_dropout_fusion bias_swiglu_fusion deallocate_pipeline_outputs",
+        _SPEED,
+    )
+    for name in ("hybrid_override_pattern", "mamba_ssm_ngroups", "activations_checkpoint_recurrent"):
+        yield _refused(at, name, "for Mamba, Griffin and other recurrent models", None, False)
+
+
+def _precision() -> Iterator[Row]:
+    at = "model"
+    yield from _history(at, "native_amp_init_scale native_amp_growth_interval hysteresis", "loss scaling of fp16")
+    yield _off(at, "fp16_lm_cross_entropy", "training in fp16", False)
+    yield _off(at, "fp32_residual_connection", "a residual stream in fp32", False)
+    yield from _history(at, "grad_div_ar_fusion gradient_as_bucket_view grad_allreduce_chunk_size_mb", _NCCL)
+    yield from _history(at, "fp32_grad_accum contiguous_grad_bucket async_grad_allreduce", _NCCL)
+    yield _off(at, "transformer_engine", "TransformerEngine's layers", None, False)
+    yield _off(at, "fp8", "training in fp8", None, False)
+    fp8 = "model.fp8"
+    yield from _rows(
+        State.NOT_YET,
+        at,
+        "fp8_e4m3 fp8_hybrid fp8_margin fp8_interval "
+        "fp8_amax_history_len fp8_amax_compute_algo reduce_amax fp8_wgrad "
+        "fp8_params fp8_dot_product_attention fp8_multi_head_attention",
+        "a setting of fp8",
+        switch=fp8,
+    )
+    yield from _history(at, "use_te_rng_tracker", "a setting of TransformerEngine's tensor parallelism")
+    yield _off(at, "deterministic_mode", "deterministic kernels", False)
+    yield Row(
+        f"{at}.deteministic_mode", State.REFUSED, "a typo in one of NVIDIA's files; write deterministic_mode", (False,)
+    )
+    yield _off(at, "enable_cuda_graph", "CUDA graphs", False)
+
+
+def _parallel() -> Iterator[Row]:
+    at = "model"
+    yield _off(at, "tensor_model_parallel_size", "tensor parallelism", 1)
+    yield _off(at, "pipeline_model_parallel_size", "pipeline parallelism", 1)
+    yield _off(at, "virtual_pipeline_model_parallel_size", "interleaved pipelines", None, 1)
+    yield _off(at, "context_parallel_size", "context parallelism", 1)
+    yield _off(at, "expert_model_parallel_size", "expert parallelism", 1)
+    yield _off(at, "expert_tensor_parallel_size", "expert parallelism", None, 1)
+    yield _off(at, "sequence_parallel", "sequence parallelism", False)
+    yield _off(at, "pipeline_model_parallel_split_rank", "pipeline parallelism of T5", 0)
+    yield _off(at, "ub_tp_comm_overlap", "overlap of tensor-parallel communication", False)
+    yield Row(
+        f"{at}.ub_tp_comm_overlap_cfg",
+        State.NOT_YET,
+        "overlap of tensor-parallel communication",
+        ({},),
+        switch=f"{at}.ub_tp_comm_overlap",
+    )
+    yield Row(
+        f"{at}.ub_tp_comm_overlap_cfg.*",
+        State.NOT_YET,
+        "overlap of tensor-parallel communication",
+        switch=f"{at}.ub_tp_comm_overlap",
+    )
+    yield from _rows(
+        State.NOT_YET,
+        at,
+        "tp_comm_overlap_ag tp_comm_overlap_rs "
+        "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 "
+        "tp_comm_overlap_split_ag tp_comm_overlap_split_rs tp_comm_overlap_atomic_ag tp_comm_overlap_atomic_rs "
+        "tp_comm_bulk_dgrad tp_comm_bulk_wgrad",
+        "overlap of tensor-parallel communication",
+        switch=f"{at}.ub_tp_comm_overlap",
+    )
+    yield from _history(
+        at,
+        "overlap_p2p_comm batch_p2p_comm sync_batch_comm defer_embedding_wgrad_compute wgrad_deferral_limit "
+        "nccl_communicator_config_path use_tp_pp_dp_mapping "
+        "sharp validation_param_sync_overlap pipeline_dtype",
+        _NCCL,
+    )
+    yield _off(at, "fsdp", "sharding weights over devices", False)
+    yield from _rows(
+        State.NOT_YET,
+        at,
+        "fsdp_sharding_strategy fsdp_grad_reduce_dtype fsdp_sharded_checkpoint fsdp_use_orig_params",
+        "a setting of fsdp",
+        switch=f"{at}.fsdp",
+    )
+    yield from _history(
+        at,
+        "dist_ckpt_format dist_ckpt_load_on_device dist_ckpt_parallel_save dist_ckpt_parallel_save_within_dp "
+        "dist_ckpt_parallel_load dist_ckpt_torch_dist_multiproc dist_ckpt_assume_constant_structure "
+        "dist_ckpt_parallel_dist_opt dist_ckpt_load_strictness use_dist_ckpt",
+        _PICKLE,
+    )
+    yield from _history(at, "gc_interval", "a speed setting of NeMo's loop")
+    yield from _history(at, "enable_megatron_timers", "step times are always logged", False)
+    yield from _history(
+        f"{at}.megatron_timer_kwargs", "log_every_n_steps log_mode barrier", "step times are always logged"
+    )
+    yield from _history(
+        f"{at}.nsys_profile",
+        "enabled start_step end_step ranks gen_shape trace",
+        "Nsight can attach to any run; nothing is marked for it",
+    )
+    yield from _history(
+        f"{at}.memory_profile", "enabled start_step end_step rank output_path", "a profiler of NeMo's loop"
+    )
+
+
+def _memory() -> Iterator[Row]:
+    at = "model"
+    recompute = "recomputing activations"
+    granularity = f"{at}.activations_checkpoint_granularity"
+    yield Row(granularity, State.NOT_YET, recompute)
+    yield from _rows(
+        State.NOT_YET,
+        at,
+        "activations_checkpoint_method activations_checkpoint_num_layers "
+        "activations_checkpoint_modules "
+        "num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline "
+        "distribute_saved_activations",
+        recompute,
+        switch=granularity,
+    )
+    offload = f"{at}.cpu_offloading"
+    yield Row(offload, State.NOT_YET, "keeping activations or weights in host memory", (False,), default=False)
+    yield Row(f"{offload}_optimizer", State.NOT_YET, "keeping the optimizer's state in host memory", (False,))
+    yield from _rows(
+        State.NOT_YET,
+        at,
+        "cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights",
+        "a setting of cpu_offloading",
+        switch=offload,
+    )
+
+
+def _moe() -> Iterator[Row]:
+    at = "model"
+    experts = f"{at}.num_moe_experts"
+    yield Row(experts, State.NOT_YET, "mixture of experts")
+    yield from _rows(
+        State.NOT_YET,
+        at,
+        "moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
+        "moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type "
+        "moe_per_layer_logging moe_expert_capacity_factor "
+        "moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute "
+        "moe_grouped_gemm moe_router_pre_softmax "
+        "moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size "
+        "moe_shared_expert_overlap moe_extended_tp "
+        "moe_use_legacy_grouped_gemm moe_router_dtype moe_router_score_function moe_router_enable_expert_bias "
+        "moe_router_bias_update_rate moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
+        "moe_frequency moe_dropout",
+        "a setting of mixture of experts",
+        switch=experts,
+    )
+
+
+def _optim() -> Iterator[Row]:
+    at = "model.optim"
+    yield from _history(
+        at,
+        "bucket_cap_mb overlap_grad_sync overlap_param_sync "
+        "contiguous_grad_buffer contiguous_param_buffer grad_sync_dtype "
+        "param_sync_dtype dtype lock_timeout nccl_ub average_in_collective align_param_gather fused foreach "
+        "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step",
+        _NCCL,
+    )
+    yield _refused(at, "amsgrad", "AdamW is used without AMSGrad", False)
+    yield _off(at, "momentum", "optimizers other than AdamW", None, 0, 0.0)
+    yield _off(at, "scale_parameter relative_step warmup_init clip_threshold decay_rate beta1", "Adafactor", None)
+    yield _off(at, "capturable", "CUDA graphs", False)
+    sched = f"{at}.sched"
+    yield _off(sched, "hold_steps", "schedules that hold the peak", None, 0)
+    yield _off(sched, "hold_ratio", "schedules that hold the peak", None, 0, 0.0)
+    yield _off(sched, "power", "polynomial schedules", None)
+    yield _off(sched, "cycle", "polynomial schedules", None, False)
+    yield _refused(sched, "last_epoch", "the schedule follows the step count, resumed or not", -1)
+    yield _refused(
+        sched, "max_steps_for_lr_sched", "use model.optim.sched.max_steps", None, same_as=f"{sched}.max_steps"
+    )
+    yield _refused(sched, "monitor", "schedules depend on the configuration only", None, "val_loss")
+    yield _refused(sched, "reduce_on_plateau", "schedules depend on the configuration only", None, False)
+    yield _off(sched, "decay_steps", "other schedules", None)
+
+
+def _data() -> Iterator[Row]:
+    at = "model.data"
+    yield Row(f"{at}.data_prefix", State.NOT_YET, "Megatron's .bin/.idx data", ([], ""))
+    yield from _rows(
+        State.NOT_YET, f"{at}.data_prefix", "train validation test", "Megatron's .bin/.idx data", off=([],)
+    )
+    yield from _history(
+        at,
+        "index_mapping_dir skip_warmup delay_data_init "
+        "delay_data_mmap mmap_bin_files num_dataset_builder_threads "
+        "exchange_indices_distributed legacy_dataset pin_memory persistent_workers prefetch_factor",
+        "about NeMo's readers of .bin/.idx data",
+    )
+    yield _refused(
+        at, "dataloader_type", "each sample is seen once per epoch, in an order drawn from model.seed", "single"
+    )
+    yield _off(at, "reset_position_ids", "documents packed into one sample", False)
+    yield _off(at, "reset_attention_mask", "documents packed into one sample", False)
+    yield _off(at, "eod_mask_loss", "documents packed into one sample", False)
+    yield _refused(at, "validation_drop_last", "validation sees whole batches", True)
+    yield _refused(at, "drop_last", "training sees whole batches", True)
+    yield _refused(at, "no_seqlen_plus_one_input_tokens", "a sample is sequence + 1 tokens: input and target", False)
+    yield _refused(at, "pad_samples_to_global_batch_size", "batches are always whole", False)
+    yield _refused(at, "shuffle_documents", "samples are shuffled, in an order drawn from model.seed", True)
+    yield _refused(at, "data_cache_generation_only", "there is no index cache to write", False)
+    yield _refused(at, "mock_dataset", "use model.data.data_impl=mock", False)
+    yield _off(at, "add_fim", "fill-in-the-middle", False)
+    yield from _rows(
+        State.NOT_YET,
+        f"{at}.fim",
+        "rate spm_rate split_sample fragment_rate no_prefix",
+        "fill-in-the-middle",
+        switch=f"{at}.add_fim",
+    )
+    yield from _rows(
+        State.NOT_YET,
+        f"{at}.fim.extra_tokens",
+        "prefix middle suffix pad eod",
+        "fill-in-the-middle",
+        switch=f"{at}.add_fim",
+    )
+    for name in ("train_ds", "validation_ds", "test_ds"):
+        yield Row(f"{at}.{name}.*", State.NOT_YET, "data sets of fine-tuning")
+        yield Row(f"model.{name}.*", State.NOT_YET, "data sets of fine-tuning")
+    yield _off(at, "chat", "data sets of fine-tuning", False)
+    yield _off(at, "dataset_type", "data of T5 and its kin", None, "gpt")
+    yield from _rows(
+        State.NOT_YET,
+        at,
+        "seq_length_dec masked_lm_prob short_seq_prob "
+        "max_ngram_size mean_ngram_size geometric_dist "
+        "permutation whole_word_masking favor_longer_ngrams "
+        "respect_document_boundaries ngram_span_length_distribution "
+        "extreme_masked_lm_prob extreme_max_ngram_size extreme_mean_ngram_size extreme_min_ngram_size "
+        "extreme_ngram_span_length_distribution prefix_lm_pivot_mean delete_mask_prob "
+        "ceil_to_power_2 pad_to_max_length "
+        "get_attention_mask_from_fusion",
+        "data of T5, BERT and their kin",
+        switch=f"{at}.dataset_type",
+    )
+
+
+def _tokenizer() -> Iterator[Row]:
+    at = "model.tokenizer"
+    files = "tokenizers that come in files"
+    yield from _rows(
+        State.NOT_YET,
+        at,
+        "type model vocab_file merge_file tokenizer_model tokenizer_name special_tokens "
+        "additional_special_tokens training_sample_size chat_template",
+        files,
+        switch=f"{at}.library",
+    )
+    yield from _rows(
+        State.NOT_YET,
+        f"{at}.special_tokens",
+        "bos_token cls_token eos_token mask_token pad_token sep_token unk_token",
+        files,
+        switch=f"{at}.library",
+    )
+    yield _off(at, "num_sentinel_tokens", "T5", None, 0)
+    yield _off(at, "delimiter", "tokenizers of tables", None)
+    yield from _history(at, "sentencepiece_legacy use_fast", "about how NeMo loads tokenizers", False)
+    yield _refused(at, "trust_remote_code", "no code comes with a tokenizer", False)
+
+
+def _families() -> Iterator[Row]:
+    at = "model"
+    for stack in ("encoder", "decoder"):
+        yield Row(f"{at}.{stack}.*", State.NOT_YET, "T5: a stack of its own for encoder and decoder")
+    yield _refused(at, "seq_length", "use model.encoder_seq_length", None, same_as="model.encoder_seq_length")
+    yield _off(at, "share_token_embeddings", "T5", None, True)
+    yield _off(at, "share_decoder_tokens_head_embeddings", "T5", None, True)
+    yield _off(at, "tokens_head_bias", "T5: a bias on the output head", None, False)
+    yield from _rows(
+        State.NOT_YET,
+        at,
+        "relative_attention_num_buckets relative_attention_max_distance "
+        "relative_position_bias_self_attention_only hidden_steps",
+        "T5",
+    )
+    yield _off(at, "add_binary_head", "BERT", False)
+    yield _off(at, "bert_binary_head", "BERT", False)
+    yield _off(at, "only_mlm_loss", "BERT", None)
+    yield _off(at, "add_lm_head", "BERT", None)
+    yield _off(at, "add_pooler", "BERT", None, False)
+    yield Row(f"{at}.bert.*", State.NOT_YET, "BERT")
+    yield from _rows(State.NOT_YET, at, "scale_tied_logits", "T5: Hugging Face's d_model ** -0.5", off=(False,))
+    for path in ("language_model.*", "head.*", "pretrained_checkpoint.*", "multimodal.*"):
+        yield Row(f"{at}.{path}", State.REFUSED, "belongs to other model families of NeMo")
+    for name in (
+        "pretrained_model_path",
+        "eval_languages",
+        "mask_prob",
+        "max_seq_length",
+        "short_seq_prob",
+        "num_tok_classification_layers",
+        "num_seq_classification_layers",
+    ):
+        yield _refused(at, name, "belongs to other model families of NeMo", None)
+
+
+def _peft() -> Iterator[Row]:
+    at = "model.peft"
+    scheme = f"{at}.peft_scheme"
+    note = "fine-tuning with few parameters (LoRA and its kin)"
+    yield Row(scheme, State.NOT_YET, note, ("none",))
+    yield Row(f"{at}.restore_from_path", State.NOT_YET, note)
+    adapter = (
+        "adapter_dim adapter_dropout column_init_method row_init_method "
+        "layer_selection norm_position norm_type "
+        "position_embedding_strategy weight_tying type target_modules alpha"
+    )
+    for kind in ("adapter_tuning", "lora_tuning", "ia3_tuning", "qlora_tuning"):
+        yield from _rows(State.NOT_YET, f"{at}.{kind}", adapter, note, switch=scheme)
+    yield from _rows(
+        State.NOT_YET, f"{at}.p_tuning", "virtual_tokens bottleneck_dim embedding_dim init_std", note, switch=scheme
+    )
+    yield from _rows(State.NOT_YET, f"{at}.selective_tuning", "tunable_base_param_names", note, switch=scheme)
+    yield _off("model", "answer_only_loss", "fine-tuning: loss on the answer alone", None, False)
+
+
+def _all_rows() -> Iterator[Row]:
+    for part in (
+        _root,
+        _trainer,
+        _exp_manager,
+        _batching_and_start,
+        _geometry,
+        _precision,
+        _parallel,
+        _memory,
+        _moe,
+        _optim,
+        _data,
+        _tokenizer,
+        _families,
+        _peft,
+    ):
+        for row in part():
+            parent, _, names = row.pattern.rpartition(".")
+            for name in names.split():
+                path = f"{parent}.{name}" if parent else name
+                yield Row(path, row.state, row.note, row.off, row.default, row.switch, row.same_as)
+
+
+KEY_TABLE: tuple[Row, ...] = tuple(_all_rows())
+"""Every row, in the order of the documentation."""
+
+_EXACT: Mapping[str, Row] = MappingProxyType({row.pattern: row for row in KEY_TABLE if not row.pattern.endswith(".*")})
+_BELOW: Mapping[str, Row] = MappingProxyType({row.pattern[:-2]: row for row in KEY_TABLE if row.pattern.endswith(".*")})
+
+
+def row_of(path: str) -> Row | None:
+    """The row of a key: its own, that of the block it lies in, or that of a key whose value is a block."""
+    if path in _EXACT:
+        return _EXACT[path]
+    above = path
+    while "." in above:
+        above = above.rpartition(".")[0]
+        if above in _BELOW:
+            return _BELOW[above]
+        if above in _EXACT:
+            return None
+    return _BELOW.get(path)
+
+
+def is_block_of_rows(path: str) -> bool:
+    """Whether rows lie below `path`, as below `model.nsys_profile`."""
+    return path in _BELOW or any(row.pattern.startswith(path + ".") for row in KEY_TABLE)
+
+
+_FP16 = "fp16 needs loss scaling; use bf16"
+_PE = "this position encoding"
+_FILE_TOKENIZER = "tokenizers that come in files; use byte-level or char"
+_OTHER_ADAM = "use adamw"
+_SCHEDULE = "this schedule; use CosineAnnealing or WarmupAnnealing"
+_BACKEND = "this attention backend"
+
+
+def _values(state: State, note: str, *values: Any) -> dict[Any, tuple[State, str]]:
+    return dict.fromkeys(values, (state, note))
+
+
+VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
+    {
+        "trainer.precision": _values(State.NOT_YET, _FP16, 16, "16", "16-mixed", "16-true"),
+        "trainer.accelerator": _values(State.REFUSED, "not a device torch trains these models on", "tpu", "hpu", "ipu"),
+        "exp_manager.checkpoint_callback_params.mode": _values(State.NOT_YET, "ranking by other metrics", "max"),
+        "model.family": _values(State.NOT_YET, "this family of models", "t5", "bert"),
+        "model.position_embedding_type": _values(
+            State.NOT_YET, _PE, "alibi", "kerple", "xpos", "sandwich", "relative", "learned_parameters"
+        ),
+        "model.transformer_block_type": _values(State.NOT_YET, "this order of norms", "post_ln", "normformer"),
+        "model.normalization": _values(
+            State.REFUSED, "norms always calculate in fp32; use layernorm", "low_precision_layernorm"
+        ),
+        "model.attention_backend": _values(
+            State.NOT_YET, _BACKEND, "triton", "te_flash", "te_fused", "te_unfused", "flash_attn", "lse_first"
+        ),
+        "model.tokenizer.library": _values(State.NOT_YET, _FILE_TOKENIZER, "megatron", "huggingface", "sentencepiece")
+        | _values(State.REFUSED, _FILE_TOKENIZER, "regex", "tabular", "tiktoken", "null-tokenizer", "yttm"),
+        "model.data.data_impl": _values(State.NOT_YET, "Megatron's .bin/.idx data; use text, pystd or mock", "mmap")
+        | _values(State.REFUSED, "use text", "text_mmap", "csv_mmap", "retmmap", "lazy", "cached"),
+        "model.optim.name": _values(State.NOT_YET, "this optimizer", "adafactor", "muon", "sgd")
+        | _values(
+            State.REFUSED,
+            _OTHER_ADAM,
+            "adam",
+            "adadelta",
+            "adamax",
+            "adagrad",
+            "rmsprop",
+            "rprop",
+            "novograd",
+            "adan",
+            "lamb",
+        ),
+        "model.optim.sched.name": _values(
+            State.NOT_YET,
+            _SCHEDULE,
+            "InverseSquareRootAnnealing",
+            "T5InverseSquareRootAnnealing",
+            "SquareAnnealing",
+            "SquareRootAnnealing",
+            "NoamAnnealing",
+            "NoamHoldAnnealing",
+            "PolynomialDecayAnnealing",
+            "WarmupPolicy",
+            "PolynomialHoldDecayAnnealing",
+            "WarmupHoldPolicy",
+        )
+        | _values(State.REFUSED, _SCHEDULE, "StepLR", "ExponentialLR", "ReduceLROnPlateau", "CyclicLR"),
+    }
+)
+"""Values of keys that act which NeMo knows and stoker does not take, or not yet."""

@@ -1,0 +1,307 @@
+"""From files and overrides to one typed, frozen configuration, or to every error at once.
+
+Compose (Hydra) -> value overrides over it -> schema defaults below it -> interpolations -> the state of each key ->
+types -> rules. No step stops at the first problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...models.config.block import Finding
+from .. import environment
+from . import nemo_spellings, paths, rules, validate
+from .interpolation import InterpolationError, Resolver, holds_interpolation
+from .key_states import KeyStates, Verdict
+from .key_table import State, row_of
+from .paths import MISSING, Tree
+from .problems import ConfigError, KeyAccount, Problem
+from .run_config import DEFAULT, Origin, RunConfig
+from .schema import RootBlock
+from .schema_index import defaults_tree, schema_blocks, schema_keys, show_value
+
+if TYPE_CHECKING:
+    from .overrides import Edit
+
+DEFAULT_NAME = "train"
+_SCHED = "model.optim.sched"
+_OTHER_FORM = {
+    f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
+    for part in ("warmup", "constant")
+    for one, other in (("steps", "ratio"), ("ratio", "steps"))
+}
+"""Keys that say the same thing in two ways."""
+
+
+def load_run_config(
+    config_name: str | None = None,
+    config_dir: Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """Compose, resolve and validate a configuration.
+
+    Args:
+        config_name: the primary file, without `.yaml`; None is `train`.
+        config_dir: the user's folder, searched before `./conf`, `$STOKER_CONF` and the packaged files.
+        overrides: `group=choice`, `key=value`, `+key=value`, `++key=value`, `~key`.
+        environ: the environment that `oc.env` reads; None is this process's.
+
+    Raises:
+        UserError: a file or a choice does not exist, or a file cannot be read.
+        ConfigError: the configuration is not valid; holds every problem.
+    """
+    from .compose import Composer
+    from .overrides import parse
+
+    environ = environment.snapshot() if environ is None else environ
+    composer = Composer(config_dir, environment.config_folders(environ))
+    parsed = parse(overrides, composer.is_group)
+    composition = composer.compose(config_name or DEFAULT_NAME, parsed.choices)
+    draft = _Draft(
+        composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ
+    )
+    draft.problems.extend(parsed.problems)
+    draft.findings.extend(composition.notes)
+    for edit in parsed.edits:
+        draft.apply(edit)
+    return draft.finish(tuple(composition.files))
+
+
+def config_from_document(document: Mapping[str, Any], *, trusted: bool, origin: str) -> RunConfig:
+    """See `RunConfig.from_document`."""
+    tree = paths.merged({}, document)
+    origins = {path: Origin("document", origin) for path, _ in paths.leaves(tree)}
+    draft = _Draft(tree, origins, environment.snapshot(), literal=not trusted)
+    return draft.finish(())
+
+
+class _Draft:
+    """A configuration on its way: raw values, origins, and what is wrong so far."""
+
+    def __init__(
+        self, tree: Tree, origins: dict[str, Origin], environ: Mapping[str, str], literal: bool = False
+    ) -> None:
+        self.tree = tree
+        self.origins = origins
+        self.variables = environ
+        self.literal = literal
+        self.problems: list[Problem] = []
+        self.findings: list[Finding] = []
+        self._moved: dict[str, str] = {}
+        self._raw: Tree = {}
+        self._resolved: Tree = {}
+        self._tainted: set[str] = set()
+
+    def apply(self, edit: Edit) -> None:
+        """One value override. An unknown key stays in the tree, to be reported with all the others."""
+        origin = Origin("override", edit.typed)
+        if edit.is_reset:
+            for path in [known for known in self.origins if _is_at_or_below(known, edit.path)]:
+                del self.origins[path]
+            if not paths.remove(self.tree, edit.path) and not _is_known(edit.path):
+                paths.put(self.tree, edit.path, None)
+                self.origins[edit.path] = origin
+            return
+        value = edit.value
+        if isinstance(value, dict) and value and not _is_open(edit.path):
+            value = _text_keys(value)
+            for path, leaf in paths.leaves(value, edit.path):
+                paths.put(self.tree, path, leaf)
+                self.origins[path] = origin
+            return
+        for path in [known for known in self.origins if known.startswith(edit.path + ".")]:
+            del self.origins[path]
+        paths.put(self.tree, edit.path, _text_keys(value) if isinstance(value, dict) else value)
+        self.origins[edit.path] = origin
+        self._give_way(edit)
+
+    def _give_way(self, edit: Edit) -> None:
+        """Steps typed on the command line replace a ratio from a file, and the other way round."""
+        other = _OTHER_FORM.get(edit.path)
+        if other is None or edit.value is None or paths.get(self.tree, other) is None:
+            return
+        there = self.origins.get(other, DEFAULT)
+        if there.kind == "file":
+            self.findings.append(
+                Finding(
+                    "info", (edit.path,), f"it replaces `{other}={show_value(paths.get(self.tree, other))}` of {there}"
+                )
+            )
+            paths.remove(self.tree, other)
+            del self.origins[other]
+
+    def finish(self, files: tuple[Path, ...]) -> RunConfig:
+        """Everything after the overrides."""
+        self._resolve()
+        for finding in nemo_spellings.respelled(self._resolved, self._moved):
+            self._take(finding)
+        states = KeyStates(self._resolved, self.origin_text)
+        acting: Tree = {}
+        account: list[KeyAccount] = []
+        historical: list[str] = []
+        for verdict in states.verdicts():
+            if verdict.state is State.ACTS:
+                paths.put(acting, verdict.path, verdict.value)
+                continue
+            account.append(self._account(verdict))
+            if verdict.state is State.HISTORICAL:
+                historical.append(verdict.path)
+        self.problems.extend(states.problems())
+        self.findings.extend(states.findings())
+        self._missing(acting)
+        given = frozenset(path for path, _ in paths.leaves(acting))
+        root, wrong_types, wrong = validate.typed(acting, self.origin_text)
+        self.problems.extend(wrong_types)
+        wrong |= {problem.key for problem in self.problems}
+        for finding in rules.run_rules(rules.Facts(root, given, self.variables)):
+            if not wrong.intersection(finding.keys):
+                self._take(finding)
+        judged = {row.path for row in account}
+        effective = [row for row in self._effective(root, wrong) if row.path not in judged]
+        if self.problems:
+            raise ConfigError(_distinct(self.problems), [*effective, *account], self.findings)
+        document = self._document(root)
+        origins = {key: self.origins.get(key, DEFAULT) for key in _leaf_paths(document)} | self.origins
+        return RunConfig(
+            root=root,
+            origins=origins,
+            document=document,
+            findings=tuple(self.findings),
+            historical=tuple(historical),
+            account=(*effective, *account),
+            files=files,
+        )
+
+    def origin_text(self, path: str) -> str:
+        """Where the value at `path` came from, in words."""
+        path = self._moved.get(path, path)
+        while path:
+            if path in self.origins:
+                origin = self.origins[path]
+                return f"{origin.text} (command line)" if origin.kind == "override" else origin.text
+            path = paths.parent_of(path)
+        return DEFAULT.text
+
+    def _resolve(self) -> None:
+        """Fill `_resolved`; a key that cannot be resolved is a problem if it would have had an effect."""
+        whole = paths.merged(defaults_tree(), self.tree)
+        resolver = Resolver(whole, self.variables, _nemo_default, _takes_only_text)
+        for path, raw in list(paths.leaves(self.tree)):
+            if self.literal or not holds_interpolation(raw):
+                paths.put(self._resolved, path, raw)
+                continue
+            try:
+                found = resolver.value(path)
+            except InterpolationError as error:
+                row = row_of(path)
+                if row is not None and path not in schema_keys() and (row.state is State.HISTORICAL or row.switch):
+                    paths.put(self._resolved, path, raw)
+                else:
+                    self.problems.append(
+                        Problem(path, show_value(raw), self.origin_text(path), f"it {error}", self._meant(error))
+                    )
+                continue
+            paths.put(self._resolved, path, found.value)
+            if found.from_environment or holds_interpolation(found.value):
+                self._tainted.add(path)
+                paths.put(self._raw, path, raw)
+
+    def _meant(self, error: InterpolationError) -> str:
+        from .interpolation import AbsentError
+        from .key_states import suggestions
+
+        if not isinstance(error, AbsentError):
+            return ""
+        near = [path for path in suggestions(error.target) if path not in schema_blocks()]
+        return f"did you mean ${{{near[0]}}}?" if near else ""
+
+    def _missing(self, acting: Tree) -> None:
+        for path, value in list(paths.leaves(acting)):
+            if value == MISSING:
+                paths.remove(acting, path)
+                self.problems.append(
+                    Problem(
+                        path, MISSING, self.origin_text(path), "must be given before a run can start", f"{path}=VALUE"
+                    )
+                )
+
+    def _take(self, finding: Finding) -> None:
+        """A finding of a rule: an error becomes a problem with values and origins."""
+        if finding.level != "error":
+            self.findings.append(finding)
+            return
+        first, *others = finding.keys
+        also = tuple(f"{key} = {self._shown(key)} ({self.origin_text(key)})" for key in others)
+        self.problems.append(
+            Problem(first, self._shown(first), self.origin_text(first), finding.message, finding.fix, also)
+        )
+
+    def _shown(self, path: str) -> str:
+        value = paths.get(self._raw, path)
+        if value is None:
+            key = schema_keys().get(path)
+            value = paths.get(self._resolved, path, key.default if key else None)
+        return show_value(value)
+
+    def _account(self, verdict: Verdict) -> KeyAccount:
+        raw = paths.get(self._raw, verdict.path, verdict.value)
+        return KeyAccount(verdict.path, show_value(raw), verdict.state, self.origin_text(verdict.path), verdict.note)
+
+    def _effective(self, root: RootBlock, wrong: set[str]) -> list[KeyAccount]:
+        rows = []
+        for path, value in paths.leaves(self._document(root)):
+            shown = self._shown(path) if path in wrong else show_value(value)
+            rows.append(KeyAccount(path, shown, State.ACTS, self.origin_text(path), "error" if path in wrong else ""))
+        return rows
+
+    def _document(self, root: RootBlock) -> Tree:
+        """The effective keys as they go to disk: what came from the environment stays as it was written."""
+        document = root.model_dump(mode="json")
+        for path in self._tainted:
+            if path in schema_keys() or _is_open(paths.parent_of(path)):
+                paths.put(document, path, paths.get(self._raw, path))
+        return document
+
+
+def _leaf_paths(document: Tree) -> list[str]:
+    return [path for path, _ in paths.leaves(document)]
+
+
+def _nemo_default(path: str) -> Any:
+    """What a reference to a key that no file sets means: NeMo's default."""
+    row = row_of(path)
+    if row is None or row.pattern != path:
+        raise KeyError(path)
+    return row.default
+
+
+def _takes_only_text(path: str) -> bool:
+    key = schema_keys().get(path)
+    return key is None or key.is_text
+
+
+def _is_at_or_below(path: str, above: str) -> bool:
+    return path == above or path.startswith(above + ".")
+
+
+def _is_known(path: str) -> bool:
+    from .key_states import is_known
+
+    return is_known(path)
+
+
+def _is_open(path: str) -> bool:
+    key = schema_keys().get(path)
+    return key is not None and key.is_open
+
+
+def _text_keys(block: Mapping[Any, Any]) -> Tree:
+    """A block typed as an override; Hydra may read names as numbers."""
+    return {str(name): _text_keys(value) if isinstance(value, dict) else value for name, value in block.items()}
+
+
+def _distinct(problems: Sequence[Problem]) -> list[Problem]:
+    return list(dict.fromkeys(problems))

@@ -1,0 +1,140 @@
+"""The overrides of the command line: which choose a group, and which set, add or reset a value.
+
+`k=v`, `+k=v` and `++k=v` all set the key; `~k` goes back to the default. Hydra's own grammar reads the values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.errors import HydraException
+
+from .problems import Problem
+from .schema_index import schema_keys
+
+MAX_LENGTH = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One value override.
+
+    Attributes:
+        path: dotted path of the key.
+        value: the new value as written; interpolations are not resolved.
+        is_reset: `~key`: back to the default.
+        typed: the override as typed.
+    """
+
+    path: str
+    value: Any
+    is_reset: bool
+    typed: str
+
+
+@dataclass(frozen=True)
+class ParsedOverrides:
+    """The overrides by kind.
+
+    Attributes:
+        choices: group choices, for Hydra.
+        edits: value overrides, in the order given.
+        problems: what could not be read.
+    """
+
+    choices: tuple[Override, ...]
+    edits: tuple[Edit, ...]
+    problems: tuple[Problem, ...]
+
+
+def parse(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOverrides:
+    """Read `overrides`; `is_group` tells a group (`model`) from a key (`name`)."""
+    parser = OverridesParser.create()
+    choices: list[Override] = []
+    edits: list[Edit] = []
+    problems: list[Problem] = []
+    for typed in overrides:
+        try:
+            override = _parse_one(parser, typed)
+            if is_group(override.key_or_group) and not isinstance(override.value(), dict):
+                choices.append(_checked_choice(override))
+            else:
+                edits.append(_edit(override, typed))
+        except UnreadableError as error:
+            problems.append(Problem(typed, None, "command line", error.rule, error.fix))
+    return ParsedOverrides(tuple(choices), tuple(edits), tuple(problems))
+
+
+class UnreadableError(Exception):
+    """An override that is not used: the rule it breaks, and the way out."""
+
+    def __init__(self, rule: str, fix: str = "") -> None:
+        super().__init__(rule)
+        self.rule = rule
+        self.fix = fix
+
+
+def _parse_one(parser: OverridesParser, typed: str) -> Override:
+    if len(typed) > MAX_LENGTH:
+        raise UnreadableError(f"is longer than {MAX_LENGTH // 1024} KiB", "write it into a YAML file")
+    if "=" not in typed and not typed.startswith("~"):
+        raise UnreadableError("is not an override", f"write key=value, such as {typed or 'trainer.max_steps'}=100")
+    if not all(typed.lstrip("+~").partition("=")[0].split(".")):
+        raise UnreadableError("cannot be read: a name is missing before `=`", "write key=value, such as model.seed=1")
+    try:
+        return parser.parse_override(typed)
+    except (HydraException, RecursionError, ValueError) as error:
+        text = _as_typed(typed)
+        if text is not None:
+            return text
+        said = " ".join(str(error).split())[:200]
+        raise UnreadableError(
+            f"cannot be read: {said}", "quote values with spaces or signs, key='\"a value\"', and write lists as [1,2]"
+        ) from None
+
+
+def _as_typed(typed: str) -> Override | None:
+    """A value Hydra's grammar does not read: text for a key that takes nothing else, and calls within calls."""
+    key, _, value = typed.partition("=")
+    path = key.lstrip("+")
+    known = schema_keys().get(path)
+    is_text = known is not None and known.is_text and "${" not in value
+    is_nested_call = value.startswith("${") and re.fullmatch(r"[A-Za-z_][\w.]*", path) is not None
+    if not (is_text or is_nested_call):
+        return None
+    return Override(OverrideType.CHANGE, path, ValueType.ELEMENT, value, input_line=typed)
+
+
+def _checked_choice(override: Override) -> Override:
+    value = override.value()
+    if override.is_sweep_override():
+        raise UnreadableError("names several choices", "choose one; a run has one configuration")
+    if not override.is_delete() and not isinstance(value, (str, list, type(None))):
+        raise UnreadableError("must name a file of the group", "such as model=gpt_125m")
+    return override
+
+
+def _edit(override: Override, typed: str) -> Edit:
+    path = override.key_or_group
+    if override.package is not None or "/" in path:
+        group = path.partition("@")[0]
+        raise UnreadableError(
+            f"there is no group `{group}`", "groups are model, data, tokenizer, optim, trainer, experiment"
+        )
+    if path == "hydra" or path.startswith("hydra."):
+        raise UnreadableError(
+            "stoker uses Hydra for composition only",
+            "the run directory is exp_manager.exp_dir; folders of files are given with --config-dir",
+        )
+    if override.is_sweep_override():
+        known = schema_keys().get(path)
+        raw = typed.partition("=")[2]
+        if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and known is not None and known.is_text:
+            return Edit(path, raw, False, typed)
+        raise UnreadableError("holds several values", f"write a list as {path}=[{raw}], or quote text")
+    return Edit(path, override.value(), override.is_delete(), typed)

@@ -1,0 +1,81 @@
+"""What is said about a configuration: problems with value, origin, rule and way out; the state of every key given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...models.config.block import Finding
+from ..errors import UserError
+from .key_table import State
+
+
+@dataclass(frozen=True, slots=True)
+class KeyAccount:
+    """One key of the effective configuration, or one that was given and does not act.
+
+    Attributes:
+        path: dotted path.
+        value: as YAML would have it; environment values unresolved.
+        state: acts, not yet, refused or historical; None for a key that is not known.
+        origin: `conf/model/x.yaml:12`, an override as typed, or `default`.
+        note: for a key that does not act, what it is or why.
+    """
+
+    path: str
+    value: str
+    state: State | None
+    origin: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that keeps a configuration from being used.
+
+    Attributes:
+        key: dotted path, or an override as typed.
+        value: the value as YAML would have it; None when there is none to show.
+        origin: where the value came from.
+        rule: what the key must be, and what it is.
+        fix: the way out; empty when the rule says it.
+        also: other keys the rule is about, with values and origins.
+    """
+
+    key: str
+    value: str | None
+    origin: str
+    rule: str
+    fix: str = ""
+    also: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The problem for a terminal: where and what, then the rule, then the way out."""
+        shown = f"{self.key} = {self.value}" if self.value is not None else self.key
+        if self.origin.lstrip("+").startswith(f"{self.key}="):
+            shown = self.origin
+        elif self.origin:
+            shown = f"{self.origin}: {shown}"
+        text = [shown, f"    {self.rule}"]
+        text += [f"    with {other}" for other in self.also]
+        if self.fix:
+            text.append(f"    fix: {self.fix}")
+        return text
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be used. Carries every problem, and the account of every key as far as it got."""
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        account: Sequence[KeyAccount] = (),
+        findings: Sequence[Finding] = (),
+    ) -> None:
+        self.problems = tuple(problems)
+        self.account = tuple(account)
+        self.findings = tuple(findings)
+        lines = [line for problem in problems for line in problem.lines()]
+        count = len(self.problems)
+        lines.append(f"{count} {'error' if count == 1 else 'errors'} in the configuration; nothing was started")
+        super().__init__(lines)

@@ -1,0 +1,120 @@
+"""Did you mean: the nearest known key, group option or value."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from .foreign_names import FOREIGN_NAMES
+
+_WRONG_PARENT = 1.0
+_NOT_ACTING = 0.25
+
+
+def distance(a: str, b: str, limit: int) -> int:
+    """Edits (insert, delete, substitute, swap neighbours) from `a` to `b`; `limit` + 1 when there are more."""
+    start = 0
+    while start < min(len(a), len(b)) and a[start] == b[start]:
+        start += 1
+    a, b = a[start:], b[start:]
+    while a and b and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    if abs(len(a) - len(b)) > limit:
+        return limit + 1
+    if not a or not b:
+        return max(len(a), len(b))
+    if sum((Counter(a) - Counter(b)).values()) > limit or sum((Counter(b) - Counter(a)).values()) > limit:
+        return limit + 1
+    before: list[int] = []
+    above = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            cost = min(above[j] + 1, row[-1] + 1, above[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        if min(row) > limit and min(above) > limit:
+            return limit + 1
+        before, above = above, row
+    return min(above[-1], limit + 1)
+
+
+def closest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice nearest to `word`, ignoring case and separators; None when none is near."""
+    plain = _plain(word)
+    best: tuple[int, str] | None = None
+    for choice in choices:
+        limit = max(1, min(len(plain), len(choice)) // 3)
+        edits = distance(plain, _plain(choice), limit)
+        if edits <= limit and (best is None or edits < best[0]):
+            best = (edits, choice)
+    if best is None:
+        within = [choice for choice in choices if len(plain) > 2 and _plain(choice).startswith(plain)]
+        return within[0] if within else None
+    return best[1]
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+@lru_cache(maxsize=4096)
+def keys_like(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) -> tuple[str, ...]:
+    """Known keys that `path` may have meant, the best first.
+
+    Args:
+        path: the dotted path that is not known.
+        known: every known path, and whether it acts; a key that acts is preferred.
+        count: how many to return at most.
+    """
+    parent, _, name = path.rpartition(".")
+    acting = dict(known)
+    scored: dict[str, float] = {}
+    for candidate, acts in known:
+        above, _, last = candidate.rpartition(".")
+        limit = 2 if len(path) < 12 else 3
+        score = float(distance(path, candidate, limit))
+        if score > limit:
+            score = float("inf")
+        shortest = min(len(name), len(last))
+        near = min(2, shortest // 3)
+        if above != parent and (edits := distance(name, last, near)) <= near:
+            score = min(score, edits + _WRONG_PARENT)
+        if score < float("inf"):
+            scored[candidate] = score + (0 if acts else _NOT_ACTING)
+    foreign = _foreign(name, parent, acting)
+    if foreign is not None and min((scored[key] for key in scored if acting[key]), default=9.0) > 1.0 + (parent != ""):
+        scored[foreign] = -1.0
+    elif foreign is not None:
+        scored.setdefault(foreign, 1.5)
+    if not scored:
+        scored = dict.fromkeys(_same_words(name, tuple(acting)), 9.0)
+    ranked = sorted(scored, key=lambda key: (scored[key], -_common(path, key), len(key), key))
+    return tuple(ranked[:count])
+
+
+def _foreign(name: str, parent: str, known: dict[str, bool]) -> str | None:
+    """What other frameworks' name for a key is called here."""
+    target = FOREIGN_NAMES.get(name.lower().replace("-", "_"))
+    return target if target in known else None
+
+
+def _same_words(name: str, known: Sequence[str]) -> list[str]:
+    """Keys that share at least two words, or all the words, with `name`."""
+    words = set(name.lower().split("_")) - {"", "use", "the", "of"}
+    ranked = []
+    for candidate in known:
+        theirs = set(candidate.rpartition(".")[2].split("_"))
+        shared = len(words & theirs)
+        if shared >= 2 or (words and words <= theirs):
+            ranked.append((-shared, len(theirs), candidate))
+    return [candidate for _, _, candidate in sorted(ranked)]
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the common head, plus that of the common tail."""
+    head = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    tail = next((i for i, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), min(len(a), len(b)))
+    return head + tail

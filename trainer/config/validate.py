@@ -1,0 +1,138 @@
+"""From pydantic's errors to problems: key, value, origin, what the key takes, and the nearest allowed value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from . import paths
+from .paths import Tree
+from .problems import Problem
+from .schema import RootBlock
+from .schema_index import Key, open_block_of, schema_blocks, schema_keys, show_value
+from .suggest import closest
+
+_LARGEST = 2**63 - 1
+Origins = Callable[[str], str]
+
+
+def typed(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], set[str]]:
+    """Type the keys that act.
+
+    Args:
+        given: values of keys that act, as plain data; the rest gets its default.
+        origin_of: the origin of a path.
+
+    Returns:
+        The typed root (keys with problems at their defaults), the problems, and the paths that have them.
+    """
+    problems: list[Problem] = []
+    wrong: set[str] = set()
+    for path, value in list(paths.leaves(given)):
+        if _too_large(value):
+            wrong.add(path)
+            problems.append(_problem(path, value, origin_of))
+            paths.remove(given, path)
+    while True:
+        try:
+            return RootBlock.model_validate(given), problems, wrong
+        except ValidationError as error:
+            found = _by_key(error)
+            for path, detail in found.items():
+                value = paths.get(given, path)
+                wrong.add(path)
+                problems.append(_problem(path, value, origin_of, detail))
+                paths.remove(given, path)
+
+
+def _too_large(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return any(isinstance(item, int) and abs(item) > _LARGEST for item in items)
+
+
+def _by_key(error: ValidationError) -> Mapping[str, str]:
+    """The schema path of each error; several errors of one key (the arms of a union) are one."""
+    found: dict[str, str] = {}
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        path = ""
+        for step in item["loc"]:
+            longer = paths.join(path, str(step))
+            if longer not in schema_keys() and longer not in schema_blocks() and open_block_of(longer) is None:
+                break
+            path = longer
+        found.setdefault(path, item["type"])
+    return found
+
+
+def _problem(path: str, value: Any, origin_of: Origins, detail: str = "") -> Problem:
+    key = schema_keys().get(path)
+    if key is None and open_block_of(path) is not None:
+        return Problem(path, show_value(value), origin_of(path), "must be text, a number, true or false")
+    if key is None:
+        meaning = schema_blocks().get(path, "")
+        return Problem(
+            path,
+            show_value(value),
+            origin_of(path),
+            f"must be a block of keys: {meaning}",
+            f"write its keys below `{path}:`",
+        )
+    return Problem(
+        path, show_value(value), origin_of(path), f"must be {key.kind}{_but(value, key)}", _fix(key, value, detail)
+    )
+
+
+def _but(value: Any, key: Key) -> str:
+    """The kind of the value, where it is not plain from how it is shown."""
+    if isinstance(value, str) and value and (key.choices or key.is_text):
+        return ""
+    match value:
+        case bool():
+            return ", but is a truth value"
+        case str() if value == "":
+            return ", but is empty text"
+        case str():
+            return ", but is text"
+        case None:
+            return ", but is null"
+        case float() if value != value or value in (float("inf"), float("-inf")):
+            return ", but is not finite"
+        case dict():
+            return ", but is a block"
+        case list():
+            return "" if key.kind.startswith("a list") else ", but is a list"
+        case int() if abs(value) > _LARGEST:
+            return ", but is beyond 64 bits"
+        case _:
+            return ""
+
+
+def _fix(key: Key, value: Any, detail: str) -> str:
+    if isinstance(value, str) and key.choices:
+        near = closest(value, [str(choice) for choice in key.choices])
+        return f"did you mean {key.path}={near}?" if near else ""
+    if isinstance(value, str) and "${" in value:
+        return "values that come from the environment are not read from here; set the key"
+    if value is None:
+        return (
+            f"leave it out, or write {key.path}={show_value(key.default)}"
+            if key.default is not None
+            else "leave it out"
+        )
+    if key.path == "trainer.max_time":
+        return "quote it: days, hours, minutes, seconds"
+    if isinstance(value, float) and value.is_integer() and "integer" in key.kind and abs(value) <= _LARGEST:
+        return f"write {key.path}={int(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and key.kind == "true or false" and value in (0, 1):
+        return f"write {key.path}={'true' if value else 'false'}"
+    if isinstance(value, str):
+        from .yaml_file import scalar
+
+        plain = scalar(value)
+        if not isinstance(plain, str) and plain is not None:
+            return f"write {show_value(plain)} without quotes"
+    if key.path == "trainer.max_steps":
+        return "stoker ends a run, and its schedule, after a number of steps; NeMo's -1 has no counterpart"
+    return ""

@@ -1,0 +1,231 @@
+"""Tokenizers that need no file: bytes (ByT5's scheme) and characters.
+
+A tokenizer travels inside every checkpoint as a small JSON document (`to_document`), which is checked when it is read
+back (`from_document`): a checkpoint may come from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UserError
+
+TokenIds = NDArray[np.uint16 | np.int32]
+
+_UNICODE_CHARACTERS = 0x110000 - 0x800
+"""Code points that UTF-8 can hold: all but the surrogates."""
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: number of token ids; ids are 0 to vocab_size - 1.
+        eos_id: the token that separates documents, or None where the vocabulary has none.
+        pad_id: the token that fills up short sequences; its labels are masked, so any id does.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def eos_id(self) -> int | None: ...  # noqa: D102
+    @property
+    def pad_id(self) -> int: ...  # noqa: D102
+
+    def encode(self, text: str) -> TokenIds:
+        """The token ids of `text`, [n], as uint16 where the vocabulary fits and int32 otherwise."""
+        ...
+
+    def encode_bytes(self, data: bytes) -> TokenIds:
+        """The token ids of UTF-8 encoded text."""
+        ...
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD, ids without text give nothing."""
+        ...
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        """The UTF-8 bytes of token ids, exactly as they are."""
+        ...
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """UTF-8 bytes that each token id stands for, [vocab_size]; 0 for eos, padding and unknown."""
+        ...
+
+    def to_document(self) -> dict[str, Any]:
+        """A JSON document from which `from_document` rebuilds the tokenizer."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes in ByT5's scheme (Xue et al. 2021, arXiv 2105.13626): pad 0, eos 1, unk 2, byte b is b + 3."""
+
+    vocab_size = 259
+    eos_id = 1
+    pad_id = 0
+    _FIRST_BYTE = 3
+
+    def encode(self, text: str) -> NDArray[np.uint16]:
+        """Token ids of the UTF-8 bytes of `text`, uint16 [bytes]."""
+        return self.encode_bytes(_utf8(text))
+
+    def encode_bytes(self, data: bytes) -> NDArray[np.uint16]:
+        """Token ids of `data`, uint16 [len(data)]; any bytes are accepted."""
+        return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(self._FIRST_BYTE)
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        """The bytes of `ids`; pad, eos, unk and ids past the vocabulary give nothing."""
+        array = _ids(ids) - self._FIRST_BYTE
+        return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """1 for each byte, 0 for the three special tokens; int64 [259]."""
+        lengths = np.ones(self.vocab_size, np.int64)
+        lengths[: self._FIRST_BYTE] = 0
+        return lengths
+
+    def to_document(self) -> dict[str, Any]:
+        """The scheme's name is all there is to keep."""
+        return {"tokenizer": "byte-level"}
+
+
+class CharTokenizer:
+    """One token per character; the vocabulary is the sorted set of characters of a text.
+
+    Args:
+        characters: the vocabulary, sorted by code point without repetition.
+
+    Raises:
+        ValueError: `characters` is empty, unsorted, repeats a character or holds a surrogate.
+    """
+
+    eos_id = None
+    pad_id = 0
+
+    def __init__(self, characters: str) -> None:
+        if not 1 <= len(characters) <= _UNICODE_CHARACTERS:
+            raise ValueError(f"`characters` ({len(characters)}) must be 1 to {_UNICODE_CHARACTERS} characters")
+        try:
+            self._codes = _code_points(characters)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"`characters` must not hold surrogates (position {error.start})") from None
+        if np.any(self._codes[1:] <= self._codes[:-1]):
+            raise ValueError("`characters` must be sorted by code point, each once")
+        self.characters = characters
+        self._dtype = np.uint16 if len(characters) <= 1 << 16 else np.int32
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[str]) -> CharTokenizer:
+        """The tokenizer whose vocabulary is every character of `texts`."""
+        return cls("".join(sorted(set().union(*texts))))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of characters."""
+        return len(self.characters)
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids of `text`, [characters].
+
+        Raises:
+            UserError: a character is not in the vocabulary; the line names it and its position.
+        """
+        try:
+            codes = _code_points(text)
+        except UnicodeEncodeError as error:
+            raise UserError(_surrogate(error.start)) from None
+        ids = np.searchsorted(self._codes, codes)
+        known = self._codes[np.minimum(ids, self.vocab_size - 1)] == codes
+        if not known.all():
+            position = int(np.argmin(known))
+            character = text[position]
+            raise UserError(
+                f"character {character!r} (U+{ord(character):04X}) at position {position} is not among the "
+                f"{self.vocab_size} characters of the training text; leave it out, or train with "
+                "`model.tokenizer.library=byte-level`, which knows every character"
+            )
+        return ids.astype(self._dtype)
+
+    def encode_bytes(self, data: bytes) -> TokenIds:
+        """Token ids of UTF-8 encoded text.
+
+        Raises:
+            UserError: `data` is no UTF-8, or holds a character outside the vocabulary.
+        """
+        try:
+            return self.encode(data.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"not UTF-8 text: bad byte at offset {error.start}") from None
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """The text of `ids`; ids past the vocabulary give nothing."""
+        array = _ids(ids)
+        return "".join(self.characters[i] for i in array[array < self.vocab_size])
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        """The UTF-8 bytes of `ids`."""
+        return self.decode(ids).encode("utf-8")
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """Length of each character in UTF-8; int64 [vocab_size]."""
+        return np.array([len(character.encode("utf-8")) for character in self.characters], np.int64)
+
+    def to_document(self) -> dict[str, Any]:
+        """The name of the scheme and the vocabulary as one string."""
+        return {"tokenizer": "char", "characters": self.characters}
+
+
+def from_document(document: object) -> Tokenizer:
+    """The tokenizer a document describes.
+
+    Args:
+        document: what `to_document` gave, read back from JSON; nothing about it is taken on trust.
+
+    Raises:
+        ValueError: it is not such a document; the message says what is wrong with it.
+    """
+    if not isinstance(document, dict):
+        raise ValueError(f"a tokenizer document must be an object, not {type(document).__name__}")
+    match document.get("tokenizer"), set(document):
+        case "byte-level", keys if keys == {"tokenizer"}:
+            return ByteTokenizer()
+        case "char", keys if keys == {"tokenizer", "characters"}:
+            characters = document["characters"]
+            if not isinstance(characters, str):
+                raise ValueError(f"`characters` must be a string, not {type(characters).__name__}")
+            return CharTokenizer(characters)
+        case "byte-level" | "char", keys:
+            raise ValueError(f"unexpected keys in a tokenizer document: {', '.join(sorted(map(repr, keys)))[:200]}")
+        case name, _:
+            raise ValueError(f"unknown tokenizer {str(name)[:40]!r}; known are byte-level and char")
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(_surrogate(error.start)) from None
+
+
+def _surrogate(position: int) -> str:
+    return f"the text is not valid Unicode: lone surrogate at position {position}"
+
+
+def _code_points(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le"), np.dtype("<u4"))
+
+
+def _ids(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    array = np.asarray(ids, np.int64).reshape(-1)
+    if array.size and array.min() < 0:
+        raise ValueError(f"token ids ({int(array.min())}) must not be negative")
+    return array

@@ -1,0 +1,109 @@
+"""Loss of a model on held-out samples, per token and per byte of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .data.samples import IGNORED_LABEL, Samples
+from .precision import PrecisionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """What a model makes of held-out text.
+
+    Attributes:
+        loss: mean cross-entropy, nats per token.
+        tokens: how many tokens were predicted.
+        bytes: UTF-8 bytes of text those tokens stand for; 0 for data without text.
+    """
+
+    loss: float
+    tokens: int
+    bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss): the number of equally likely tokens that would be as hard to predict."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """All bits the tokens cost over the bytes they stand for, or None without text.
+
+        It does not depend on the tokenizer, unlike loss and perplexity. Tokens without bytes (eos) cost bits too.
+        """
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
+
+    def to_document(self) -> dict[str, Any]:
+        """All figures, for JSON (null where one is not a finite number)."""
+        figures = {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
+
+
+class ScoringModel(Protocol):
+    """What a model must offer to be evaluated; `models.gpt.GPT` does."""
+
+    def loss(self, tokens: Tensor, labels: Tensor, denominator: Tensor) -> Tensor:
+        """Sum of the losses of the labels that count, divided by `denominator`; a scalar."""
+        ...
+
+
+def summed_loss(
+    model: ScoringModel, precision: PrecisionPlan, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The sum of a model's losses over a batch, in the arithmetic of its precision: what `evaluate` takes."""
+
+    def total(tokens: Tensor, labels: Tensor) -> Tensor:
+        with precision.context(device):
+            return model.loss(tokens, labels, torch.ones((), device=device))
+
+    return total
+
+
+@torch.inference_mode()
+def evaluate(
+    loss: Callable[[Tensor, Tensor], Tensor],
+    samples: Samples,
+    *,
+    token_bytes: NDArray[np.int64],
+    batch_size: int,
+    limit_batches: int | None = None,
+    device: torch.device | str = "cpu",
+) -> EvaluationResult:
+    """Run a model over samples, each once.
+
+    Args:
+        loss: tokens and labels, int64 [batch, s], to the sum of the cross-entropies of the labels that count, in
+            nats, a scalar; without dropout.
+        samples: what to evaluate on.
+        token_bytes: bytes each token id stands for, [vocabulary].
+        batch_size: samples that go through the model at once; the result depends on it by rounding only.
+        limit_batches: stop after this many batches; None goes to the end.
+        device: where the model is.
+
+    Raises:
+        ValueError: `batch_size` or `limit_batches` below 1.
+    """
+    if batch_size < 1 or (limit_batches is not None and limit_batches < 1):
+        raise ValueError(f"`batch_size` ({batch_size}) and `limit_batches` ({limit_batches}) must be at least 1")
+    batches = -(-samples.samples // batch_size)
+    if limit_batches is not None:
+        batches = min(batches, limit_batches)
+    total, tokens, text_bytes = 0.0, 0, 0
+    for number in range(batches):
+        first = number * batch_size
+        batch = samples.batch(first, min(batch_size, samples.samples - first))
+        total += float(loss(batch.tokens.to(device), batch.labels.to(device)))
+        counted = batch.labels[batch.labels != IGNORED_LABEL].numpy()
+        tokens += len(counted)
+        text_bytes += int(token_bytes[counted].sum())
+    return EvaluationResult(total / tokens, tokens, text_bytes)

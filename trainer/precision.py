@@ -1,0 +1,47 @@
+"""What `trainer.precision` and `model.megatron_amp_O2` mean on a device: dtypes of weights and arithmetic."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from .config.blocks import TrainerBlock
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPlan:
+    """The dtypes of a run.
+
+    Attributes:
+        name: one line for the log.
+        weights: dtype of the model's parameters.
+        main_weights: the optimizer keeps fp32 copies of narrower parameters and updates those.
+        autocast: dtype of the arithmetic where it differs from the weights' (torch.autocast), else None.
+    """
+
+    name: str
+    weights: torch.dtype
+    main_weights: bool = False
+    autocast: torch.dtype | None = None
+
+    def context(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context a forward pass runs in."""
+        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+
+
+def plan_precision(trainer: TrainerBlock, megatron_amp_O2: bool, device: torch.device) -> PrecisionPlan:  # noqa: N803
+    """Read the precision keys; null is bf16 on a CUDA device and fp32 elsewhere."""
+    precision = trainer.precision
+    if precision is None:
+        precision = "bf16" if device.type == "cuda" else "32"
+    match str(precision):
+        case "bf16" if megatron_amp_O2:
+            return PrecisionPlan("bf16 weights, fp32 main weights", torch.bfloat16, main_weights=True)
+        case "bf16" | "bf16-mixed":
+            return PrecisionPlan("fp32 weights, bf16 autocast", torch.float32, autocast=torch.bfloat16)
+        case "bf16-true":
+            return PrecisionPlan("bf16 weights and optimizer state", torch.bfloat16)
+        case _:
+            return PrecisionPlan("fp32", torch.float32)

@@ -1,0 +1,112 @@
+"""A trained model out of a checkpoint, ready to be asked: what generation and evaluation start from."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention.flags import read_flags
+from ..models.build import build_gpt
+from ..models.gpt import GPT
+from .checkpoint import Checkpoint, find_checkpoint
+from .config.run_config import RunConfig
+from .data.build import sequence_length
+from .data.tokenizers import Tokenizer, from_document
+from .errors import UserError
+from .precision import PrecisionPlan, plan_precision
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A model in evaluation mode and what it was trained with.
+
+    Attributes:
+        checkpoint: where it came from.
+        config: the configuration of that run.
+        tokenizer: the one it was trained with.
+        model: on `device`, without dropout.
+        device: where the model is.
+        precision: dtypes of weights and arithmetic.
+    """
+
+    checkpoint: Checkpoint
+    config: RunConfig
+    tokenizer: Tokenizer
+    model: GPT
+    device: torch.device
+    precision: PrecisionPlan
+
+    @property
+    def context(self) -> int:
+        """Most tokens the model was trained to attend to."""
+        return sequence_length(self.config.root)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Token ids, int64 [b, s], to logits [b, s, vocabulary]."""
+        with self.precision.context(self.device):
+            return self.model(tokens)
+
+
+def restore(path: Path, device_name: str = "auto") -> Restored:
+    """Load the model of a checkpoint.
+
+    Args:
+        path: a run directory, its checkpoints directory or one step in it; of several the newest valid one is taken,
+            and damaged ones are named on standard error.
+        device_name: `auto` (a CUDA GPU where there is one, else the CPU), `cpu`, `cuda` or `mps`.
+
+    Raises:
+        UserError: no usable checkpoint, or no such device.
+    """
+    device = choose_device(device_name)
+    checkpoint, complaints = find_checkpoint(path)
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    config = RunConfig.from_document(
+        checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
+    )
+    keys = config.root.model
+    try:
+        tokenizer = from_document(checkpoint.tokenizer_document)
+    except ValueError as error:
+        raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
+    if device.type == "cuda":
+        precision = plan_precision(config.root.trainer, keys.megatron_amp_O2, device)
+    else:
+        precision = PrecisionPlan("fp32", torch.float32)
+        # What was wished for a GPU says nothing about this device; the environment's flags still hold.
+        keys = keys.model_copy(update={"attention_backend": "auto", "use_flash_attention": None})
+    try:
+        model = build_gpt(
+            keys.model_copy(update={"compile": False}),  # would take longer than most answers
+            vocab_size=keys.override_vocab_size or tokenizer.vocab_size,
+            device=device,
+            dtype=precision.weights,
+            flags=read_flags(),
+            micro_batch_size=1,
+            seq_length=sequence_length(config.root),
+            compute_dtype=precision.autocast,
+            kinds=("evaluation", "generation"),
+        )
+    except ValueError as error:
+        raise UserError([f"checkpoint {checkpoint.path} cannot run here:", *str(error).splitlines()]) from None
+    checkpoint.load_weights(model, cast=True)
+    return Restored(checkpoint, config, tokenizer, model.eval(), device, precision)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device a user names.
+
+    Raises:
+        UserError: this machine, or this build of torch, does not have it.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available[name]:
+        raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
+    return torch.device(name)

@@ -1,0 +1,130 @@
+"""Going on from a checkpoint: which one, and what must or should be as it was."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint import Checkpoint, RunState, find_checkpoint, newest_checkpoint, remove_leftovers
+from .config.blocks import ExpManagerBlock
+from .config.schema import RootBlock
+from .data.build import Data, sequence_length
+from .errors import UserError
+from .precision import PrecisionPlan
+from .run_directory import RunDirectory, stoker_version
+from .schedule import build_schedule
+
+_KEYS = {
+    "seed": ("model.seed", "dropout and the order of the data go on differently"),
+    "global_batch_size": ("model.global_batch_size", "the data go on where they were, with other steps"),
+    "micro_batch_size": ("model.micro_batch_size", "dropout masks and rounding differ"),
+    "sequence_length": ("model.data.seq_length", "samples are cut differently, so some text is seen again or skipped"),
+    "precision": ("trainer.precision", "rounding differs"),
+}
+
+
+def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint a run starts from, and lines about those that were passed over or cleared away.
+
+    A checkpoint of this run (`resume_if_exists`) goes before `resume_from_checkpoint`, as in NeMo: it is further on.
+
+    Raises:
+        UserError: nothing usable where a checkpoint must be.
+    """
+    lines = [f"removed {path}, left by an interrupted save" for path in remove_leftovers(directory.checkpoints)]
+    if keys.resume_if_exists:
+        checkpoint, complaints = newest_checkpoint(directory.checkpoints)
+        if checkpoint is not None:
+            return checkpoint, [*lines, *complaints]
+        if complaints:
+            raise UserError(
+                [
+                    f"every checkpoint in {directory.checkpoints} is damaged:",
+                    *(f"  {complaint}" for complaint in complaints),
+                    "move them away to start from scratch",
+                ]
+            )
+    if keys.resume_from_checkpoint:
+        checkpoint, complaints = find_checkpoint(Path(keys.resume_from_checkpoint).expanduser(), with_optimizer=True)
+        return checkpoint, [*lines, *complaints]
+    if keys.resume_if_exists and not keys.resume_ignore_no_checkpoint:
+        raise UserError(
+            f"there is no checkpoint in {directory.checkpoints}; set exp_manager.resume_ignore_no_checkpoint=True to "
+            "start from scratch"
+        )
+    return None, lines
+
+
+def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan) -> RunState:
+    """The state of this run before its first step, as its checkpoints will record it."""
+    optim = root.model.optim
+    schedule: Any = build_schedule(optim, root.trainer.max_steps)
+    return RunState(
+        step=0,
+        consumed_samples=0,
+        seed=root.model.seed,
+        global_batch_size=root.model.global_batch_size,
+        micro_batch_size=root.model.micro_batch_size,
+        sequence_length=sequence_length(root),
+        precision=precision.name,
+        optimizer={
+            "optim.lr": optim.lr,
+            "optim.weight_decay": optim.weight_decay,
+            "optim.beta1": optim.betas[0],
+            "optim.beta2": optim.betas[1],
+            "optim.eps": optim.eps,
+            "gradient_clip_val": root.trainer.gradient_clip_val or 0.0,
+            "optim.sched.name": optim.sched.name,
+            "optim.sched.min_lr": optim.sched.min_lr,
+            "optim.sched.warmup_steps": schedule.warmup_steps,
+            "optim.sched.constant_steps": getattr(schedule, "constant_steps", 0),
+            "optim.sched.max_steps": schedule.max_steps,
+        },
+        data_fingerprint=data.fingerprint,
+        versions={"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def check_resumed(checkpoint: Checkpoint, now: RunState, tokenizer_document: dict[str, Any]) -> list[str]:
+    """Compare a checkpoint with the run that goes on from it.
+
+    Returns:
+        One warning for each difference that keeps the run from going on exactly as it would have.
+
+    Raises:
+        UserError: other data or another tokenizer: the position in the data would mean nothing.
+    """
+    saved = checkpoint.state
+    if saved.data_fingerprint != now.data_fingerprint:
+        raise UserError(
+            [
+                f"checkpoint {checkpoint.path} was trained on other data: fingerprint {saved.data_fingerprint[:16]}, "
+                f"now {now.data_fingerprint[:16]}",
+                f"`pystd` is the standard library of the running Python: {saved.versions.get('python', 'unknown')} "
+                f"then, {now.versions['python']} now; use the same interpreter and data, or start a new run",
+            ]
+        )
+    if checkpoint.tokenizer_document != tokenizer_document:
+        raise UserError(
+            f"checkpoint {checkpoint.path} has another tokenizer than `model.tokenizer` now gives; use the same one"
+        )
+    warnings: list[str] = []
+    for field, (key, effect) in _KEYS.items():
+        before, after = getattr(saved, field), getattr(now, field)
+        if before != after:
+            warnings.append(f"`{key}` was {before} in {checkpoint.path.name} and is {after} now: {effect}")
+    for key in sorted(saved.optimizer.keys() | now.optimizer.keys()):
+        before, after = saved.optimizer.get(key), now.optimizer.get(key)
+        if before != after:
+            warnings.append(f"`{_full_key(key)}` was {before} in {checkpoint.path.name} and is {after} now")
+    for name, after in now.versions.items():
+        if saved.versions.get(name) != after:
+            warnings.append(f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ")
+    return warnings
+
+
+def _full_key(key: str) -> str:
+    return f"model.{key}" if key.startswith("optim") else f"trainer.{key}"

@@ -1,0 +1,241 @@
+"""Reading and writing the files of a checkpoint: bounded JSON and safetensors, hashed when written, never pickle.
+
+Files that come from outside are opened without following links, must be regular files, and are bounded before they are
+parsed. Files we write are flushed to the disk (fsync) before anything counts on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+MAX_JSON_BYTES = 64 << 20
+MAX_JSON_DEPTH = 64
+_CHUNK = 16 << 20
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class DamagedFileError(Exception):
+    """A file that is not what it should be; the message names it and says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size in bytes and SHA-256 (hex) of a file."""
+
+    size: int
+    sha256: str
+
+
+class _HashingFile:
+    """An exclusively created file that knows the hash of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data).cast("B")
+        self._hash.update(rest)
+        self._size += len(rest)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+
+    def finish(self) -> FileRecord:
+        os.fsync(self._descriptor)
+        return FileRecord(self._size, self._hash.hexdigest())
+
+    def __enter__(self) -> _HashingFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, document: Any) -> FileRecord:
+    """Write a new JSON file, flushed to the disk. NaN and infinity, which are not JSON, raise ValueError."""
+    with _HashingFile(path) as file:
+        file.write(_encode(document))
+        return file.finish()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write a new safetensors file, flushed to the disk; one tensor at a time is copied to the host.
+
+    The format (https://github.com/huggingface/safetensors, "Format"): eight bytes of little-endian header length, a
+    JSON header of name, dtype, shape and offsets, then the raw tensors without gaps. Wider dtypes come first, so that
+    every tensor is aligned.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with _HashingFile(path) as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in order:
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+            if flat.numel():
+                file.write(flat.view(torch.uint8).numpy().data)
+        return file.finish()
+
+
+def read_json(path: Path, *, as_written: bool = False) -> Any:
+    """Read a JSON file of at most 64 MiB and 64 levels; NaN and infinity are refused.
+
+    Args:
+        path: the file.
+        as_written: insist on the very bytes that `write_json` writes, so that no changed bit goes unnoticed.
+
+    Raises:
+        DamagedFileError: missing, not a regular file, too large, not JSON, or not as written.
+    """
+    with _open_regular(path) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise DamagedFileError(f"{path.name} is larger than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        document = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{path.name} is not JSON: {_one_line(error)}") from None
+    if _depth_exceeds(document, MAX_JSON_DEPTH):
+        raise DamagedFileError(f"{path.name} is nested deeper than {MAX_JSON_DEPTH} levels")
+    if as_written and _encode(document) != data:
+        raise DamagedFileError(f"{path.name} was changed after it was written")
+    return document
+
+
+def check_file(path: Path, record: FileRecord) -> None:
+    """Compare a file with its recorded size and hash.
+
+    Raises:
+        DamagedFileError: missing, not a regular file, or different.
+    """
+    with _open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != record.size:
+            raise DamagedFileError(f"{path.name} has {size:,} bytes instead of {record.size:,}")
+        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+            raise DamagedFileError(f"{path.name} does not have the SHA-256 that was recorded when it was written")
+
+
+def read_tensors(
+    path: Path, expected: Mapping[str, Tensor], *, any_dtype: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor (on the CPU) of a safetensors file that must hold exactly the expected ones.
+
+    Args:
+        path: the file; the safetensors library checks that its header fits its data.
+        expected: the tensors to be filled; names, shapes and dtypes are compared before any is read.
+        any_dtype: do not compare dtypes.
+
+    Raises:
+        DamagedFileError: not a safetensors file.
+        ValueError: other names, shapes or dtypes; one line for each of the first ten.
+    """
+    _open_regular(path).close()
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            described = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in found.items()}
+            problems = _differences(described, expected, any_dtype)
+            if problems:
+                raise ValueError("\n".join(problems))
+            for name in expected:
+                yield name, file.get_tensor(name)
+    except SafetensorError as error:
+        raise DamagedFileError(f"{path.name} is not a safetensors file: {_one_line(error)}") from None
+
+
+def _differences(
+    found: Mapping[str, tuple[tuple[int, ...], str]], expected: Mapping[str, Tensor], any_dtype: bool
+) -> list[str]:
+    lines = [f"{name} is missing" for name in expected if name not in found]
+    lines += [f"{name} has no place in this model" for name in found if name not in expected]
+    for name, tensor in expected.items():
+        if name not in found:
+            continue
+        wanted = (tuple(tensor.shape), found[name][1] if any_dtype else _DTYPE_NAMES[tensor.dtype])
+        if found[name] != wanted:
+            lines.append(f"{name} is {_describe(*found[name])}, the model needs {_describe(*wanted)}")
+    return lines if len(lines) <= 10 else [*lines[:10], f"and {len(lines) - 10} more"]
+
+
+def _describe(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype.lower()} {list(shape)}"
+
+
+def _open_regular(path: Path) -> Any:
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path.name} is missing") from None
+    except OSError as error:
+        raise DamagedFileError(f"{path.name} cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedFileError(f"{path.name} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _encode(document: Any) -> bytes:
+    return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not allowed")
+
+
+def _depth_exceeds(document: Any, limit: int) -> bool:
+    level = [document]
+    for _ in range(limit):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
