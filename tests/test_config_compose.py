@@ -150,6 +150,7 @@ def test_conf_folder_and_variable_are_found(tmp_path: Path) -> None:
     assert load("model=a", environ=environ).root.model.num_layers == 1
     assert load("model=b", environ=environ).root.model.num_layers == 3
     assert load("model=gpt_tiny", environ=environ).root.model.num_layers == 4
+    assert load("model=a", directory=tmp_path / "other").root.model.num_layers == 2
 
 
 def test_primary_file_without_defaults_list(tmp_path: Path) -> None:

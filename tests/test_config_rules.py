@@ -78,6 +78,7 @@ def test_accepted(overrides: list[str]) -> None:
         ),
         (["model.position_embedding_type=none", "model.rotary_base=5000"], "model.rotary_base"),
         (["env_vars.NVTE_FLASH_ATN=0"], "env_vars.NVTE_FLASH_ATN"),
+        (["data=mock", "tokenizer=char"], "model.tokenizer.library"),
         (["env_vars.NVTE_FUSED_ATTN=0"], "nothing"),
     ],
 )

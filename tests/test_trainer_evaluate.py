@@ -1,4 +1,5 @@
 import argparse
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -24,6 +25,7 @@ from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
 from stoker.trainer.errors import UserError
 from stoker.trainer.evaluation import EvaluationResult, evaluate
 from stoker.trainer.restore import restore
+from stoker.trainer.safe_io import write_json
 
 
 def _bigram_loss(table: Tensor):
@@ -196,14 +198,13 @@ def test_restore_on_a_cpu_forgets_what_was_wished_for_a_gpu(tmp_path: Path, text
 
 def _rewrite(path: Path, text: str) -> None:
     """Change a file of a checkpoint, and the manifest with it: what a forger would do."""
-    import hashlib
-
     path.write_text(text)
     manifest = path.parent / "manifest.json"
     document = json.loads(manifest.read_text())
     content = path.read_bytes()
     document["files"][path.name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest.write_text(json.dumps(document))
+    manifest.unlink()
+    write_json(manifest, document)
 
 
 @pytest.mark.parametrize(

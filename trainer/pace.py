@@ -63,16 +63,13 @@ def best_threads(step: Callable[[], None], seconds: float) -> Pace:
     candidates = [torch.get_num_threads()]
     while candidates[0] > 1:
         candidates.insert(0, candidates[0] // 2)
-    tried: dict[int, float] = {}
     best = 1
+    tried: dict[int, float] = {}
     for threads in candidates:
         torch.set_num_threads(threads)
-        for _ in range(_WARM_STEPS - 1 if threads == 1 else 0):
-            step()
-        tried[threads] = time_of(step, 0.0, fewest=1)
-        if threads > 1 and tried[threads] > _HOPELESS * tried[best]:
-            break
-        tried[threads] = time_of(step, seconds / len(candidates))
+        warm = min(time_of(step, 0.0, fewest=1) for _ in range(_WARM_STEPS if threads == 1 else 1))
+        hopeless = threads > 1 and warm > _HOPELESS * tried[best]
+        tried[threads] = warm if hopeless else time_of(step, seconds / len(candidates))
         if threads > 1 and tried[threads] > _WORTH_MORE_THREADS * tried[best]:
             break
         best = threads

@@ -245,7 +245,7 @@ class _Text:
                 raise InterpolationError("puts a list or a block into the middle of a text")
             texts.append(str(value))
             size += len(texts[-1])
-            if size > MAX_TEXT * 10**9:
+            if size > MAX_TEXT:
                 raise InterpolationError(f"expands to more than {MAX_TEXT // 1024} KiB of text")
         return "".join(texts)
 

@@ -140,8 +140,7 @@ class KeyStates:
         return None
 
     def _judge(self, path: str, value: Any) -> Verdict:
-        name = path.rpartition(".")[2]
-        if name in _CODE or any(part in _CODE for part in path.split(".")):
+        if _CODE.intersection(path.split(".")) or _names_code(value):
             return Verdict(path, value, None, "", "a configuration never names code to run", "remove it")
         if path in schema_keys() or open_block_of(path) is not None or path in schema_blocks():
             return self._judge_acting(path, value)
@@ -221,11 +220,16 @@ def _given(tree: Tree, parent: str = "") -> Iterator[tuple[str, Any]]:
         path = paths.join(parent, name)
         if not isinstance(value, dict) or (path in schema_keys() and not value):
             yield path, value
-        elif _CODE.intersection(value):
-            yield paths.join(path, next(iter(_CODE.intersection(value)))), show_value(value)
         elif value or path not in schema_blocks():
             below = list(_given(value, path))
             yield from below or [(path, value)]
+
+
+def _names_code(value: Any) -> bool:
+    """Whether a list, at any depth, holds a block that names code."""
+    if isinstance(value, dict):
+        return bool(_CODE.intersection(value)) or any(map(_names_code, value.values()))
+    return isinstance(value, list) and any(map(_names_code, value))
 
 
 def _is_set(verdict: Verdict) -> bool:

@@ -160,6 +160,18 @@ def text_needs_a_path(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def characters_need_text(facts: Facts) -> Iterator[Finding]:
+    """A character tokenizer is made from the training text."""
+    model = facts.root.model
+    if model.tokenizer.library == "char" and model.data.data_impl == "mock":
+        yield Finding(
+            "warning",
+            ("model.tokenizer.library", "model.data.data_impl"),
+            "`char` has no effect with `data_impl: mock`: random tokens have no characters",
+            "tokenizer=byte",
+        )
+
+
 def splits_hold_training_data(facts: Facts) -> Iterator[Finding]:
     """There must be something to train on, and to validate on if that is asked for."""
     data, trainer = facts.root.model.data, facts.root.trainer
@@ -291,6 +303,7 @@ RULES: tuple[Rule, ...] = (
     query_key_scaling_is_for_fp16,
     main_weights_are_for_bf16,
     text_needs_a_path,
+    characters_need_text,
     splits_hold_training_data,
     sample_fits_model,
     log_dir_is_given_once,
