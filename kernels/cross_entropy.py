@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .launch import jit, next_power_of_2, tl, triton, triton_runs_on
+from .launch import jit, next_power_of_2, tl, triton_runs_on
 
 CPU_CHUNK_BYTES = 32 << 20  # stays near the cache of a laptop
 GPU_CHUNK_BYTES = 512 << 20  # 16-bit logits; GEMMs keep thousands of rows up to a vocabulary of 128 k

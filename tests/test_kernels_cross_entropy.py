@@ -77,7 +77,7 @@ def test_kernel_equals_torch(device, tokens, vocab, valid):
 def test_bf16_error_is_that_of_plain_torch():
     hidden, weight, labels = inputs(3000, 256, 5000, torch.bfloat16, "cuda")
     truth_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    truth = reference_linear_cross_entropy(*truth_inputs, labels, valid_vocab=4997)
+    truth = reference_linear_cross_entropy(truth_inputs[0], truth_inputs[1], labels, valid_vocab=4997)
     truth_gradients = torch.autograd.grad(truth, truth_inputs)
     plain = reference_linear_cross_entropy(hidden, weight, labels, valid_vocab=4997)
     plain_gradients = torch.autograd.grad(plain, (hidden, weight))
