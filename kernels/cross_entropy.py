@@ -75,7 +75,9 @@ def _loss_and_gradient_kernel(
         row_maximum = tl.max(maximum, 0)
         row_total = tl.sum(total * tl.exp(maximum - row_maximum), 0)
         logsumexp = row_maximum + tl.log(row_total)
-        target = tl.load(row_pointer + label).to(tl.float32)
+        # a label that is no token makes the loss NaN: the host, which would raise, does not look at labels
+        is_token = (label >= 0) & (label < valid_vocab)
+        target = tl.load(row_pointer + label, mask=is_token, other=float("nan")).to(tl.float32)
         tl.store(losses_pointer + row, logsumexp - target)
         if WITH_GRADIENT:
             for start in range(0, padded_vocab, BLOCK):
@@ -98,7 +100,7 @@ def triton_loss_and_gradient_(
     block = min(next_power_of_2(padded_vocab), 4096)
     _loss_and_gradient_kernel[(tokens,)](
         logits,
-        labels,
+        labels.contiguous(),
         losses,
         logits.stride(0),
         valid_vocab,
@@ -166,9 +168,9 @@ def _linear_cross_entropy(
                 ignore_index=ignore_index,
                 with_gradient=with_gradient,
             )
-            gradient = gradient.to(hidden.dtype)
         total += losses.sum(dtype=accumulate)
         if with_gradient:
+            gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, rows, out=hidden_gradient[start : start + chunk_tokens])
             product = gradient.t() @ part
             if one_chunk:
@@ -247,7 +249,8 @@ def linear_cross_entropy(
     Args:
         hidden: (tokens, hidden_size), fp64, fp32, bf16 or fp16.
         weight: (padded_vocab, hidden_size), same dtype.
-        labels: (tokens,) int64; `ignore_index` counts nothing.
+        labels: (tokens,) int64, each below `valid_vocab` or `ignore_index`, which counts nothing. On a GPU any other
+            label makes the loss NaN, on a CPU it raises RuntimeError.
         valid_vocab: rows of `weight` that are real tokens; the padding rows get probability 0 and gradient 0.
         ignore_index: the label to leave out.
         chunk_tokens: tokens projected at once; None: by vocabulary and device.

@@ -165,6 +165,6 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
         raise ValueError(f"`gate_up` must end in an even dimension, but ends in {gate_up.shape[-1]}.")
     if kind not in GATES:
         raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATES)}.")
-    if triton_runs_on(gate_up) and gate_up.dtype != torch.float64:
+    if triton_runs_on(gate_up):
         return _gated_activation(gate_up, kind)
     return reference_gated_activation(gate_up, kind)

@@ -10,7 +10,10 @@ import torch
 try:
     import triton
     import triton.language as tl
+
+    HAS_TRITON = True
 except ImportError:  # macOS, Windows: the plain torch path of every operation remains
+    HAS_TRITON = False
 
     class _NoTriton:
         """Stands in for the module so that kernel files import; nothing launches without Triton."""
@@ -27,13 +30,15 @@ except ImportError:  # macOS, Windows: the plain torch path of every operation r
 
 jit: Any = triton.jit  # untyped: a kernel is called with grid and launch options that its signature does not show
 
-HAS_TRITON = not isinstance(triton, type) and hasattr(triton, "__version__") and triton.__version__ is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def triton_runs_on(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernel of an operation serves `tensor`: a CUDA tensor, Triton present and compiling."""
-    return HAS_TRITON and not INTERPRETED and tensor.is_cuda
+    """Whether the Triton kernel of an operation serves `tensor`: on CUDA, Triton present and compiling, not fp64.
+
+    The kernels compute in fp32; fp64 tensors are there to be exact and take the plain torch path.
+    """
+    return HAS_TRITON and not INTERPRETED and tensor.is_cuda and tensor.dtype != torch.float64
 
 
 def next_power_of_2(n: int) -> int:

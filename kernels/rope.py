@@ -22,7 +22,8 @@ def rotary_table(
     channel = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu")
     position = torch.arange(positions, dtype=torch.float64, device="cpu") * position_scale
     angle = torch.outer(position, base ** (-channel / dim))
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    # rounded before it travels: not every device knows fp64 (MPS)
+    return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
 
 
 def apply_rotary(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:

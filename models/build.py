@@ -65,18 +65,15 @@ def build_gpt(
     length = seq_length or gpt.seq_length
     if device.type == "meta":
         return _assemble(gpt, length, {}, {}).to(dtype)
-    attention = gpt.stack.attention
-    calls = attention_calls(
-        attention,
+    decisions, (use_compile, reason) = plan_gpt(
+        gpt,
         device=device,
         dtype=compute_dtype or dtype,
-        batch=micro_batch_size,
+        flags=flags,
+        micro_batch_size=micro_batch_size,
         seq_length=length,
-        longest=gpt.max_positions or length,
-        deterministic=not flags.allow_nondeterministic,
+        kinds=kinds,
     )
-    decisions = decide(attention, {kind: call for kind, call in calls.items() if kind in kinds}, flags)
-    use_compile, reason = compile_policy(gpt.compile, device.type, torch_version(), dropout=has_dropout(gpt.stack))
     model = _assemble(gpt, length, decisions, {kind: FUNCTIONS[made.backend] for kind, made in decisions.items()})
     model = model.to(dtype).to_empty(device=device)
     initialise_(model, init_rules(gpt))
@@ -84,6 +81,45 @@ def build_gpt(
     if use_compile:
         model.decoder.compile_parts()
     return model
+
+
+def plan_gpt(
+    gpt: GPTSlice,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    flags: AttentionFlags,
+    micro_batch_size: int,
+    seq_length: int,
+    kinds: Collection[CallKind] = ("training", "evaluation", "generation"),
+) -> tuple[dict[CallKind, Decision], tuple[bool, str]]:
+    """What `build_gpt` decides before it builds: the attention of each kind of call, and whether to compile and why.
+
+    Args:
+        gpt: what the model is.
+        device: where it shall run.
+        dtype: of the arithmetic.
+        flags: what the environment says about attention.
+        micro_batch_size: samples in a call.
+        seq_length: tokens in a sample.
+        kinds: the kinds of call the run can make.
+
+    Raises:
+        ValueError: compilation cannot be had.
+        NoBackendError: no attention backend is left for a kind of call.
+    """
+    attention = gpt.stack.attention
+    calls = attention_calls(
+        attention,
+        device=device,
+        dtype=dtype,
+        batch=micro_batch_size,
+        seq_length=seq_length,
+        longest=gpt.max_positions or seq_length,
+        deterministic=not flags.allow_nondeterministic,
+    )
+    decisions = decide(attention, {kind: call for kind, call in calls.items() if kind in kinds}, flags)
+    return decisions, compile_policy(gpt.compile, device.type, torch_version(), dropout=has_dropout(gpt.stack))
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -46,7 +46,6 @@ def initial_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
     return torch.empty(shape).normal_(0.0, std, generator=generator_for(rules.seed, name))
 
 
-@torch.no_grad()
 def initialise_(model: nn.Module, rules: InitRules) -> None:
     """Fill every parameter of `model` in place, several at a time (drawing normals is the slow part of a start).
 
@@ -58,7 +57,8 @@ def initialise_(model: nn.Module, rules: InitRules) -> None:
         raise ValueError(f"`{meta[0]}` must lie on a real device to be initialised; call `to_empty` first.")
 
     def fill(name: str) -> None:
-        parameters[name].data.copy_(initial_value(name, parameters[name].shape, rules))
+        with torch.no_grad():  # in the thread it runs in
+            parameters[name].copy_(initial_value(name, parameters[name].shape, rules))
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(fill, parameters))

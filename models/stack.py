@@ -12,6 +12,9 @@ from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 from .positions import RotaryEmbedding
 
+MOST_COMPILATIONS = 256
+"""Of one layer in one process: a few per model (training, validation), each for one shape."""
+
 
 class Layer(nn.Module):
     """A pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)) (arXiv 2002.04745).
@@ -77,5 +80,10 @@ class Stack(nn.Module):
 
     def compile_parts(self) -> None:
         """Compile each layer and the final norm; equal layers share one compilation."""
+        from torch._dynamo import config  # seconds of import, only where it is needed
+
+        # A limit of 8 counts the layers of all models of a process together, since they are one piece of code; the
+        # third configuration trained in one notebook would end in an error.
+        config.recompile_limit = max(config.recompile_limit, MOST_COMPILATIONS)
         for part in (*self.layers, self.final_norm):
             part.compile(fullgraph=True, dynamic=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from config_helpers import DATA, write
 
-from stoker.trainer import cli, doctor
+from stoker.trainer import cli, doctor, environment
 from stoker.trainer.config import show
 from stoker.trainer.config.key_table import KEY_TABLE
 from stoker.trainer.config.schema_index import schema_keys
@@ -250,3 +250,31 @@ def test_doctor_without_torch(capsys: Captured, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cli.main(["doctor"]) == 1
     assert "pip install torch" in capsys.readouterr().out
+
+
+def test_an_empty_name_is_not_the_default(capsys: Captured) -> None:
+    assert cli.main(["config", "--config-name", ""]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+def test_a_current_directory_that_is_gone(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["config"]) == 2
+    assert capsys.readouterr().err == "the current directory is gone; change to one that exists\n"
+
+
+def test_a_home_that_does_not_exist(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_CONF", "~nobody.at.all/conf")
+    assert cli.main(["config"]) == 2
+    assert "STOKER_CONF" in capsys.readouterr().err
+
+
+def test_waiting_threads_spin_briefly_unless_the_caller_has_a_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)):
+        variables: dict[str, str] = dict(given)
+        monkeypatch.setattr(environment.os, "environ", variables)
+        environment.prepare_process({"A": True})
+        assert variables.get("GOMP_SPINCOUNT") == expected
+        assert variables["A"] == "1"

@@ -1,18 +1,19 @@
 """Each rule between keys: one configuration that it accepts, one that it refuses or warns of, naming the keys."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
-from config_helpers import load, problems
+from config_helpers import load, problems, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.kernels.attention.flags import KNOWN_FLAGS
 from stoker.trainer.config.problems import ConfigError
-from stoker.trainer.config.rules import environment_text
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema_index import schema_keys
+from stoker.trainer.environment import environment_text
 
 SCHED = "model.optim.sched"
 
@@ -37,6 +38,10 @@ SCHED = "model.optim.sched"
         (["model.data.seq_length=128"], "model.data.seq_length", "must equal"),
         (["model.num_query_groups=3"], "model.num_query_groups", "multiple"),
         (["env_vars.A=2"], "env_vars.A", "contradicts"),
+        (["name=../x"], "name", "below"),
+        (["exp_manager.name=/x"], "exp_manager.name", "below"),
+        (["exp_manager.version=a/../../x"], "exp_manager.version", "below"),
+        (["trainer.max_epochs=3"], "trainer.max_epochs", "max_steps"),
     ],
 )
 def test_refused(overrides: list[str], key: str, says: str) -> None:
@@ -85,6 +90,38 @@ def test_accepted(overrides: list[str]) -> None:
 def test_warned(overrides: list[str], key: str) -> None:
     warned = [finding.keys[0] for finding in load(*overrides).findings if finding.level == "warning"]
     assert warned == ([] if key == "nothing" else [key])
+
+
+PLACES = [
+    "exp_dir",
+    "explicit_log_dir",
+    "name",
+    "version",
+    "resume_from_checkpoint",
+    "checkpoint_callback_params.dirpath",
+]
+
+
+@pytest.mark.parametrize("override", ["name=", *(f"exp_manager.{key}=" for key in PLACES)])
+def test_empty_text_is_not_null(override: str) -> None:
+    assert "is empty text" in problems(override)[override[:-1]].rule
+
+
+@pytest.mark.parametrize("text", ['"A=B": 1', 'A: "x\\0"', '"A\\0": 1'])
+def test_variables_that_cannot_be_set(text: str, tmp_path: Path) -> None:
+    write(tmp_path, "mine", f"defaults: [train, _self_]\nenv_vars: {{{text}}}\n")
+    (problem,) = problems(name="mine", directory=tmp_path).values()
+    assert "null byte" in problem.rule
+
+
+def test_a_value_of_the_environment_is_not_shown() -> None:
+    (problem,) = problems("name=${oc.env:SECRET}", environ={"SECRET": "/hidden"}).values()
+    assert "hidden" not in str(problem)
+
+
+def test_an_army_of_workers_is_refused() -> None:
+    load("model.data.num_workers=256")
+    assert "<= 256" in problems("model.data.num_workers=257")["model.data.num_workers"].rule
 
 
 def test_defaults_alone_warn_of_nothing() -> None:

@@ -1,6 +1,7 @@
 """The house rules that no linter knows."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -73,6 +74,14 @@ def test_nothing_unsafe_is_called(path: Path) -> None:
                     f"{path}:{node.lineno} calls {dotted}"
                 )
                 assert called.attr not in {"instantiate", "get_class", "get_method"}, f"{path}:{node.lineno} {dotted}"
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"\b(?:kernels|models|trainer|conf|tests|scripts|docs)/[\w/]*(?:\.\w+)?", page))
+    named.discard("tests/test_")  # the pattern of the names of tests
+    assert len(named) > 30
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 def test_importing_a_room_does_nothing() -> None:

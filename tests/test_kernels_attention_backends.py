@@ -136,6 +136,23 @@ def test_dropout_keeps_the_mean(name: str) -> None:
     assert torch.allclose(again, torch.ones_like(again))
 
 
+def test_unfused_does_not_trust_beta_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPS adds 0 times the first argument of baddbmm (pytorch #187521): what it holds must be finite."""
+
+    def baddbmm_of_mps(start: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float) -> Tensor:
+        return beta * start + alpha * torch.bmm(left, right)
+
+    query, key, value = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    expected = FUNCTIONS["unfused"](query, key, value, scale=0.3, causal=True)
+    monkeypatch.setattr(torch, "baddbmm", baddbmm_of_mps)
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
+    try:
+        context = FUNCTIONS["unfused"](query, key, value, scale=0.3, causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(context, expected)
+
+
 def test_sdpa_refuses_what_it_would_get_wrong() -> None:
     query, key, value = inputs(queries=2, keys=5)
     with pytest.raises(ValueError, match="use `unfused`"):

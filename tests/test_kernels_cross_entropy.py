@@ -73,6 +73,23 @@ def test_kernel_equals_torch(device, tokens, vocab, valid):
     assert (logits[:, valid:] == 0).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [-1, 5, 6, 1 << 40])
+def test_a_label_that_is_no_token_makes_its_loss_nan(device, bad):
+    labels = torch.tensor([1, bad, -100, 2], device=device)
+    logits = torch.zeros(4, 7, device=device)
+    losses = triton_loss_and_gradient_(logits, labels, valid_vocab=5, ignore_index=-100, with_gradient=False)
+    assert losses.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_labels_may_be_strided(device):
+    labels = torch.tensor([1, 0, 2, 0, 3, 0], device=device)[::2]
+    logits = torch.arange(15.0, device=device).view(3, 5)
+    losses = triton_loss_and_gradient_(logits.clone(), labels, valid_vocab=5, ignore_index=-100, with_gradient=False)
+    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
+
+
 @pytest.mark.gpu
 def test_bf16_error_is_that_of_plain_torch():
     hidden, weight, labels = inputs(3000, 256, 5000, torch.bfloat16, "cuda")

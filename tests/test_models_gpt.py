@@ -398,3 +398,15 @@ def test_compile_true_compiles() -> None:
     assert all(layer._compiled_call_impl is not None for layer in layers_of(model))
     assert not gpt().compiled
     assert gpt().compile_reason.startswith("not worth its time on cpu")
+
+
+def test_many_models_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo counts their layers together: its own limit of 8 would make the ninth kind an error."""
+    compiles = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **options: compiles(part, backend="eager", **options))
+    torch.compiler.reset()
+    tokens, labels = tokens_and_labels()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        for width in range(32, 32 + 10 * 4, 4):
+            gpt(compile=True, hidden_size=width, num_layers=1).loss(tokens, labels, 1.0).backward()
+    torch.compiler.reset()

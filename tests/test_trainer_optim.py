@@ -32,6 +32,10 @@ def backward(model, step):
     model(ids).square().sum().backward()
 
 
+def norm_of_gradients(model):
+    return global_norm([parameter.grad for parameter in model.parameters()])
+
+
 def test_five_clipped_steps_equal_torch_adamw_in_fp64():
     ours, theirs = net(), net()
     optimizer = AdamW(ours.named_parameters(), clip_norm=0.5, **SETTINGS)
@@ -113,6 +117,20 @@ def test_micro_batches_accumulate_in_fp32():
     optimizer.accumulate()
     optimizer.step()
     assert optimizer.grad_norm == 0  # the sum starts anew after every step
+
+
+def test_a_step_takes_the_sums_or_the_gradients_whichever_are_new():
+    model = net(torch.bfloat16)
+    optimizer = AdamW(model.named_parameters(), main_weights=True, **SETTINGS)
+    backward(model, 0)
+    expected = norm_of_gradients(model)
+    optimizer.accumulate()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, expected)
+    backward(model, 1)
+    expected = norm_of_gradients(model)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, expected)
 
 
 def test_a_parameter_without_gradient_is_named():

@@ -189,6 +189,22 @@ def test_a_diverged_run_names_the_step_and_the_last_good_checkpoint(tmp_path, mo
     assert "training diverged at step 6" in (tmp_path / "run.log").read_text()
 
 
+def test_a_validation_that_is_not_finite_is_divergence_and_saves_nothing(tmp_path, monkeypatch):
+    from stoker.models.gpt import GPT
+
+    real = GPT.loss
+
+    def loss(self, tokens, labels, denominator):
+        value = real(self, tokens, labels, denominator)
+        return value if self.training else value * float("nan")
+
+    monkeypatch.setattr(GPT, "loss", loss)
+    with pytest.raises(UserError, match="training diverged at step 4: validation loss nan") as error:
+        run_training(tiny_config(tmp_path))
+    assert error.value.lines[1] == "there is no checkpoint yet"
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_a_full_disk_ends_the_run_with_exit_code_74(tmp_path, monkeypatch):
     import errno
     import os
@@ -280,15 +296,17 @@ def test_checkpoints_of_another_run_are_not_mixed_with_ours(tmp_path):
     run_training(tiny_config(tmp_path, trainer__max_steps=4))
     with pytest.raises(UserError, match=r"already holds checkpoints up to step-4.*resume_if_exists=True"):
         run_training(tiny_config(tmp_path, exp_manager__resume_if_exists=False))
+    # The refused call holds no lock: the same process may do as it was told.
+    assert run_training(tiny_config(tmp_path)).step == 8
 
 
 def test_two_processes_cannot_train_in_one_directory(tmp_path):
     from stoker.trainer.run_directory import open_run_directory
 
     config = tiny_config(tmp_path)
-    with open_run_directory(config, torch.device("cpu")), pytest.raises(UserError, match="another process trains in"):
-        open_run_directory(config, torch.device("cpu"))
-    with open_run_directory(config, torch.device("cpu")):
+    with open_run_directory(config), pytest.raises(UserError, match="another process trains in"):
+        open_run_directory(config)
+    with open_run_directory(config):
         pass
 
 

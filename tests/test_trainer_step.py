@@ -10,7 +10,7 @@ from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.trainer.config.blocks import TrainerBlock
 from stoker.trainer.data.samples import Batch, MockSamples
-from stoker.trainer.feed import BatchFeed
+from stoker.trainer.feed import BatchFeed, GlobalBatch
 from stoker.trainer.fit import fit
 from stoker.trainer.module import LanguageModule, micro_batch_seed
 from stoker.trainer.optim import AdamW
@@ -133,9 +133,13 @@ def test_precision_keys(precision, o2, weights, main, autocast):
     assert (plan.weights, plan.main_weights, plan.autocast) == (weights, main, autocast)
 
 
-def test_null_is_bf16_on_a_gpu():
+@pytest.mark.parametrize(
+    ("capability", "weights"), [((9, 0), torch.bfloat16), ((8, 0), torch.bfloat16), ((7, 5), torch.float32)]
+)
+def test_null_is_bf16_on_a_gpu_that_has_it(monkeypatch, capability, weights):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     plan = plan_precision(TrainerBlock.model_validate({}), True, torch.device("cuda"))
-    assert (plan.weights, plan.main_weights) == (torch.bfloat16, True)
+    assert (plan.weights, plan.main_weights) == (weights, weights == torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,20 @@ def test_batches_depend_on_the_position_alone(num_workers):
         assert batch.first == first
         np.testing.assert_array_equal(batch.tokens, samples.batch(first, 4).tokens)
     feed.close()
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("mps", True), ("cpu", True)])
+def test_only_copies_to_cuda_do_not_wait(device, waits):
+    """On MPS such a copy reads memory that was given back (pytorch #189690)."""
+    asked = []
+
+    class Recorder(torch.Tensor):
+        def to(self, device, *, non_blocking):  # type: ignore[override]
+            asked.append(non_blocking)
+            return self
+
+    GlobalBatch(0, Recorder(), Recorder(), Recorder()).to(torch.device(device))
+    assert asked == [not waits] * 3
 
 
 def test_an_error_in_the_data_reaches_the_step():

@@ -56,7 +56,7 @@ class RunState(Block):
     consumed_samples: int = Field(ge=0)
     """Samples trained on; the position in the data."""
     val_loss: float | None = None
-    """Validation loss at this step, in nats per token; None where it was not measured (or not finite)."""
+    """Validation loss at this step, in nats per token; None where it was not measured."""
     seed: int
     """`model.seed`."""
     global_batch_size: int

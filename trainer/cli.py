@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import environment
 from .errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, UserError
 
 if TYPE_CHECKING:
@@ -154,10 +155,7 @@ def _load(args: argparse.Namespace) -> RunConfig:
 def _train(args: argparse.Namespace) -> int:
     config = _load(args)
     _say_findings(config.findings)
-    from . import environment
-    from .config.rules import environment_text
-
-    environment.apply_to_this_process({name: environment_text(v) for name, v in config.root.env_vars.items()})
+    environment.prepare_process(config.root.env_vars)
     train: Callable[[RunConfig], int] = importlib.import_module(".run", __package__).train
     return train(config)
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import environment
 from .errors import EXIT_DONE, UserError
 from .generate import add_checkpoint_arguments, positive_int
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the figures."""
+    environment.prepare_process()
     from .evaluation import evaluate, summed_loss
     from .restore import restore
 

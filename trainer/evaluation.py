@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -98,12 +99,17 @@ def evaluate(
     batches = -(-samples.samples // batch_size)
     if limit_batches is not None:
         batches = min(batches, limit_batches)
-    total, tokens, text_bytes = 0.0, 0, 0
+    losses: list[Tensor] = []  # read once at the end, so that the device never waits for the host
+    tokens, text_bytes = 0, 0
     for number in range(batches):
         first = number * batch_size
-        batch = samples.batch(first, min(batch_size, samples.samples - first))
-        total += float(loss(batch.tokens.to(device), batch.labels.to(device)))
-        counted = batch.labels[batch.labels != IGNORED_LABEL].numpy()
+        count = min(batch_size, samples.samples - first)
+        batch_tokens, labels = samples.batch(first, count)
+        counted = labels[labels != IGNORED_LABEL].numpy()
+        if number > 0 and count < batch_size:  # a compiled model would be compiled again for a smaller last batch
+            rows = (0, 0, 0, batch_size - count)
+            batch_tokens, labels = F.pad(batch_tokens, rows), F.pad(labels, rows, value=IGNORED_LABEL)
+        losses.append(loss(batch_tokens.to(device), labels.to(device)))
         tokens += len(counted)
         text_bytes += int(token_bytes[counted].sum())
-    return EvaluationResult(total / tokens, tokens, text_bytes)
+    return EvaluationResult(sum(torch.stack(losses).tolist()) / tokens, tokens, text_bytes)

@@ -6,9 +6,9 @@ without any saved state. On a CUDA device batches are pinned and copied on a str
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from .data.samples import IGNORED_LABEL, Samples
 
-_AHEAD = 2
+BATCHES_AHEAD = 2
+"""Global batches that wait for their step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,13 @@ class GlobalBatch:
         return zip(self.tokens.split(size), self.labels.split(size), strict=True)
 
     def to(self, device: torch.device) -> GlobalBatch:
-        """The batch on a device; the copy does not wait when the batch is pinned."""
+        """The batch on a device; a copy of a pinned batch to a CUDA device does not wait.
+
+        Elsewhere it does: a copy to MPS that does not wait reads memory already given back (pytorch #189690).
+        """
+        free = device.type == "cuda"
         tokens, labels, targets = (
-            tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.targets)
+            tensor.to(device, non_blocking=free) for tensor in (self.tokens, self.labels, self.targets)
         )
         return GlobalBatch(self.first, tokens, labels, targets)
 
@@ -104,16 +109,19 @@ class BatchFeed:
         return iter(self._thread)
 
     def _from_workers(self) -> Iterator[GlobalBatch]:
-        loader = DataLoader(
-            self._batches,
-            batch_size=None,
-            sampler=self._positions,
-            num_workers=self._num_workers,
-            prefetch_factor=_AHEAD,
-            pin_memory=self._device.type == "cuda",
-            # A fork would copy the threads' locks of this process in whatever state they are.
-            multiprocessing_context="spawn",
-        )
+        with warnings.catch_warnings():
+            # More workers than cores is the user's choice.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader = DataLoader(
+                self._batches,
+                batch_size=None,
+                sampler=self._positions,
+                num_workers=self._num_workers,
+                prefetch_factor=BATCHES_AHEAD,
+                pin_memory=self._device.type == "cuda",
+                # A fork would copy the threads' locks of this process in whatever state they are.
+                multiprocessing_context="spawn",
+            )
         return iter(loader)
 
     def _copied_ahead(self, host: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
@@ -125,7 +133,7 @@ class BatchFeed:
                 return batch, stream.record_event()
 
         ahead = start_copy()
-        for _ in itertools.count():
+        while True:
             batch, copied = ahead
             ahead = start_copy()
             current = torch.cuda.current_stream(self._device)
@@ -142,7 +150,7 @@ class _Producer:
         self._batches = batches
         self._positions = positions
         self._pin = pin
-        self._queue: queue.Queue[GlobalBatch | BaseException] = queue.Queue(_AHEAD)
+        self._queue: queue.Queue[GlobalBatch | BaseException] = queue.Queue(BATCHES_AHEAD)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from ..models.config.gpt import GPTKeys
-
-_GATED = frozenset({"geglu", "swiglu", "reglu", "fast-geglu", "fast-swiglu", "fast-reglu"})
+from ..models.config.slices import head_dim_of, mlp_slice
 
 # Dense (no sparsity) bf16 tensor-core peaks in TFLOP/s with fp32 accumulation, by the name the driver reports.
 # Data sheets print twice these for the sparse case. Sources: NVIDIA data sheets of A100, A30, A40, A10, L4, L40, L40S,
@@ -41,11 +40,10 @@ def matmul_parameters(keys: GPTKeys, vocab_size: int) -> int:
         keys: the model.
         vocab_size: rows of the head, padding included.
     """
-    head_width = keys.kv_channels or keys.hidden_size // keys.num_attention_heads
-    query = keys.num_attention_heads * head_width
-    key_value = (keys.num_query_groups or keys.num_attention_heads) * head_width
+    query = keys.num_attention_heads * head_dim_of(keys)
+    key_value = (keys.num_query_groups or keys.num_attention_heads) * head_dim_of(keys)
     attention = keys.hidden_size * (query + 2 * key_value) + query * keys.hidden_size
-    mlp = (3 if keys.activation in _GATED else 2) * keys.hidden_size * keys.ffn_hidden_size
+    mlp = (3 if mlp_slice(keys).gated else 2) * keys.hidden_size * keys.ffn_hidden_size
     return keys.num_layers * (attention + mlp) + vocab_size * keys.hidden_size
 
 
@@ -55,8 +53,7 @@ def training_flops_per_token(keys: GPTKeys, vocab_size: int, sequence_length: in
     N is `matmul_parameters`; the second term is QK^T and PV, 12 L d s for full attention (PaLM, arXiv 2204.02311,
     appendix B) halved because the mask is causal. Recomputed FLOPs do not count.
     """
-    head_width = keys.kv_channels or keys.hidden_size // keys.num_attention_heads
-    attention = 6 * keys.num_layers * keys.num_attention_heads * head_width * sequence_length
+    attention = 6 * keys.num_layers * keys.num_attention_heads * head_dim_of(keys) * sequence_length
     return 6.0 * matmul_parameters(keys, vocab_size) + attention
 
 

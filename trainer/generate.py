@@ -7,6 +7,7 @@ import math
 import sys
 from pathlib import Path
 
+from . import environment
 from .errors import EXIT_DONE, UserError
 
 
@@ -51,6 +52,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation."""
     prompt = _read_prompt(args.prompt_file) if args.prompt_file else args.prompt
+    environment.prepare_process()
     from .restore import restore
     from .sampling import generate_text
 

@@ -125,7 +125,7 @@ class RunLoop(pl.Callback):
         values = module.read_unread()
         for step, (loss, grad_norm) in enumerate(values, module.step - len(values) + 1):
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise self._diverged(step, loss, grad_norm)
+                raise self._diverged(step, f"loss {loss}, gradient norm {grad_norm}")
         seconds = None if self._window is None else self._window.seconds_per_step(module.step)
         # The first step of a process compiles and allocates, so the clock starts after it.
         self._window = _Window(module.step)
@@ -150,6 +150,8 @@ class RunLoop(pl.Callback):
         if validates and self._validate is not None:
             self.validation = self._validate(None)
             val_loss = self.validation.loss
+            if not math.isfinite(val_loss):
+                raise self._diverged(step, f"validation loss {val_loss}")
             bits_per_byte = self.validation.bits_per_byte
             figures = {"val_loss": val_loss} | ({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})
             self._journal.report_validation(step, figures)
@@ -162,11 +164,11 @@ class RunLoop(pl.Callback):
             )
         self._window = _Window(step)
 
-    def _diverged(self, step: int, loss: float, grad_norm: float) -> UserError:
+    def _diverged(self, step: int, figures: str) -> UserError:
         saved = checkpoint_paths(self._checkpoints)
         return UserError(
             [
-                f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}",
+                f"training diverged at step {step}: {figures}",
                 f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet",
                 "lower `model.optim.lr`, lengthen `model.optim.sched.warmup_steps` or clip harder with "
                 "`trainer.gradient_clip_val`",

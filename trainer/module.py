@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Any, Protocol
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -21,19 +21,11 @@ from .precision import PrecisionPlan
 from .schedule import Schedule
 
 
-class LanguageModel(Protocol):
-    """What a model must offer to be trained; `models.gpt.GPT` does."""
-
-    def loss(self, tokens: Tensor, labels: Tensor, denominator: Tensor) -> Tensor:
-        """Sum of the losses of the labels that count, divided by `denominator`; a scalar."""
-        ...
-
-
 class LanguageModule(pl.LightningModule):
     """Trains a language model by manual optimization.
 
     Args:
-        model: an nn.Module that is also a `LanguageModel`.
+        model: has `loss(tokens, labels, denominator)`, as `models.gpt.GPT` does.
         optimizer: over the parameters of `model`.
         schedule: completed steps to learning rate.
         feed: the global batches, from `step` on.

@@ -70,7 +70,8 @@ class AdamW(torch.optim.Optimizer):
         self.clip_norm = clip_norm
         self.step_count = 0
         self.grad_norm: Tensor | None = None
-        self._accumulated: list[list[Tensor]] | None = None
+        self._sums: list[list[Tensor]] | None = None
+        self._sums_hold_gradients = False
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = _initial_state(parameter, main_weights)
@@ -88,16 +89,18 @@ class AdamW(torch.optim.Optimizer):
         """
         if not self.main_weights:
             return
-        if self._accumulated is None:
-            self._accumulated = [
-                [torch.zeros_like(self.state[p]["main"]) for p in group["params"]] for group in self.param_groups
+        if self._sums is None:
+            self._sums = [
+                [torch.empty_like(self.state[p]["main"]) for p in group["params"]] for group in self.param_groups
             ]
-        for group, sums in zip(self.param_groups, self._accumulated, strict=True):
-            torch._foreach_add_(sums, self._take_gradients(group))  # pyright: ignore[reportPrivateImportUsage]
+        into = torch._foreach_add_ if self._sums_hold_gradients else torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        for group, sums in zip(self.param_groups, self._sums, strict=True):
+            into(sums, self._take_gradients(group))
+        self._sums_hold_gradients = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Clip, update and drop the gradients: the accumulated ones if `accumulate` was called, else `.grad`.
+        """Clip, update and drop the gradients: the sums if `accumulate` was called since the last step, else `.grad`.
 
         Args:
             closure: called first, with gradients enabled; Lightning passes one that runs its hooks.
@@ -109,7 +112,8 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        gradients = self._accumulated or [self._take_gradients(group) for group in self.param_groups]
+        gradients = self._sums if self._sums_hold_gradients else None
+        gradients = gradients or [self._take_gradients(group) for group in self.param_groups]
         self.grad_norm = global_norm([gradient for group in gradients for gradient in group])
         scale = clip_coefficient(self.grad_norm, self.clip_norm)
         self.step_count += 1
@@ -129,8 +133,7 @@ class AdamW(torch.optim.Optimizer):
                 step=self.step_count,
                 grad_scale=scale,
             )
-        for sums in self._accumulated or []:
-            torch._foreach_zero_(sums)  # pyright: ignore[reportPrivateImportUsage]
+        self._sums_hold_gradients = False
         return result
 
     def tensors(self) -> dict[str, Tensor]:

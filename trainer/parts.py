@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from ..kernels.attention.flags import read_flags
-from ..models.build import build_gpt
+from ..models.build import build_gpt, parameter_count, plan_gpt
+from ..models.config.slices import gpt_slice
 from ..models.gpt import GPT
 from .checkpoint import RunState, write_checkpoint
 from .config.run_config import RunConfig
@@ -19,6 +20,7 @@ from .errors import UserError
 from .evaluation import EvaluationResult, evaluate, summed_loss
 from .flops import bf16_peak, training_flops_per_token
 from .loop import Rates, Save, Validate
+from .memory import check_memory
 from .module import LanguageModule
 from .optim import AdamW
 from .precision import PrecisionPlan
@@ -49,12 +51,33 @@ def choose_device(root: RootBlock) -> torch.device:
     return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 
 
-def build_model(root: RootBlock, data: Data, precision: PrecisionPlan, device: torch.device) -> GPT:
-    """The model with its initial weights.
+def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> None:
+    """Find out whether the model can be had here, before anything is built or written.
 
     Raises:
         UserError: no attention backend may run, or `model.compile` cannot be had.
     """
+    keys = root.model
+    try:
+        plan_gpt(
+            gpt_slice(keys, vocab_size=1),
+            device=device,
+            dtype=precision.autocast or precision.weights,
+            flags=read_flags(),
+            micro_batch_size=keys.micro_batch_size,
+            seq_length=sequence_length(root),
+        )
+    except ValueError as error:
+        raise UserError(str(error).splitlines()) from None
+
+
+def build_model(root: RootBlock, data: Data, precision: PrecisionPlan, device: torch.device) -> GPT:
+    """The model with its initial weights.
+
+    Raises:
+        UserError: it cannot fit, no attention backend may run, or `model.compile` cannot be had.
+    """
+    check_memory(root, precision, device)
     try:
         return build_gpt(
             root.model,
@@ -162,11 +185,10 @@ def consumed_samples(start: RunState, step: int) -> int:
 def describe(root: RootBlock, model: GPT, data: Data, precision: PrecisionPlan, device: torch.device) -> Iterator[str]:
     """What is about to be trained, on what and how, one line each."""
     keys = root.model
-    count = sum(parameter.numel() for parameter in model.parameters())
     micro_batches = keys.global_batch_size // keys.micro_batch_size
     yield f"device {device_name(device)}, {precision.name}"
     yield f"data {data.description}"
-    yield f"model {count:,} parameters, {keys.num_layers} layers, hidden size {keys.hidden_size}"
+    yield f"model {parameter_count(model):,} parameters, {keys.num_layers} layers, hidden size {keys.hidden_size}"
     attention = ", ".join(f"{kind} {decision.backend}" for kind, decision in model.attention_decisions.items())
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
@@ -176,4 +198,4 @@ def describe(root: RootBlock, model: GPT, data: Data, precision: PrecisionPlan, 
     )
     if root.trainer.enable_model_summary:
         for name, part in model.named_children():
-            yield f"  {name:<24} {type(part).__name__:<20} {sum(p.numel() for p in part.parameters()):>15,}"
+            yield f"  {name:<24} {type(part).__name__:<20} {parameter_count(part):>15,}"

@@ -32,10 +32,11 @@ class PrecisionPlan:
 
 
 def plan_precision(trainer: TrainerBlock, megatron_amp_O2: bool, device: torch.device) -> PrecisionPlan:  # noqa: N803
-    """Read the precision keys; null is bf16 on a CUDA device and fp32 elsewhere."""
+    """Read the precision keys; null is bf16 on a CUDA device with bf16 tensor cores (sm_80 on), fp32 elsewhere."""
     precision = trainer.precision
     if precision is None:
-        precision = "bf16" if device.type == "cuda" else "32"
+        has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        precision = "bf16" if has_bf16 else "32"
     match str(precision):
         case "bf16" if megatron_amp_O2:
             return PrecisionPlan("bf16 weights, fp32 main weights", torch.bfloat16, main_weights=True)

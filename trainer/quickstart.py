@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import environment
 from .errors import EXIT_DONE
 from .generate import printable
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     # Before torch is imported: a mistyped override ends here, in a second.
     experiment = "quickstart"
     config = _load(experiment, overrides)
-    _set_environment(config)
+    environment.prepare_process(config.root.env_vars)
 
     import torch
 
@@ -234,13 +235,6 @@ def _data_in_words(config: RunConfig) -> str:
             return f"the text in {data.path}"
         case "mock":
             return "random tokens"
-
-
-def _set_environment(config: RunConfig) -> None:
-    from . import environment
-    from .config.rules import environment_text
-
-    environment.apply_to_this_process({name: environment_text(v) for name, v in config.root.env_vars.items()})
 
 
 def _say_findings(config: RunConfig) -> None:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ..kernels.attention.flags import read_flags
 from ..models.build import build_gpt
+from ..models.config.counting import count_parameters
 from ..models.gpt import GPT
 from .checkpoint import Checkpoint, find_checkpoint
 from .config.run_config import RunConfig
 from .data.build import sequence_length
 from .data.tokenizers import Tokenizer, from_document
 from .errors import UserError
+from .memory import host_memory
 from .precision import PrecisionPlan, plan_precision
 
 
@@ -80,10 +82,17 @@ def restore(path: Path, device_name: str = "auto") -> Restored:
         precision = PrecisionPlan("fp32", torch.float32)
         # What was wished for a GPU says nothing about this device; the environment's flags still hold.
         keys = keys.model_copy(update={"attention_backend": "auto", "use_flash_attention": None})
+    vocab_size = keys.override_vocab_size or tokenizer.vocab_size
+    need, there = count_parameters(keys, vocab_size) * precision.weights.itemsize, host_memory()
+    if there is not None and need > there:
+        raise UserError(
+            f"checkpoint {checkpoint.path} cannot run here: the weights of its configuration need "
+            f"{need / 2**30:,.1f} GiB, of {there / 2**30:,.1f} GiB there are"
+        )
     try:
         model = build_gpt(
             keys.model_copy(update={"compile": False}),  # would take longer than most answers
-            vocab_size=keys.override_vocab_size or tokenizer.vocab_size,
+            vocab_size=vocab_size,
             device=device,
             dtype=precision.weights,
             flags=read_flags(),

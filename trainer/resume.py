@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from .checkpoint import Checkpoint, RunState, find_checkpoint, newest_checkpoint
 from .config.blocks import ExpManagerBlock
 from .config.schema import RootBlock
 from .data.build import Data, sequence_length
+from .environment import user_path
 from .errors import UserError
 from .precision import PrecisionPlan
 from .run_directory import RunDirectory, stoker_version
@@ -48,7 +48,8 @@ def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkp
                 ]
             )
     if keys.resume_from_checkpoint:
-        checkpoint, complaints = find_checkpoint(Path(keys.resume_from_checkpoint).expanduser(), with_optimizer=True)
+        path = user_path(keys.resume_from_checkpoint, "exp_manager.resume_from_checkpoint")
+        checkpoint, complaints = find_checkpoint(path, with_optimizer=True)
         return checkpoint, [*lines, *complaints]
     if keys.resume_if_exists and not keys.resume_ignore_no_checkpoint:
         raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from .evaluation import EvaluationResult
 from .feed import BatchFeed
 from .fit import fit
 from .loop import RunLoop
+from .memory import check_memory, is_out_of_memory
 from .metrics import Journal
 from .module import LanguageModule
 from .panel import Panel
@@ -26,13 +27,14 @@ from .parts import (
     build_rates,
     build_save,
     build_validation,
+    check_attention,
     choose_device,
     consumed_samples,
     describe,
 )
-from .precision import plan_precision
+from .precision import PrecisionPlan, plan_precision
 from .resume import check_resumed, describe_run, find_resumed
-from .run_directory import RunDirectory, open_run_directory
+from .run_directory import RunDirectory, open_run_directory, record_start
 from .schedule import build_schedule
 from .stop import StopRequest
 
@@ -75,7 +77,28 @@ def run_training(config: RunConfig) -> TrainingResult:
     """
     root = config.root
     device = choose_device(root)
-    with StopRequest(root.trainer.max_time) as stop, open_run_directory(config, device) as directory:
+    precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
+    check_memory(root, precision, device)
+    check_attention(root, precision, device)
+    try:
+        return _prepare_and_train(config, device, precision)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            [
+                f"out of memory on {device.type}: {' '.join(str(error).split())[:200]}",
+                "use a smaller model.micro_batch_size, model.encoder_seq_length or model",
+            ]
+        ) from error
+
+
+def _prepare_and_train(config: RunConfig, device: torch.device, precision: PrecisionPlan) -> TrainingResult:
+    root = config.root
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(root.trainer.max_time))
+        data = build_data(root)  # before the run directory: text that cannot be read leaves nothing behind
+        directory = stack.enter_context(open_run_directory(config))
         resumed, lines = find_resumed(root.exp_manager, directory)
         step = resumed.state.step if resumed else 0
         panel = Panel(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
@@ -86,7 +109,7 @@ def run_training(config: RunConfig) -> TrainingResult:
             for line in [f"run directory {directory.path}", *lines]:
                 journal.say(line)
             try:
-                return _train(config, device, directory, resumed, journal, stop)
+                return _train(config, device, precision, data, directory, resumed, journal, stop)
             except UserError as error:
                 journal.note("\n".join(error.lines))
                 raise
@@ -95,14 +118,14 @@ def run_training(config: RunConfig) -> TrainingResult:
 def _train(
     config: RunConfig,
     device: torch.device,
+    precision: PrecisionPlan,
+    data: Data,
     directory: RunDirectory,
     resumed: Checkpoint | None,
     journal: Journal,
     stop: StopRequest,
 ) -> TrainingResult:
     root, keys = config.root, config.root.model
-    data = build_data(root)
-    precision = plan_precision(root.trainer, keys.megatron_amp_O2, device)
     start = describe_run(root, data, precision)
 
     model = build_model(root, data, precision, device)
@@ -116,6 +139,7 @@ def _train(
         start = start.model_copy(
             update={"step": resumed.state.step, "consumed_samples": resumed.state.consumed_samples}
         )
+    record_start(config, directory, device)
     for line in describe(root, model, data, precision, device):
         journal.say(line)
     for decision in model.attention_decisions.values():

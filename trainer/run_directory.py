@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 
 from .checkpoint import checkpoint_paths
+from .config.blocks import ExpManagerBlock
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
+from .environment import user_path
 from .errors import EXIT_IO, UserError
 
 try:
@@ -61,44 +64,81 @@ class RunDirectory:
             os.close(self.lock)
 
 
-def open_run_directory(config: RunConfig, device: torch.device) -> RunDirectory:
-    """Choose, create and lock the run directory, and write what the run was started with.
+def open_run_directory(config: RunConfig) -> RunDirectory:
+    """Choose, create and lock the run directory.
 
     Raises:
         UserError: it cannot be written (exit code 74), another process trains in it, or it holds checkpoints of another
             run that were not asked for.
     """
     keys = config.root.exp_manager
+    dirpath = keys.checkpoint_callback_params.dirpath
+    _check_places(keys)
     try:
         path = _create(config.root)
-        lock = _lock(path)
-        dirpath = keys.checkpoint_callback_params.dirpath
-        checkpoints = Path(dirpath).expanduser().absolute() if dirpath else path / "checkpoints"
-        existing = checkpoint_paths(checkpoints)
-        if existing and not keys.resume_if_exists:
-            raise UserError(
-                f"{checkpoints} already holds checkpoints up to {existing[-1].name}; go on from there with "
-                "exp_manager.resume_if_exists=True, or write elsewhere with another exp_manager.name or exp_dir"
-            )
-        config.save(path / "config.resolved.json")
-        (path / "environment.json").write_text(json.dumps(describe_environment(device), indent=2) + "\n")
+        checkpoints = _absolute(dirpath, "checkpoint_callback_params.dirpath") if dirpath else path / "checkpoints"
+        with ExitStack() as unless_done:
+            directory = unless_done.enter_context(RunDirectory(path, checkpoints, _lock(path)))
+            existing = checkpoint_paths(checkpoints)
+            if existing and not keys.resume_if_exists:
+                raise UserError(
+                    f"{checkpoints} already holds checkpoints up to {existing[-1].name}; go on from there with "
+                    "exp_manager.resume_if_exists=True, or write elsewhere with another exp_manager.name or exp_dir"
+                )
+            unless_done.pop_all()
     except OSError as error:
-        place = error.filename or keys.explicit_log_dir or keys.exp_dir or "runs"
+        raise _cannot_write(error, keys.explicit_log_dir or keys.exp_dir or "runs") from error
+    return directory
+
+
+def record_start(config: RunConfig, directory: RunDirectory, device: torch.device) -> None:
+    """Write what the run was started with, once nothing is left that could refuse it.
+
+    Raises:
+        UserError: the files cannot be written (exit code 74).
+    """
+    try:
+        config.save(directory.path / "config.resolved.json")
+        text = json.dumps(describe_environment(device), indent=2) + "\n"
+        (directory.path / "environment.json").write_text(text)
+    except OSError as error:
+        raise _cannot_write(error, str(directory.path)) from error
+
+
+def _cannot_write(error: OSError, place: str) -> UserError:
+    return UserError(
+        f"cannot write the run directory {error.filename or place}: {error.strerror or error}; set "
+        "exp_manager.exp_dir to a directory that can be written",
+        EXIT_IO,
+    )
+
+
+def _check_places(keys: ExpManagerBlock) -> None:
+    """Whether checkpoints can be read and written where they should be: now, not after an hour of training."""
+    start = keys.resume_from_checkpoint
+    if start and not user_path(start, "exp_manager.resume_from_checkpoint").is_dir():
+        raise UserError(f"`exp_manager.resume_from_checkpoint` ({start}): there is no such directory")
+    dirpath = keys.checkpoint_callback_params.dirpath
+    if not dirpath or not keys.create_checkpoint_callback:
+        return
+    path = _absolute(dirpath, "checkpoint_callback_params.dirpath")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         raise UserError(
-            f"cannot write the run directory {place}: {error.strerror or error}; set exp_manager.exp_dir to a "
-            "directory that can be written",
+            f"`exp_manager.checkpoint_callback_params.dirpath` ({path}): {error.strerror}; "
+            "set it to a directory that can be written",
             EXIT_IO,
         ) from error
-    return RunDirectory(path, checkpoints, lock)
 
 
 def _create(root: RootBlock) -> Path:
     keys = root.exp_manager
     if keys.explicit_log_dir:
-        path = Path(keys.explicit_log_dir).expanduser().absolute()
+        path = _absolute(keys.explicit_log_dir, "explicit_log_dir")
         path.mkdir(parents=True, exist_ok=True)
         return path
-    parent = Path(keys.exp_dir or "runs").expanduser().absolute() / (keys.name or root.name)
+    parent = _absolute(keys.exp_dir or "runs", "exp_dir") / (keys.name or root.name)
     parent.mkdir(parents=True, exist_ok=True)
     if keys.resume_if_exists:
         return parent
@@ -120,6 +160,10 @@ def _create(root: RootBlock) -> Path:
             number += 1
         else:
             return path
+
+
+def _absolute(text: str, key: str) -> Path:
+    return user_path(text, f"exp_manager.{key}").absolute()
 
 
 def _next_version(parent: Path) -> int:

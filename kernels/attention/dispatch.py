@@ -1,7 +1,7 @@
 """Which backend runs an attention call, and why not the others: a table of pure functions, no torch, no device.
 
 The limits of PyTorch's SDPA backends are those its own dispatcher checks (aten/src/ATen/native/transformers:
-cuda/sdp_utils.cpp and sdp_utils_cpp.cpp), with known wrong results added. `tests/test_kernels_attention.py` compares
+cuda/sdp_utils.cpp and sdp_utils_cpp.cpp), with known wrong results added. The tests compare
 the CPU rows with what PyTorch does.
 """
 

@@ -32,8 +32,9 @@ def unfused_attention(
     keys_t = key.permute(0, 2, 3, 1).reshape(batch * groups, head_dim, keys)
     values = value.transpose(1, 2).reshape(batch * groups, keys, head_dim)
 
-    # alpha scales inside the product, in its fp32 accumulator: fp16 scores do not overflow on the way
-    scores = torch.baddbmm(stacked.new_empty(1), stacked, keys_t, beta=0, alpha=scale)
+    # alpha scales inside the product, in its fp32 accumulator: fp16 scores do not overflow on the way; the first
+    # argument, which beta=0 takes out, is zeros because MPS reads it all the same (pytorch #187521)
+    scores = torch.baddbmm(stacked.new_zeros(1), stacked, keys_t, beta=0, alpha=scale)
     scores = scores.to(torch.promote_types(query.dtype, torch.float32)).view(batch, heads, queries, keys)
     if bias is not None:
         scores = scores + bias

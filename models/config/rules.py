@@ -84,8 +84,8 @@ def rotated_channels_are_pairs(keys: StackKeys) -> Iterator[Finding]:
         yield Finding(
             "error",
             ("rotary_percentage", "kv_channels"),
-            f"`rotary_percentage` ({keys.rotary_percentage:g}) of heads {width} wide rotates {rotated} channels, "
-            "which must be an even number of at least 2.",
+            f"`rotary_percentage` ({keys.rotary_percentage:g}) of heads {width} wide (`hidden_size` / "
+            f"`num_attention_heads`, or `kv_channels`) rotates {rotated} channels, which must be an even number.",
             f"use rotary_percentage={valid:g}, or an even kv_channels",
         )
 

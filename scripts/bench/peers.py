@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -148,6 +149,7 @@ def plain_torch(shape: Shape) -> Step:
 
 
 PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
-    "hf": ("HF Llama, compiled, SDPA, bf16 autocast", hf_llama),
+    "hf": ("HF Llama, each layer compiled, SDPA, bf16 autocast", hf_llama),
+    "hf_whole": ("HF Llama, the whole model compiled, SDPA, bf16 autocast", partial(hf_llama, whole=True)),
     "plain": ("plain torch, compiled, forced cuDNN SDPA, bf16 autocast", plain_torch),
 }

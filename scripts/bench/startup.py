@@ -15,12 +15,13 @@ import sys
 import time
 
 COMMANDS = {
-    'python -c "import hydra"': ["-c", "import hydra"],
-    "stoker --help": ["-m", "stoker", "--help"],
-    "stoker config model=gpt_125m": ["-m", "stoker", "config", "model=gpt_125m"],
-    "stoker train model.num_query_group=2 (refused)": ["-m", "stoker", "train", "model.num_query_group=2"],
-    'python -c "import torch"': ["-c", "import torch"],
+    'python -c "import hydra"': (["-c", "import hydra"], 0),
+    "stoker --help": (["-m", "stoker", "--help"], 0),
+    "stoker config model=gpt_125m": (["-m", "stoker", "config", "model=gpt_125m"], 0),
+    "stoker train model.num_query_group=2 (refused)": (["-m", "stoker", "train", "model.num_query_group=2"], 2),
+    'python -c "import torch"': (["-c", "import torch"], 0),
 }
+"""What the table calls it: arguments of the interpreter, and the exit code it must end with."""
 
 
 def main() -> None:
@@ -29,11 +30,14 @@ def main() -> None:
     runs = parser.parse_args().runs
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for number in range(runs + 1):
-        for name, arguments in COMMANDS.items():
+        for name, (arguments, code) in COMMANDS.items():
             start = time.perf_counter()
-            subprocess.run([sys.executable, *arguments], capture_output=True, check=False)
+            done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+            elapsed = time.perf_counter() - start
+            if done.returncode != code:
+                sys.exit(f"`{name}` ended with {done.returncode} instead of {code}:\n{done.stderr}")
             if number:  # the first round fills the file cache
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(elapsed)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     base = next(iter(medians.values()))
     print(f"Python {platform.python_version()}, {platform.machine()}, {runs} runs each, median wall time\n")

@@ -139,7 +139,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         ratios = [speed[r, "stoker"] / speed[r, name] for r in rounds if {(r, "stoker"), (r, name)} <= set(speed)]
         ratio = f"{statistics.median(ratios):.3f} x" if ratios and name != "stoker" else ""
         peak = statistics.median(row["peak_gib"] for row in rows if row["peer"] == name)
-        milliseconds = 16384e3 / median[name]
+        milliseconds = 1e3 * Shape.micro_batch * Shape.sequence / median[name]
         lines.append(f"| {TITLES[name]} | {median[name]:,.0f} | {milliseconds:.1f} | {peak:.1f} | {ratio} |")
     return "\n".join(lines) + "\n"
 

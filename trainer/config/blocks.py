@@ -10,6 +10,8 @@ from ...models.config.block import Block, own
 
 Precision = Literal[32, "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
 PositiveInt = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+"""Text that is not empty: an empty path or name is an unset variable of somebody's shell, not a wish."""
 BlockT = TypeVar("BlockT", bound=Block)
 
 
@@ -29,11 +31,9 @@ class TrainerBlock(Block):
     """Kind of device; `auto` takes a CUDA GPU where there is one, else the CPU."""
     precision: Precision | None = None
     """`bf16` trains bf16 weights with fp32 main weights (see `model.megatron_amp_O2`), `32` trains in fp32;
-    null: bf16 on a GPU, 32 on a CPU."""
+    null: bf16 on a GPU from sm_80 on, 32 elsewhere."""
     max_steps: int = Field(100000, ge=1)
     """Optimizer steps to train; the schedules end here."""
-    max_epochs: int | None = Field(-1, ge=-1)
-    """Accepted as in NeMo, where `max_steps` ends a run: data repeats as often as that needs."""
     max_time: str | None = Field(None, pattern=r"^\d{1,4}:\d\d:\d\d:\d\d$", examples=["00:04:00:00"])
     """Stop (with a checkpoint) after this long: `DD:HH:MM:SS`, quoted."""
     log_every_n_steps: int = Field(10, ge=1)
@@ -55,7 +55,7 @@ class TrainerBlock(Block):
 class CheckpointParams(Block):
     """`exp_manager.checkpoint_callback_params.*`: when to save and what to keep."""
 
-    dirpath: str | None = None
+    dirpath: Text | None = None
     """Directory of checkpoints; null: `checkpoints` in the run directory."""
     monitor: Literal["val_loss"] = "val_loss"
     """The metric that ranks checkpoints."""
@@ -66,19 +66,19 @@ class CheckpointParams(Block):
     save_last: bool = True
     """Always keep the newest checkpoint too, and save one when training ends."""
     every_n_train_steps: int | None = Field(None, ge=1)
-    """Steps between two checkpoints; null: one after each validation."""
+    """Steps between two checkpoints; null: `trainer.val_check_interval`, so one after each validation."""
 
 
 class ExpManagerBlock(Block):
     """`exp_manager.*`: where a run writes and what it logs."""
 
-    exp_dir: str | None = None
+    exp_dir: Text | None = None
     """Parent of all runs; null: `./runs`."""
-    explicit_log_dir: str | None = None
+    explicit_log_dir: Text | None = None
     """The run directory itself; overrides exp_dir, name and version."""
-    name: str | None = None
+    name: Text | None = None
     """Directory below `exp_dir`; null: the top-level `name`."""
-    version: str | int | None = None
+    version: Text | int | None = None
     """Directory below `name`; null: a time stamp, or a counter without `use_datetime_version`."""
     use_datetime_version: bool = True
     """Name versions by time; False: version_0, version_1, ..."""
@@ -86,7 +86,7 @@ class ExpManagerBlock(Block):
     """Go on from the newest valid checkpoint of this run; there is no version directory then."""
     resume_ignore_no_checkpoint: bool = True
     """With `resume_if_exists`, start from scratch when there is no checkpoint; False: that is an error."""
-    resume_from_checkpoint: str | None = None
+    resume_from_checkpoint: Text | None = None
     """A checkpoint directory to start from: weights, optimizer and step."""
     create_checkpoint_callback: bool = True
     """Write checkpoints."""
@@ -117,7 +117,7 @@ class DataBlock(Block):
     """Proportions of train, validation, test."""
     seq_length: int | None = Field(None, ge=1)
     """Tokens in a sample; null: `model.encoder_seq_length`."""
-    num_workers: int = Field(0, ge=0)
+    num_workers: int = Field(0, ge=0, le=256)
     """Processes that prepare batches; 0 prepares them in a thread of the trainer."""
 
 

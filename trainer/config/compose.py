@@ -43,12 +43,14 @@ class Composition:
         tree: keys and values as written.
         origins: file and line of each leaf, `conf/model/x.yaml:12`.
         files: the files, in the order they were merged.
+        packaged: the leaves whose value is from a file of this package.
         notes: things in the files that have no meaning here.
     """
 
     tree: Tree = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
+    packaged: set[str] = field(default_factory=set)
     notes: list[Finding] = field(default_factory=list)
 
 
@@ -269,6 +271,10 @@ class Composer:
                 if not isinstance(get(tree, path), dict):
                     del composition.origins[stale]
             composition.origins[full] = f"{display(file.path)}:{line}"
+            if source.directory == PACKAGED:
+                composition.packaged.add(full)
+            else:
+                composition.packaged.discard(full)
         composition.tree = merged(composition.tree, placed)
 
 

@@ -89,9 +89,8 @@ FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
         **_each(
             "trainer.max_steps",
             "max_iters train_iters num_train_steps training_steps "
-            "num_iterations train_steps total_steps max_train_steps",
+            "num_iterations train_steps total_steps max_train_steps num_train_epochs num_epochs epochs",
         ),
-        **_each("trainer.max_epochs", "num_train_epochs num_epochs epochs"),
         **_each(
             "trainer.gradient_clip_val", "grad_clip clip_grad max_grad_norm max_norm gradient_clipping grad_clip_norm"
         ),

@@ -115,6 +115,7 @@ def _trainer() -> Iterator[Row]:
     yield _refused(at, "gradient_clip_algorithm", "gradients are clipped by their global norm", "norm")
     yield _refused(at, "check_val_every_n_epoch", "validation is timed in steps, by trainer.val_check_interval", 1)
     yield _refused(at, "limit_train_batches", "a run is as long as trainer.max_steps", 1.0)
+    yield _refused(at, "max_epochs", "a run is as long as trainer.max_steps, whatever epochs that takes", -1)
     yield _refused(at, "min_epochs", "a run is as long as trainer.max_steps", 0, 1)
     yield _refused(at, "min_steps", "a run is as long as trainer.max_steps", -1, 0)
     yield _refused(at, "callbacks", "classes are not named in YAML", None, [])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...models.config.block import Finding
 from .. import environment
+from ..errors import UserError
 from . import nemo_spellings, paths, rules, validate
 from .interpolation import InterpolationError, Resolver, holds_interpolation
 from .key_states import KeyStates, Verdict
@@ -57,12 +58,17 @@ def load_run_config(
     from .overrides import parse
 
     environ = environment.snapshot() if environ is None else environ
+    try:
+        Path.cwd()
+    except OSError:
+        raise UserError("the current directory is gone; change to one that exists") from None
     composer = Composer(config_dir, environment.config_folders(environ))
     parsed = parse(overrides, composer.is_group)
-    composition = composer.compose(config_name or DEFAULT_NAME, parsed.choices)
+    composition = composer.compose(DEFAULT_NAME if config_name is None else config_name, parsed.choices)
     draft = _Draft(
         composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ
     )
+    draft.packaged = frozenset(composition.packaged)
     draft.problems.extend(parsed.problems)
     draft.findings.extend(composition.notes)
     for edit in parsed.edits:
@@ -90,6 +96,7 @@ class _Draft:
         self.literal = literal
         self.problems: list[Problem] = []
         self.findings: list[Finding] = []
+        self.packaged: frozenset[str] = frozenset()
         self._moved: dict[str, str] = {}
         self._raw: Tree = {}
         self._resolved: Tree = {}
@@ -156,7 +163,7 @@ class _Draft:
         root, wrong_types, wrong = validate.typed(acting, self.origin_text)
         self.problems.extend(wrong_types)
         wrong |= {problem.key for problem in self.problems}
-        for finding in rules.run_rules(rules.Facts(root, given, self.variables)):
+        for finding in rules.run_rules(rules.Facts(root, given, self._set_by_user(given), self.variables)):
             if not wrong.intersection(finding.keys):
                 self._take(finding)
         judged = {row.path for row in account}
@@ -184,6 +191,12 @@ class _Draft:
                 return f"{origin.text} (command line)" if origin.kind == "override" else origin.text
             path = paths.parent_of(path)
         return DEFAULT.text
+
+    def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:
+        """Those paths that an override, a document or a file of the user sets."""
+        return frozenset(
+            path for path in given if path not in self.packaged or self.origins.get(path, DEFAULT).kind != "file"
+        )
 
     def _resolve(self) -> None:
         """Fill `_resolved`; a key that cannot be resolved is a problem if it would have had an effect."""

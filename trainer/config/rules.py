@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from ...kernels.attention.flags import KNOWN_FLAGS
 from ...models.config.block import Finding
 from ...models.config.rules import divisors, gpt_rules
+from ..environment import environment_text
+from .blocks import DataBlock
 from .schema import RootBlock
 from .schema_index import show_value
 from .suggest import closest
@@ -24,11 +26,13 @@ class Facts:
     Attributes:
         root: the typed keys.
         given: paths that a file or an override sets; the rest are defaults.
+        own: those of them that the user set, not one of the packaged files.
         variables: the caller's environment.
     """
 
     root: RootBlock
     given: frozenset[str]
+    own: frozenset[str]
     variables: Mapping[str, str]
 
 
@@ -130,13 +134,16 @@ def query_key_scaling_is_for_fp16(facts: Facts) -> Iterator[Finding]:
 def main_weights_are_for_bf16(facts: Facts) -> Iterator[Finding]:
     """Only `bf16` has a choice between main weights and autocast."""
     trainer, model = facts.root.trainer, facts.root.model
-    if not model.megatron_amp_O2 or trainer.precision is None or trainer.precision == "bf16":
+    if trainer.precision is None or trainer.precision == "bf16":
         return
-    if "model.megatron_amp_O2" in facts.given:
+    # False asks for what fp32 and bf16-mixed do anyway; bf16-true does neither.
+    unheard = model.megatron_amp_O2 or trainer.precision == "bf16-true"
+    if unheard and "model.megatron_amp_O2" in facts.given:
         yield Finding(
             "warning",
             ("model.megatron_amp_O2", "trainer.precision"),
-            f"no effect with `precision` ({show_value(trainer.precision)}): main weights go with bf16",
+            f"no effect with `precision` ({show_value(trainer.precision)}): "
+            "the choice between main weights and autocast goes with bf16",
             "trainer.precision=bf16, or ~model.megatron_amp_O2",
         )
 
@@ -173,10 +180,13 @@ def characters_need_text(facts: Facts) -> Iterator[Finding]:
 
 
 def splits_hold_training_data(facts: Facts) -> Iterator[Finding]:
-    """There must be something to train on, and to validate on if that is asked for."""
+    """There must be something to train on, and to validate on if that is asked for; random tokens are not split."""
     data, trainer = facts.root.model.data, facts.root.trainer
     shares = [float(share) for share in data.splits_string.split(",")]
     if data.data_impl == "mock":
+        key = "model.data.splits_string"
+        if key in facts.own and data.splits_string != DataBlock.model_fields["splits_string"].default:
+            yield _no_effect(key, "model.data.data_impl", "with `data_impl: mock`: each split is random tokens")
         return
     if shares[0] == 0:
         yield Finding(
@@ -205,6 +215,23 @@ def sample_fits_model(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def directories_stay_below(facts: Facts) -> Iterator[Finding]:
+    """`name` and `version` name directories below `exp_dir`."""
+    root = facts.root
+    for path, value in (
+        ("name", root.name),
+        ("exp_manager.name", root.exp_manager.name),
+        ("exp_manager.version", root.exp_manager.version),
+    ):
+        if isinstance(value, str) and (value.startswith("/") or ".." in value.split("/") or "\0" in value):
+            yield Finding(
+                "error",
+                (path,),
+                f"`{path}` must be a name below `exp_manager.exp_dir`, without `..`",
+                "use a plain name, or exp_manager.explicit_log_dir=DIRECTORY",
+            )
+
+
 def log_dir_is_given_once(facts: Facts) -> Iterator[Finding]:
     """`explicit_log_dir` is the run directory itself."""
     manager = facts.root.exp_manager
@@ -225,6 +252,23 @@ def log_dir_is_given_once(facts: Facts) -> Iterator[Finding]:
             "`version` has no effect with `resume_if_exists`: all attempts share one directory",
             "~exp_manager.version",
         )
+    namers = {
+        "explicit_log_dir": manager.explicit_log_dir is not None,
+        "resume_if_exists": manager.resume_if_exists,
+        "version": manager.version is not None,
+    }
+    path = "exp_manager.use_datetime_version"
+    if not manager.use_datetime_version and any(namers.values()) and path in facts.own:
+        namer = next(name for name, names in namers.items() if names)
+        yield _no_effect(path, f"exp_manager.{namer}", f"with `{namer}`, which names the directory")
+
+
+def missing_checkpoint_needs_resume(facts: Facts) -> Iterator[Finding]:
+    """Only a run that looks for a checkpoint of its own can miss it."""
+    manager = facts.root.exp_manager
+    path = "exp_manager.resume_ignore_no_checkpoint"
+    if not manager.resume_ignore_no_checkpoint and not manager.resume_if_exists and path in facts.own:
+        yield _no_effect(path, "exp_manager.resume_if_exists", "without `resume_if_exists`")
 
 
 def checkpoint_keys_need_checkpoints(facts: Facts) -> Iterator[Finding]:
@@ -234,6 +278,8 @@ def checkpoint_keys_need_checkpoints(facts: Facts) -> Iterator[Finding]:
     if manager.create_checkpoint_callback:
         return
     typed = sorted(path for path in facts.given if path.startswith(below))
+    if manager.resume_if_exists and f"{below}dirpath" in typed:
+        typed.remove(f"{below}dirpath")  # where the checkpoint to go on from lies
     if typed:
         yield Finding(
             "warning",
@@ -242,21 +288,72 @@ def checkpoint_keys_need_checkpoints(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def checkpoints_need_validation(facts: Facts) -> Iterator[Finding]:
-    """With neither a step interval nor validation, only the end is saved."""
+def some_checkpoint_is_kept(facts: Facts) -> Iterator[Finding]:
+    """Checkpoints that are switched on, but never due or never kept, are not written."""
+    manager, steps = facts.root.exp_manager, facts.root.trainer.max_steps
+    params = manager.checkpoint_callback_params
+    if not manager.create_checkpoint_callback or params.save_last:
+        return
+    below = "exp_manager.checkpoint_callback_params"
+    if params.save_top_k == 0:
+        yield Finding(
+            "warning",
+            (f"{below}.save_top_k", f"{below}.save_last"),
+            "no checkpoint is written, not even at a signal: `save_top_k` (0) and `save_last` (False) keep none",
+            f"{below}.save_last=true, or exp_manager.create_checkpoint_callback=false",
+        )
+    elif params.every_n_train_steps is not None and params.every_n_train_steps > steps:
+        yield Finding(
+            "warning",
+            (f"{below}.every_n_train_steps", f"{below}.save_last", "trainer.max_steps"),
+            f"no checkpoint is due in {steps} steps: `every_n_train_steps` is {params.every_n_train_steps} and "
+            "`save_last` False",
+            f"{below}.save_last=true, or {below}.every_n_train_steps={steps}",
+        )
+
+
+def validation_keys_need_validation(facts: Facts) -> Iterator[Finding]:
+    """`limit_val_batches: 0` never validates."""
+    manager, trainer = facts.root.exp_manager, facts.root.trainer
+    if trainer.limit_val_batches:
+        return
+    if trainer.num_sanity_val_steps and "trainer.num_sanity_val_steps" in facts.own:
+        yield _no_effect("trainer.num_sanity_val_steps", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
+    times_checkpoints = (
+        manager.create_checkpoint_callback and manager.checkpoint_callback_params.every_n_train_steps is None
+    )
+    if "trainer.val_check_interval" in facts.own and not times_checkpoints:
+        yield _no_effect("trainer.val_check_interval", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
+
+
+def centred_norms_are_centred(facts: Facts) -> Iterator[Finding]:
+    """`layernorm1p` is the zero-centred layer norm."""
+    model = facts.root.model
+    path = "model.layernorm_zero_centered_gamma"
+    if model.normalization == "layernorm1p" and not model.layernorm_zero_centered_gamma and path in facts.own:
+        yield Finding(
+            "warning",
+            (path, "model.normalization"),
+            "`layernorm_zero_centered_gamma` (False) has no effect with `layernorm1p`, whose weight is zero-centred",
+            "model.normalization=layernorm",
+        )
+
+
+def checkpoints_come_in_time(facts: Facts) -> Iterator[Finding]:
+    """With intervals longer than the run only the end is saved."""
     manager, trainer = facts.root.exp_manager, facts.root.trainer
     params = manager.checkpoint_callback_params
     if not manager.create_checkpoint_callback or params.every_n_train_steps is not None or trainer.max_steps < 1000:
         return
-    if trainer.limit_val_batches == 0 or trainer.val_check_interval > trainer.max_steps:
-        key = "trainer.limit_val_batches" if trainer.limit_val_batches == 0 else "trainer.val_check_interval"
-        if key in facts.given:
-            yield Finding(
-                "info",
-                ("exp_manager.checkpoint_callback_params.every_n_train_steps", key),
-                "checkpoints follow validations, and there are none: only the end of the run is saved",
-                "exp_manager.checkpoint_callback_params.every_n_train_steps=1000",
-            )
+    key = "trainer.val_check_interval"
+    if trainer.val_check_interval > trainer.max_steps and key in facts.given:
+        yield Finding(
+            "info",
+            ("exp_manager.checkpoint_callback_params.every_n_train_steps", key),
+            f"checkpoints come every `val_check_interval` ({trainer.val_check_interval}) steps: only the end of the "
+            "run is saved",
+            "exp_manager.checkpoint_callback_params.every_n_train_steps=1000",
+        )
 
 
 def fused_names_mean_adamw(facts: Facts) -> Iterator[Finding]:
@@ -266,6 +363,19 @@ def fused_names_mean_adamw(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "info", ("model.optim.name",), f"`{name}` is AdamW here, fused wherever the device allows it", "adamw"
         )
+
+
+def variables_can_be_set(facts: Facts) -> Iterator[Finding]:
+    """What an operating system takes as a variable."""
+    for name, value in facts.root.env_vars.items():
+        if not name or "=" in name or "\0" in name or "\0" in environment_text(value):
+            yield Finding(
+                "error",
+                (f"env_vars.{name}",),
+                f"`env_vars` ({show_value(name)}) must not be empty, and neither name nor value may hold a null byte, "
+                "nor the name a `=`",
+                "write env_vars.NAME=VALUE",
+            )
 
 
 def environment_agrees(facts: Facts) -> Iterator[Finding]:
@@ -306,18 +416,24 @@ RULES: tuple[Rule, ...] = (
     characters_need_text,
     splits_hold_training_data,
     sample_fits_model,
+    directories_stay_below,
     log_dir_is_given_once,
+    missing_checkpoint_needs_resume,
     checkpoint_keys_need_checkpoints,
-    checkpoints_need_validation,
+    some_checkpoint_is_kept,
+    validation_keys_need_validation,
+    centred_norms_are_centred,
+    checkpoints_come_in_time,
     fused_names_mean_adamw,
+    variables_can_be_set,
     environment_agrees,
     flags_are_known,
 )
 
 
-def environment_text(value: str | int | float | bool) -> str:
-    """A value of `env_vars` as the environment holds it: true and false are 1 and 0."""
-    return str(int(value)) if isinstance(value, bool) else show_value(value) if not isinstance(value, str) else value
+def _no_effect(path: str, other: str, when: str) -> Finding:
+    name = path.rpartition(".")[2]
+    return Finding("warning", (path, other), f"`{name}` has no effect {when}", f"~{path}")
 
 
 def run_rules(facts: Facts) -> list[Finding]:

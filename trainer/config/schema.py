@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ...models.config.block import Block, own
 from ...models.config.gpt import GPTKeys
-from .blocks import DataBlock, ExpManagerBlock, OptimBlock, TokenizerBlock, TrainerBlock, nested
+from .blocks import DataBlock, ExpManagerBlock, OptimBlock, Text, TokenizerBlock, TrainerBlock, nested
 
 
 class ModelBlock(GPTKeys):
@@ -38,7 +38,7 @@ class ModelBlock(GPTKeys):
 class RootBlock(Block):
     """The root of the configuration."""
 
-    name: str = "stoker"
+    name: Text = "stoker"
     """Name of the run."""
     env_vars: dict[str, str | int | float | bool] = Field(default={})
     """Environment variables for the training processes; a contradiction with the caller's environment is an error."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config.schema import RootBlock
+from ..environment import user_path
 from ..errors import UserError
 from .samples import EvaluationWindows, MockSamples, Samples, TrainingWindows
 from .sources import Corpus, Split, parse_proportions, read_pystd, read_text
@@ -113,7 +114,7 @@ def read_corpus(root: RootBlock) -> Corpus:
         return read_pystd(proportions)
     if data.path is None:
         raise UserError("`model.data.data_impl=text` needs `model.data.path`: a UTF-8 text file or a folder of them")
-    return read_text(Path(data.path), proportions)
+    return read_text(user_path(data.path, "model.data.path"), proportions)
 
 
 def build_tokenizer(root: RootBlock, corpus: Corpus) -> Tokenizer:

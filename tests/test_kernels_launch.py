@@ -1,0 +1,47 @@
+"""When the Triton kernels serve a tensor, and what happens where there is no Triton."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from stoker.kernels import launch
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tiny_run import tiny_config
+from stoker.kernels.launch import HAS_TRITON
+from stoker.trainer.run import run_training
+assert not HAS_TRITON
+model = {"model__activation": "swiglu", "model__normalization": "rmsnorm", "model__position_embedding_type": "rope"}
+result = run_training(tiny_config(Path(sys.argv[2]), trainer__max_steps=2, **model))
+sys.exit(0 if result.step == 2 else 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "served"),
+    [
+        ("cuda", torch.float32, True),
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float64, False),
+        ("cpu", torch.float32, False),
+    ],
+)
+def test_triton_serves_what_it_computes_well(monkeypatch, device, dtype, served):
+    monkeypatch.setattr(launch, "HAS_TRITON", True)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with FakeTensorMode():
+        assert launch.triton_runs_on(torch.empty(2, device=device, dtype=dtype)) is served
+
+
+def test_training_needs_no_triton(tmp_path, request):
+    """As on macOS: `import triton` fails."""
+    command = [sys.executable, "-c", WITHOUT_TRITON, str(request.path.parent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

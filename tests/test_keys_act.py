@@ -1,0 +1,717 @@
+"""No key lies: each key of the schema changes something that can be seen, and each value of a closed list is accepted.
+
+An observable is a function from a configuration to something comparable: shapes, initial weights, logits, the loss,
+learning rates, which samples are drawn, what a run writes and prints. A row says which observable a key changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from config_helpers import load, problems
+from tiny_run import tiny_document
+
+from stoker.kernels.attention.call import AttentionCall, Installed
+from stoker.kernels.attention.dispatch import choose
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.build import compile_policy
+from stoker.models.gpt import GPT
+from stoker.trainer import cli, feed, module, parts
+from stoker.trainer.checkpoint import find_checkpoint
+from stoker.trainer.config import paths
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema import RootBlock
+from stoker.trainer.config.schema_index import schema_keys
+from stoker.trainer.data.build import build_data
+from stoker.trainer.errors import UserError
+from stoker.trainer.evaluation import EvaluationResult
+from stoker.trainer.parts import build_model, build_optimizer, choose_device
+from stoker.trainer.precision import plan_precision
+from stoker.trainer.run import TrainingResult, run_training
+
+CPU = torch.device("cpu")
+MODEL, TRAINER, MANAGER, OPTIM = "model.", "trainer.", "exp_manager.", "model.optim."
+SCHED, CALLBACK, DATA = "model.optim.sched.", "exp_manager.checkpoint_callback_params.", "model.data."
+BASE = {
+    "model.hidden_size": 16,
+    "model.ffn_hidden_size": 32,
+    "model.encoder_seq_length": 8,
+    "model.hidden_dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "model.init_method_std": 0.3,  # so that everything in the model counts
+    "trainer.max_steps": 4,
+    "trainer.log_every_n_steps": 1,
+    "trainer.limit_val_batches": 0,
+    "exp_manager.create_checkpoint_callback": False,
+    "model.optim.sched": {},
+}
+Changes = dict[str, Any]
+
+
+def fingerprint(value: torch.Tensor) -> str:
+    return hashlib.sha256(repr(value.shape).encode() + value.detach().float().numpy().tobytes()).hexdigest()
+
+
+class Lab:
+    """Builds and runs tiny configurations."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.capsys = capsys
+        self.monkeypatch = monkeypatch
+        self.runs = 0
+        self.text = folder / "text.txt"
+        self.text.write_text("To be, or not to be, that is the question. " * 20)
+
+    def document(self, changes: Changes, directory: Path | None = None) -> dict[str, Any]:
+        document = tiny_document(directory or self.folder / "unused")
+        for path, value in {**BASE, **changes}.items():
+            paths.put(document, path, deepcopy(value))
+        return document
+
+    def root(self, changes: Changes) -> RootBlock:
+        return RootBlock.model_validate(self.document(changes))
+
+    def model(self, changes: Changes) -> GPT:
+        root = self.root(changes)
+        plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
+        return build_model(root, build_data(root), plan, CPU)
+
+    def run(self, changes: Changes, directory: Path | None = None) -> TrainingResult:
+        self.runs += 1
+        directory = directory or self.folder / f"run-{self.runs}"
+        document = self.document(changes, directory)
+        return run_training(RunConfig(RootBlock.model_validate(document), document=document))
+
+    def metrics(self, changes: Changes) -> list[dict[str, Any]]:
+        lines = (self.run(changes).directory / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def printed(self, changes: Changes) -> str:
+        self.capsys.readouterr()
+        self.run(changes)
+        return self.capsys.readouterr().out
+
+
+@pytest.fixture
+def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Lab:
+    return Lab(tmp_path, capsys, monkeypatch)
+
+
+# ---------------------------------------------------------------- observables
+
+
+def shapes(lab: Lab, changes: Changes) -> Any:
+    return {name: tuple(value.shape) for name, value in lab.model(changes).named_parameters()}
+
+
+def weights(lab: Lab, changes: Changes) -> Any:
+    return {name: fingerprint(value) for name, value in lab.model(changes).named_parameters()}
+
+
+def logits(lab: Lab, changes: Changes) -> Any:
+    model = lab.model(changes).eval()
+    with torch.no_grad():
+        return fingerprint(model(torch.arange(8).repeat(2, 1)))
+
+
+def training_loss(lab: Lab, changes: Changes) -> Any:
+    """Of one micro batch, seeded as in training."""
+    model = lab.model(changes)
+    tokens = torch.arange(8).repeat(2, 1)
+    module.seed_generators(module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
+    return model.loss(tokens, tokens, 1.0).item()
+
+
+def attention_backends(lab: Lab, changes: Changes) -> Any:
+    return {kind: decision.backend for kind, decision in lab.model(changes).attention_decisions.items()}
+
+
+def optimizer_groups(lab: Lab, changes: Changes) -> Any:
+    root = lab.root(changes)
+    groups = build_optimizer(root, lab.model(changes), plan_precision(root.trainer, True, CPU)).param_groups
+    return [(group["names"], group["weight_decay"]) for group in groups]
+
+
+def plan(lab: Lab, changes: Changes) -> Any:
+    root = lab.root(changes)
+    return plan_precision(root.trainer, root.model.megatron_amp_O2, torch.device("cuda"))
+
+
+def first_batch(lab: Lab, changes: Changes) -> Any:
+    return build_data(lab.root(changes)).train.batch(0, 2).tokens.tolist()
+
+
+def data(lab: Lab, changes: Changes) -> Any:
+    built = build_data(lab.root(changes))
+    return built.description, built.vocab_size, type(built.train).__name__
+
+
+def trained(lab: Lab, changes: Changes) -> Any:
+    return {name: fingerprint(value) for name, value in lab.run(changes).model.named_parameters()}
+
+
+def learning_rates(lab: Lab, changes: Changes) -> Any:
+    return [line["lr"] for line in lab.metrics(changes)]
+
+
+def reported_steps(lab: Lab, changes: Changes) -> Any:
+    return [line["step"] for line in lab.metrics(changes) if "loss" in line]
+
+
+def validated_steps(lab: Lab, changes: Changes) -> Any:
+    return [line["step"] for line in lab.metrics(changes) if "val_loss" in line]
+
+
+def consumed(lab: Lab, changes: Changes) -> Any:
+    return [line["consumed_samples"] for line in lab.metrics(changes)]
+
+
+def validated_tokens(lab: Lab, changes: Changes) -> Any:
+    validation = lab.run(changes).validation
+    return None if validation is None else validation.tokens
+
+
+def files(lab: Lab, changes: Changes) -> Any:
+    return {path.name for path in lab.run(changes).directory.iterdir()}
+
+
+def checkpoints(lab: Lab, changes: Changes) -> Any:
+    changes = {"exp_manager.create_checkpoint_callback": True, **changes}
+    return sorted(path.name for path in (lab.run(changes).directory / "checkpoints").glob("*"))
+
+
+def place(lab: Lab, changes: Changes) -> Any:
+    """The run directory of a run that is not told it, as seen from where the run was started."""
+    lab.runs += 1
+    here = lab.folder / f"here-{lab.runs}"
+    here.mkdir()
+    lab.monkeypatch.chdir(here)
+    lab.monkeypatch.setattr("time.strftime", lambda *_: "now")
+    untold = {MANAGER + "explicit_log_dir": None, MANAGER + "resume_if_exists": False, TRAINER + "max_steps": 1}
+    document = lab.document({**untold, **changes})
+    result = run_training(RunConfig(RootBlock.model_validate(document), document=document))
+    return result.directory.relative_to(here).parts
+
+
+def panel(lab: Lab, changes: Changes) -> Any:
+    lab.monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    return "╭" in lab.printed(changes)
+
+
+def summary(lab: Lab, changes: Changes) -> Any:
+    return "token_embedding" in lab.printed(changes)
+
+
+def first_validation(lab: Lab, changes: Changes) -> Any:
+    return "before the first step" in lab.printed(changes)
+
+
+def stopped_by(lab: Lab, changes: Changes) -> Any:
+    return lab.run(changes).stopped_by
+
+
+def accumulation(lab: Lab, changes: Changes) -> Any:
+    """Samples in each forward pass of a step."""
+    sizes: list[int] = []
+    real = GPT.loss
+
+    def loss(self: GPT, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(tokens))
+        return real(self, tokens, *rest)
+
+    lab.monkeypatch.setattr(GPT, "loss", loss)
+    lab.run({"trainer.max_steps": 1, **changes})
+    lab.monkeypatch.setattr(GPT, "loss", real)
+    return sizes
+
+
+def workers(lab: Lab, changes: Changes) -> Any:
+    """How many processes torch's loader is asked for; none: a thread prepares the batches."""
+    asked: list[int] = []
+
+    class Loader:
+        def __init__(self, dataset: Any, *, sampler: range, num_workers: int, **_: Any) -> None:
+            asked.append(num_workers)
+            self.batches = (dataset[position] for position in sampler)
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.batches
+
+    lab.monkeypatch.setattr(feed, "DataLoader", Loader)
+    lab.run(changes)
+    return asked
+
+
+def compiled(lab: Lab, changes: Changes) -> Any:
+    layer: Any = lab.model(changes).decoder.layers[0]
+    return layer._compiled_call_impl is not None
+
+
+def norm_weight(lab: Lab, changes: Changes) -> Any:
+    norm = lab.model(changes).decoder.final_norm
+    return type(norm).__name__, norm.weight[0].item()
+
+
+def warnings(lab: Lab, changes: Changes) -> Any:
+    found = load("data=mock", *(f"{path}={value}" for path, value in changes.items())).findings
+    return [finding.keys[0] for finding in found]
+
+
+# ---------------------------------------------------------------- keys
+
+
+@dataclass(frozen=True)
+class Row:
+    """`key` changes `observable` when it goes from its value in the base to `value`, with `others` held fixed."""
+
+    key: str
+    value: Any
+    observable: Callable[[Lab, Changes], Any]
+    others: Changes | None = None
+    before: Any = ...
+
+    def __str__(self) -> str:
+        return f"{self.key}-{self.observable.__name__}"
+
+
+ROPE = {"model.position_embedding_type": "rope"}
+VALIDATES = {"trainer.limit_val_batches": 1, "trainer.val_check_interval": 2}
+TEXT = {"model.data.data_impl": "text"}
+SAVES = {"exp_manager.create_checkpoint_callback": True, CALLBACK + "every_n_train_steps": 1}
+
+ROWS = [
+    Row("name", "other", place),
+    Row(TRAINER + "max_steps", 2, reported_steps),
+    Row(TRAINER + "max_steps", 3, learning_rates),
+    Row(TRAINER + "max_time", "00:00:00:00", stopped_by),
+    Row(TRAINER + "log_every_n_steps", 2, reported_steps),
+    Row(TRAINER + "val_check_interval", 1, validated_steps, VALIDATES),
+    Row(TRAINER + "val_check_interval", 1, checkpoints, {CALLBACK + "save_top_k": -1}),
+    Row(TRAINER + "limit_val_batches", 2, validated_tokens, VALIDATES),
+    Row(TRAINER + "limit_val_batches", 0.5, validated_tokens, VALIDATES),
+    Row(TRAINER + "limit_val_batches", 0, validated_tokens, VALIDATES),
+    Row(TRAINER + "gradient_clip_val", 1e-3, trained),
+    Row(TRAINER + "gradient_clip_val", None, trained, before=1e-3),
+    Row(TRAINER + "enable_progress_bar", False, panel),
+    Row(TRAINER + "enable_model_summary", True, summary, before=False),
+    Row(TRAINER + "num_sanity_val_steps", 1, first_validation, VALIDATES),
+    Row(MANAGER + "exp_dir", "elsewhere", place),
+    Row(MANAGER + "explicit_log_dir", "here", place),
+    Row(MANAGER + "name", "other", place),
+    Row(MANAGER + "version", 7, place),
+    Row(MANAGER + "version", "seven", place),
+    Row(MANAGER + "use_datetime_version", False, place),
+    Row(MANAGER + "resume_if_exists", True, place, before=False),
+    Row(MANAGER + "create_checkpoint_callback", True, files),
+    Row(CALLBACK + "save_top_k", 1, checkpoints, SAVES),
+    Row(CALLBACK + "save_top_k", -1, checkpoints, SAVES),
+    Row(CALLBACK + "save_last", False, checkpoints, {CALLBACK + "save_top_k": 0}),
+    Row(CALLBACK + "every_n_train_steps", 1, checkpoints),
+    Row(MANAGER + "create_tensorboard_logger", True, files),
+    Row(MODEL + "num_layers", 2, shapes),
+    Row(MODEL + "hidden_size", 32, shapes),
+    Row(MODEL + "ffn_hidden_size", 64, shapes),
+    Row(MODEL + "num_attention_heads", 4, logits),
+    Row(MODEL + "kv_channels", 4, shapes),
+    Row(MODEL + "num_query_groups", 1, shapes),
+    Row(MODEL + "layernorm_epsilon", 0.1, logits),
+    Row(MODEL + "layernorm_zero_centered_gamma", True, norm_weight),
+    Row(MODEL + "layernorm_zero_centered_gamma", True, norm_weight, {MODEL + "normalization": "rmsnorm"}),
+    Row(MODEL + "openai_gelu", True, logits),
+    Row(MODEL + "openai_gelu", True, logits, {MODEL + "activation": "geglu"}),
+    Row(MODEL + "bias", False, shapes),
+    Row(MODEL + "qkv_bias", True, shapes, {MODEL + "bias": False}),
+    Row(MODEL + "hidden_dropout", 0.2, training_loss),
+    Row(MODEL + "attention_dropout", 0.2, training_loss),
+    Row(MODEL + "ffn_dropout", 0.2, training_loss),
+    Row(MODEL + "init_method_std", 0.2, weights),
+    Row(MODEL + "use_scaled_init_method", False, weights),
+    Row(MODEL + "rotary_percentage", 0.5, logits, ROPE),
+    Row(MODEL + "rotary_base", 100.0, logits, ROPE),
+    Row(MODEL + "rotary_interleaved", True, logits, ROPE),
+    Row(MODEL + "seq_len_interpolation_factor", 2.0, logits, ROPE),
+    Row(MODEL + "apply_query_key_layer_scaling", True, warnings, before=False),
+    Row(MODEL + "normalize_attention_scores", False, logits),
+    Row(MODEL + "use_flash_attention", False, attention_backends),
+    Row(MODEL + "encoder_seq_length", 4, first_batch),
+    Row(MODEL + "encoder_seq_length", 4, shapes),
+    Row(MODEL + "max_position_embeddings", 32, shapes),
+    Row(MODEL + "make_vocab_size_divisible_by", 7, shapes),
+    Row(MODEL + "override_vocab_size", 500, shapes),
+    Row(MODEL + "override_vocab_size", 260, first_batch),
+    Row(MODEL + "share_embeddings_and_output_weights", False, shapes),
+    Row(MODEL + "seed", 5, weights),
+    Row(MODEL + "seed", 5, first_batch),
+    Row(MODEL + "seed", 5, first_batch, TEXT),
+    Row(MODEL + "compile", True, compiled),
+    Row(MODEL + "micro_batch_size", 4, accumulation),
+    Row(MODEL + "global_batch_size", 2, accumulation),
+    Row(MODEL + "global_batch_size", 8, consumed),
+    Row(MODEL + "megatron_amp_O2", False, plan, {TRAINER + "precision": "bf16"}),
+    Row(MODEL + "do_layer_norm_weight_decay", True, optimizer_groups),
+    Row(DATA + "splits_string", "500,250,250", data, TEXT),
+    Row(DATA + "num_workers", 1, workers),
+    Row(OPTIM + "lr", 1e-3, learning_rates),
+    Row(OPTIM + "lr", 1e-3, trained),
+    Row(OPTIM + "weight_decay", 0.5, optimizer_groups),
+    Row(OPTIM + "weight_decay", 0.5, trained),
+    Row(OPTIM + "betas", [0.5, 0.98], trained),
+    Row(OPTIM + "betas", [0.9, 0.5], trained),
+    Row(OPTIM + "eps", 1e-2, trained),
+    Row(SCHED + "warmup_steps", 2, learning_rates),
+    Row(SCHED + "warmup_ratio", 0.5, learning_rates),
+    Row(SCHED + "constant_steps", 2, learning_rates),
+    Row(SCHED + "constant_ratio", 0.5, learning_rates),
+    Row(SCHED + "min_lr", 5e-3, learning_rates),
+    Row(SCHED + "min_lr", 5e-3, learning_rates, {SCHED + "name": "WarmupAnnealing"}),
+    Row(SCHED + "max_steps", 8, learning_rates),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_key_changes_what_it_says(row: Row, lab: Lab) -> None:
+    others = dict(row.others or {})
+    if row.observable in (data, first_batch) and others == TEXT:
+        others[DATA + "path"] = str(lab.text)
+    if row.before is not ...:
+        others[row.key] = row.before
+    before = row.observable(lab, others)
+    after = row.observable(lab, {**others, row.key: row.value})
+    assert after != before
+
+
+# ---------------------------------------------------------------- closed lists of values
+
+
+def device(lab: Lab, changes: Changes) -> Any:
+    """On a machine that has everything."""
+    lab.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lab.monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    return choose_device(lab.root(changes)).type
+
+
+def arithmetic(lab: Lab, changes: Changes) -> Any:
+    chosen = plan(lab, changes)
+    return chosen.weights, chosen.main_weights, chosen.autocast
+
+
+def activation(lab: Lab, changes: Changes) -> Any:
+    return shapes(lab, changes), logits(lab, changes)
+
+
+def hopper_backend(lab: Lab, changes: Changes) -> Any:
+    """What the dispatcher takes on a card that can run every backend."""
+    call = AttentionCall(
+        device="cuda",
+        capability=(9, 0),
+        dtype="bf16",
+        batch=1,
+        heads=8,
+        groups=8,
+        head_dim=64,
+        queries=128,
+        keys=128,
+        any_length=False,
+        causal=True,
+        dropout=0.0,
+        training=True,
+        deterministic=False,
+    )
+    stack = lab.root(changes).model
+    return choose(
+        call,
+        use_flash_attention=stack.use_flash_attention,
+        attention_backend=stack.attention_backend,
+        flags=AttentionFlags(),
+        installed=Installed(torch=(2, 13), cudnn=91900, deterministic_algorithms=False),
+    ).backend
+
+
+def normalization(lab: Lab, changes: Changes) -> Any:
+    return shapes(lab, changes), norm_weight(lab, changes)
+
+
+def tokens_of_text(lab: Lab, changes: Changes) -> Any:
+    return first_batch(lab, {**TEXT, DATA + "path": str(lab.text), **changes})
+
+
+def source(lab: Lab, changes: Changes) -> Any:
+    path = str(lab.text) if changes[DATA + "data_impl"] == "text" else None
+    return data(lab, {DATA + "path": path, **changes})
+
+
+def optimizer(lab: Lab, changes: Changes) -> Any:
+    return trained(lab, changes), optimizer_groups(lab, changes)
+
+
+@dataclass(frozen=True)
+class Values:
+    """A closed list: its values give different observables, but for aliases, which give that of what they stand for."""
+
+    observable: Callable[[Lab, Changes], Any]
+    aliases: dict[Any, Any]
+    others: Changes | None = None
+
+
+VALUES = {
+    TRAINER + "accelerator": Values(device, {"gpu": "cuda", "auto": "cuda"}),
+    TRAINER + "precision": Values(
+        arithmetic, {"32": 32, "32-true": 32, "bf16-mixed": "bf16"}, {MODEL + "megatron_amp_O2": False}
+    ),
+    CALLBACK + "monitor": Values(checkpoints, {}),
+    CALLBACK + "mode": Values(checkpoints, {}),
+    MODEL + "family": Values(shapes, {}),
+    MODEL + "transformer_block_type": Values(shapes, {}),
+    MODEL + "normalization": Values(normalization, {}),
+    MODEL + "activation": Values(activation, {f"fast-{name}": name for name in ("geglu", "swiglu", "reglu")}),
+    MODEL + "position_embedding_type": Values(logits, {}),
+    MODEL + "attention_backend": Values(
+        hopper_backend, {"auto": "sdpa_cudnn", "fused": "sdpa_cudnn", "flash": "sdpa_flash"}
+    ),
+    MODEL + "tokenizer.library": Values(tokens_of_text, {}),
+    DATA + "data_impl": Values(source, {}),
+    OPTIM + "name": Values(
+        optimizer,
+        dict.fromkeys(
+            ("fused_adam", "distributed_fused_adam", "megatron_fused_adam", "mcore_distributed_optim"), "adamw"
+        ),
+    ),
+    SCHED + "name": Values(learning_rates, {}),
+}
+
+
+def canonical(values: Values, value: Any) -> Any:
+    return values.aliases.get(value, value)
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_each_value_of_a_closed_list_is_accepted_and_distinct(key: str, lab: Lab) -> None:
+    entry = VALUES[key]
+    observed = [
+        (canonical(entry, value), entry.observable(lab, {**(entry.others or {}), key: value}))
+        for value in schema_keys()[key].choices
+    ]
+    for number, (name, seen) in enumerate(observed):
+        for other_name, other in observed[:number]:
+            assert (seen == other) == (name == other_name), (name, other_name)
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_no_other_value_is_accepted(key: str) -> None:
+    assert list(problems(f"{key}=word")) == [key]
+
+
+def test_main_weights_set_bf16_apart(lab: Lab) -> None:
+    precisions = ("bf16", "bf16-mixed", "bf16-true", 32)
+    assert len({arithmetic(lab, {TRAINER + "precision": precision}) for precision in precisions}) == 4
+
+
+def test_every_backend_of_a_cpu_gives_the_same_logits(lab: Lab) -> None:
+    def of(backend: str) -> torch.Tensor:
+        with torch.no_grad():
+            return lab.model({MODEL + "attention_backend": backend}).eval()(torch.arange(8)[None])
+
+    for backend in ("flash", "unfused", "sdpa_flash", "sdpa_math", "reference"):
+        torch.testing.assert_close(of(backend), of("auto"), atol=1e-5, rtol=1e-5)
+    for backend in ("fused", "sdpa_efficient", "sdpa_cudnn"):
+        with pytest.raises(UserError, match="needs a CUDA device"):
+            of(backend)
+
+
+# ---------------------------------------------------------------- keys with a story of their own
+
+STORIES: dict[str, Callable[[Lab], None]] = {}
+
+
+def story(*keys: str) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
+    """What the function shows is the effect of these keys."""
+
+    def note(told: Callable[[Lab], None]) -> Callable[[Lab], None]:
+        STORIES.update(dict.fromkeys(keys, told))
+        return told
+
+    return note
+
+
+@story("env_vars")
+def variables_are_set_for_training(lab: Lab) -> None:
+    lab.monkeypatch.setenv("STOKER_TEST", "")
+    lab.monkeypatch.delenv("STOKER_TEST")
+    seen: list[str | None] = []
+    lab.monkeypatch.setattr("stoker.trainer.run.train", lambda _: seen.append(os.environ.get("STOKER_TEST")) or 0)
+    assert cli.main(["train", "data=mock"]) == 0
+    assert cli.main(["train", "data=mock", "env_vars.STOKER_TEST=true"]) == 0
+    assert seen == [None, "1"]
+
+
+@story("trainer.devices", "trainer.num_nodes")
+def more_than_one_device_is_refused(lab: Lab) -> None:
+    assert load("trainer.devices=auto").root.trainer.devices == "auto"
+    assert choose_device(lab.root({TRAINER + "devices": "auto"})) == choose_device(lab.root({TRAINER + "devices": 1}))
+    for key in ("trainer.devices", "trainer.num_nodes"):
+        assert "not yet" in problems(f"{key}=2")[key].rule
+        with pytest.raises(UserError, match=key):
+            choose_device(lab.root({key: 2}))
+
+
+@story(MANAGER + "resume_from_checkpoint", MANAGER + "resume_if_exists", MANAGER + "resume_ignore_no_checkpoint")
+def runs_go_on(lab: Lab) -> None:
+    saves = {MANAGER + "create_checkpoint_callback": True}
+    first = lab.run({**saves, TRAINER + "max_steps": 2})
+    assert find_checkpoint(first.directory)[0].state.step == 2
+
+    def steps(changes: Changes, directory: Path | None = None) -> list[int]:
+        directory = lab.run(changes, directory).directory
+        return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+    assert steps({}) == [1, 2, 3, 4]
+    assert steps({MANAGER + "resume_from_checkpoint": str(first.directory)}) == [3, 4]
+    assert steps({MANAGER + "resume_if_exists": True}, first.directory) == [1, 2, 3, 4]
+    with pytest.raises(UserError, match="already holds checkpoints"):
+        lab.run({MANAGER + "resume_if_exists": False}, first.directory)
+    with pytest.raises(UserError, match="resume_ignore_no_checkpoint"):
+        lab.run({MANAGER + "resume_ignore_no_checkpoint": False})
+
+
+@story(CALLBACK + "dirpath")
+def checkpoints_go_where_they_should(lab: Lab) -> None:
+    elsewhere = lab.folder / "elsewhere"
+    lab.run({MANAGER + "create_checkpoint_callback": True, CALLBACK + "dirpath": str(elsewhere)})
+    assert [path.name for path in elsewhere.iterdir()] == ["step-4"]
+
+
+@story(CALLBACK + "monitor", CALLBACK + "mode")
+def the_smallest_validation_loss_is_kept(lab: Lab) -> None:
+    measured = iter([3.0, 1.0, 2.0, 4.0])
+
+    def evaluate(*_: Any, **__: Any) -> EvaluationResult:
+        return EvaluationResult(loss=next(measured), tokens=1, bytes=0)
+
+    lab.monkeypatch.setattr(parts, "evaluate", evaluate)
+    keeps_one = {**VALIDATES, TRAINER + "val_check_interval": 1, CALLBACK + "save_top_k": 1}
+    assert checkpoints(lab, {**keeps_one, CALLBACK + "save_last": False}) == ["step-2"]
+
+
+@story(MODEL + "hidden_dropout")
+def embeddings_attention_and_mlp_drop(lab: Lab) -> None:
+    rates: list[float] = []
+
+    def dropout(values: torch.Tensor, rate: float) -> torch.Tensor:
+        rates.append(rate)
+        return values
+
+    lab.monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    training_loss(lab, {MODEL + "hidden_dropout": 0.2, MODEL + "num_layers": 2})
+    assert rates == [0.2] * (1 + 2 * 2)
+
+
+@story(MODEL + "family", MODEL + "transformer_block_type")
+def there_is_one_kind_yet(lab: Lab) -> None:
+    for key, value in ((MODEL + "family", "t5"), (MODEL + "transformer_block_type", "post_ln")):
+        assert "not yet" in problems(f"{key}={value}")[key].rule
+
+
+@story(MODEL + "compile")
+def null_compiles_on_a_gpu(lab: Lab) -> None:
+    choices = [compile_policy(wish, "cuda", (2, 12), dropout=False)[0] for wish in (None, True, False)]
+    assert choices == [True, True, False]
+
+
+@story(MODEL + "seed")
+def dropout_is_seeded(lab: Lab) -> None:
+    seeds: set[int] = set()
+    lab.monkeypatch.setattr(module, "micro_batch_seed", lambda seed, *_: seeds.add(seed) or seed)
+    lab.run({MODEL + "seed": 5})
+    assert seeds == {5}
+
+
+@story(DATA + "path")
+def text_is_read_from_there(lab: Lab) -> None:
+    other = lab.folder / "other.txt"
+    other.write_text("Whether 'tis nobler in the mind to suffer " * 20)
+    batches = [first_batch(lab, {**TEXT, DATA + "path": str(path)}) for path in (lab.text, other)]
+    assert batches[0] != batches[1]
+
+
+@story(DATA + "seq_length")
+def a_second_length_must_be_the_first(lab: Lab) -> None:
+    both = ["data=mock", "model.encoder_seq_length=32"]
+    assert load(*both, "model.data.seq_length=32").root.model.data.seq_length == 32
+    assert list(problems(*both, "model.data.seq_length=64")) == [DATA + "seq_length"]
+    assert len(first_batch(lab, {DATA + "seq_length": 4})[0]) == 4
+
+
+@pytest.mark.parametrize("told", dict.fromkeys(STORIES.values()), ids=lambda told: told.__name__)
+def test_the_story_of(told: Callable[[Lab], None], lab: Lab) -> None:
+    told(lab)
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
+    rows = {row.key for row in ROWS}
+    keys = set(schema_keys())
+    assert rows | set(VALUES) | set(STORIES) == keys
+    assert set(VALUES) == {path for path, key in schema_keys().items() if len(key.choices)}
+    for path, values in VALUES.items():
+        assert set(values.aliases) | set(values.aliases.values()) <= set(schema_keys()[path].choices)
+    single = {path for path, key in schema_keys().items() if len(key.choices) == 1}
+    assert single <= set(STORIES)
+
+
+# ---------------------------------------------------------------- combinations in which a key has no effect
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["data=mock", "model.data.splits_string='1,1,1'"], DATA + "splits_string"),
+        (["trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=1"], TRAINER + "num_sanity_val_steps"),
+        (
+            ["trainer.limit_val_batches=0", "trainer.val_check_interval=5", f"{CALLBACK}every_n_train_steps=5"],
+            TRAINER + "val_check_interval",
+        ),
+        (["exp_manager.version=1", "exp_manager.use_datetime_version=false"], MANAGER + "use_datetime_version"),
+        (["exp_manager.version=0", "exp_manager.use_datetime_version=false"], MANAGER + "use_datetime_version"),
+        (["exp_manager.resume_ignore_no_checkpoint=false"], MANAGER + "resume_ignore_no_checkpoint"),
+        ([f"{CALLBACK}save_top_k=0", f"{CALLBACK}save_last=false"], CALLBACK + "save_top_k"),
+        ([f"{CALLBACK}every_n_train_steps=9999", f"{CALLBACK}save_last=false"], CALLBACK + "every_n_train_steps"),
+        (
+            ["model.normalization=layernorm1p", "model.layernorm_zero_centered_gamma=false"],
+            MODEL + "layernorm_zero_centered_gamma",
+        ),
+        (["trainer.precision=bf16-true", "model.megatron_amp_O2=false"], MODEL + "megatron_amp_O2"),
+    ],
+)
+def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
+    warned = [finding.keys[0] for finding in load(*overrides).findings if finding.level == "warning"]
+    assert warned == [key]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.limit_val_batches=0"],
+        ["trainer.limit_val_batches=0", "trainer.val_check_interval=5"],
+        ["experiment=llama_1b_bench"],
+        ["trainer.precision=32", "model.megatron_amp_O2=false"],
+        [
+            "exp_manager.create_checkpoint_callback=false",
+            "exp_manager.resume_if_exists=true",
+            f"{CALLBACK}dirpath=somewhere",
+        ],
+    ],
+)
+def test_what_acts_is_not_warned_of(overrides: list[str]) -> None:
+    assert not load(*overrides).findings

@@ -1,0 +1,81 @@
+"""Every command of README.md and docs/ runs: shortened where it would take minutes, with files made for it."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from stoker.trainer.cli import VERBS, main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHORT = [
+    "trainer.max_steps=2",
+    "trainer.limit_val_batches=1",
+    "model.encoder_seq_length=32",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=2",
+]
+
+
+def commands(kind: str) -> list[str]:
+    """Lines of the shell blocks that start with `kind`, comments removed."""
+    found = []
+    for page in PAGES:
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            if language not in ("", "bash"):
+                continue
+            found += [line.split("  #")[0].strip() for line in block.splitlines() if line.startswith(kind)]
+    return list(dict.fromkeys(found))
+
+
+def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text() * 5)  # has every letter of the prompt
+    seen = []
+    for line in commands("stoker "):
+        arguments = shlex.split(line.replace("FILE", str(text)))[1:]
+        if "DIR" in arguments:
+            arguments[arguments.index("DIR")] = str(max((tmp_path / "runs").rglob("checkpoints")).parent)
+        if arguments[0] == "train":
+            arguments += SHORT
+        if arguments[0] == "generate":
+            arguments += ["--max-new-tokens", "3"]
+        if arguments[0] == "evaluate":
+            arguments += ["--limit-batches", "1"]
+        code = main(arguments)
+        assert code == 0, f"{line}\n{capsys.readouterr().err}"
+        seen.append(arguments[0])
+    assert {"train", "config", "generate", "evaluate", "doctor"} <= set(seen)
+    assert set(seen) <= set(VERBS)
+
+
+def test_scripts_named_in_the_pages_exist_and_ci_runs_the_main_ones():
+    ci = (ROOT / ".ci" / "run").read_text()
+    for line in commands("bash "):
+        script = line.split()[1]
+        assert (ROOT / script).is_file(), line
+    for script in ("scripts/test.sh", "scripts/quickstart.sh"):
+        assert f"bash {script}" in ci
+    for line in commands("python scripts/"):
+        assert (ROOT / line.split()[1]).is_file(), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_refusals_shown_are_the_real_ones(capsys):
+    """The block in the README is what the command prints, letter for letter."""
+    block = re.search(
+        r"^\$ stoker (train model\.num_query_group.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    assert block
+    command, _, printed = block.group(1).partition("\n")
+    assert main(shlex.split(command)) == 2
+    assert capsys.readouterr().err == printed

@@ -1,0 +1,136 @@
+"""What cannot start ends before anything is built or written, in lines that name the keys."""
+
+import pytest
+import torch
+from tiny_run import tiny_config
+
+from stoker.trainer import memory, restore
+from stoker.trainer.data import build
+from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_IO, UserError
+from stoker.trainer.memory import check_memory, host_memory, is_out_of_memory
+from stoker.trainer.parts import build_model
+from stoker.trainer.precision import plan_precision
+from stoker.trainer.run import run_training
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 10**9},
+        {"hidden_size": 10**12},
+        {"ffn_hidden_size": 2**63 - 1},
+        {"encoder_seq_length": 10**12},
+        {"max_position_embeddings": 10**12},
+        {"position_embedding_type": "rope", "max_position_embeddings": 10**12},
+        {"override_vocab_size": 10**12},
+        {"make_vocab_size_divisible_by": 10**12},
+        {"global_batch_size": 10**10, "micro_batch_size": 10**10},
+        {"global_batch_size": 10**12},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_what_cannot_fit_is_refused_before_anything_is_built(tmp_path, changes):
+    with pytest.raises(UserError) as error:
+        run_training(tiny_config(tmp_path / "run", **{f"model__{key}": value for key, value in changes.items()}))
+    assert error.value.exit_code == EXIT_BAD_INPUT
+    first, second = error.value.lines
+    assert first.startswith("out of memory: ")
+    key, value = list(changes.items())[-1]
+    assert f"`{key}` ({value})" in second
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("precision", "bytes_per_parameter"), [("32", 16), ("bf16", 16), ("bf16-true", 8)])
+def test_the_bound_is_that_of_weights_gradients_and_optimizer(tmp_path, monkeypatch, precision, bytes_per_parameter):
+    changes = {"model__num_layers": 50, "model__override_vocab_size": 259}
+    root = tiny_config(tmp_path, trainer__precision=precision, **changes).root
+    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
+    state = memory.count_parameters(root.model, 259) * bytes_per_parameter
+    monkeypatch.setattr(memory, "host_memory", lambda: state - 1)
+    with pytest.raises(UserError, match="parameters with their gradients"):
+        check_memory(root, plan, CPU)
+    monkeypatch.setattr(memory, "host_memory", lambda: state)
+    with pytest.raises(UserError, match="activations of one micro batch"):
+        check_memory(root, plan, CPU)
+    monkeypatch.setattr(memory, "host_memory", lambda: state * 2)
+    check_memory(root, plan, CPU)
+    monkeypatch.setattr(memory, "host_memory", lambda: None)
+    check_memory(root, plan, CPU)
+
+
+def test_the_memory_of_this_machine_is_known():
+    assert 2**28 < (host_memory() or 2**30) < 2**50
+
+
+def test_an_allocation_that_fails_is_an_error_of_the_user(tmp_path, monkeypatch):
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(2**50)
+    assert is_out_of_memory(failed.value)
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+
+    def fail(*_):
+        raise failed.value
+
+    monkeypatch.setattr(build, "_mock", fail)
+    with pytest.raises(UserError, match="out of memory on cpu") as error:
+        run_training(tiny_config(tmp_path / "run"))
+    assert "micro_batch_size" in error.value.lines[1]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__attention_backend": "sdpa_cudnn"}, "needs a CUDA device"),
+        ({"model__data": {"data_impl": "text", "path": "nowhere"}}, "cannot read nowhere"),
+        ({"model__data": {"data_impl": "text", "path": "~nobody.at.all/x"}}, "no such home directory"),
+        ({"exp_manager__resume_from_checkpoint": "nowhere"}, "no such directory"),
+        ({"exp_manager__resume_from_checkpoint": "~nobody.at.all/x"}, "no such home directory"),
+    ],
+)
+def test_what_cannot_start_writes_nothing(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        run_training(tiny_config(tmp_path / "run", **changes))
+    assert error.value.exit_code == EXIT_BAD_INPUT
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_flag_that_is_no_flag_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "3")
+    with pytest.raises(UserError, match=r"NVTE_FLASH_ATTN.* must be 0 or 1"):
+        run_training(tiny_config(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_of_checkpoints_that_cannot_be_written_is_found_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    params = {"dirpath": str(tmp_path / "file")}
+    with pytest.raises(UserError, match=r"checkpoint_callback_params\.dirpath") as error:
+        run_training(tiny_config(tmp_path / "run", exp_manager__checkpoint_callback_params=params))
+    assert error.value.exit_code == EXIT_IO
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_resume_leaves_the_record_of_the_run(tmp_path):
+    run_training(tiny_config(tmp_path, trainer__max_steps=1))
+    record = (tmp_path / "config.resolved.json").read_text()
+    with pytest.raises(UserError, match="does not fit"):
+        run_training(tiny_config(tmp_path, model__hidden_size=64))
+    assert (tmp_path / "config.resolved.json").read_text() == record
+
+
+def test_a_checkpoint_that_asks_for_too_large_a_model_is_not_built(tmp_path, monkeypatch):
+    run_training(tiny_config(tmp_path, trainer__max_steps=1))
+    monkeypatch.setattr(restore, "host_memory", lambda: 1000)
+    with pytest.raises(UserError, match="weights of its configuration need"):
+        restore.restore(tmp_path, "cpu")
+
+
+def test_quickstart_measures_no_model_that_cannot_fit(tmp_path):
+    root = tiny_config(tmp_path, model__num_layers=10**9).root
+    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
+    data = build.build_data(tiny_config(tmp_path).root)
+    with pytest.raises(UserError, match="out of memory"):
+        build_model(root, data, plan, CPU)

@@ -1,0 +1,86 @@
+"""Whether a run can fit at all: a lower bound of its memory in closed form, before anything is built."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+
+from ..models.config.counting import count_parameters
+from ..models.config.slices import gpt_slice
+from .config.schema import RootBlock
+from .data.build import sequence_length
+from .errors import UserError
+from .feed import BATCHES_AHEAD
+from .precision import PrecisionPlan
+
+_GIB = 2**30
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check_memory(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> None:
+    """Refuse a run that needs more memory than its device, or its host, has.
+
+    The bound holds for any run: weights, gradients and AdamW's state; the input of each layer, which the backward pass
+    needs; the prepared batches. A run that passes may still be too large.
+
+    Raises:
+        UserError: it cannot fit; names the keys that decide it.
+    """
+    keys = root.model
+    length = sequence_length(root)
+    parameters = count_parameters(keys, keys.override_vocab_size or 1)
+    rotary = gpt_slice(keys, vocab_size=keys.override_vocab_size or 1).stack.rotary
+    table = rotary.positions * rotary.dim * 4 if rotary else 0
+    width = precision.weights.itemsize
+    state = parameters * (2 * width + (3 * 4 if precision.main_weights else 2 * width)) + table
+    narrow = (precision.autocast or precision.weights).itemsize
+    activations = keys.micro_batch_size * length * keys.hidden_size * keys.num_layers * narrow
+    batches = keys.global_batch_size * length * 2 * 8 * BATCHES_AHEAD
+    host = host_memory()
+    available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
+    for need, has, what, names in (
+        (
+            state,
+            available,
+            f"{parameters:,} parameters with their gradients and optimizer state need",
+            "num_layers hidden_size ffn_hidden_size encoder_seq_length max_position_embeddings override_vocab_size "
+            "make_vocab_size_divisible_by",
+        ),
+        (
+            state + activations,
+            available,
+            "the model and the activations of one micro batch need",
+            "micro_batch_size encoder_seq_length num_layers hidden_size",
+        ),
+        (batches, host, "the batches prepared ahead need", "global_batch_size encoder_seq_length"),
+    ):
+        if has is not None and need > has:
+            values = ", ".join(f"`{name}` ({value})" for name in names.split() if (value := getattr(keys, name)))
+            raise UserError(
+                [
+                    f"out of memory: {what} at least {need / _GIB:,.1f} GiB, of {has / _GIB:,.1f} GiB there are",
+                    f"    it follows from {values} below `model`; use smaller ones",
+                ]
+            )
+
+
+def host_memory() -> int | None:
+    """Bytes of memory this process may use: the machine's, or its container's limit; None where unknown."""
+    limits: list[int] = []
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # Windows has no sysconf
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # `max` is no number: no limit
+            limits.append(int(Path(path).read_text()))
+    return min(limits, default=None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, as Python, numpy or torch tell it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said)
