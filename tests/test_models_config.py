@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -88,6 +88,7 @@ def test_all_findings_come_at_once() -> None:
     assert len([finding for finding in wrong if finding.level == "error"]) == 5
 
 
+@example(width=200, percentage=0.578125)
 @given(width=st.integers(2, 300), percentage=st.floats(0.001, 1.0))
 def test_suggested_percentage_is_valid(width: int, percentage: float) -> None:
     common = {"position_embedding_type": "rope", "kv_channels": width}

@@ -34,11 +34,13 @@ def _nearest(values: list[int], target: int, count: int = 6) -> list[int]:
 
 
 def _percentage_for(rotated: int, width: int) -> float:
-    """The shortest decimal p with int(width * p) == rotated."""
+    """The shortest decimal p with int(width * p) == rotated; 0.57 of 200 is 113 in floating point, hence the + 1."""
     for digits in range(1, 9):
-        candidate = math.ceil(rotated / width * 10**digits) / 10**digits
-        if int(width * candidate) == rotated:
-            return candidate
+        smallest = math.ceil(rotated / width * 10**digits)
+        for numerator in (smallest, smallest + 1):
+            candidate = numerator / 10**digits
+            if candidate <= 1 and int(width * candidate) == rotated:
+                return candidate
     return rotated / width
 
 
