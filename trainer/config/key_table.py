@@ -200,6 +200,7 @@ def _exp_manager() -> Iterator[Row]:
         "always_save_nemo save_nemo_on_train_end save_best_model postfix model_parallel_size prefix n_resume",
         _PICKLE,
     )
+    yield _refused(at, "save_last_n_optim_states", "every checkpoint holds its optimizer state", -1)
     yield from _history(at, "filename", "a checkpoint is a directory `step-N`; its metrics are inside")
     yield from _history(
         at, "verbose save_weights_only auto_insert_metric_name", "a setting of Lightning's own checkpoints"
@@ -265,6 +266,10 @@ def _geometry() -> Iterator[Row]:
     custom = f"{at}.mcore_customization_config"
     yield Row(custom, State.REFUSED, "writes attributes onto Megatron's classes", ({},))
     yield Row(f"{custom}.*", State.REFUSED, "writes attributes onto Megatron's classes")
+    yield _refused(at, "skip_train", "`stoker evaluate` measures a trained model", False)
+    yield _refused(at, "drop_layers", "layers are not taken out of a trained model", [], None)
+    yield Row(f"{at}.retro.*", State.REFUSED, "retrieval-augmented models are not stoker's")
+    yield Row(f"{at}.data.retro_data.*", State.REFUSED, "retrieval-augmented models are not stoker's")
     yield _refused(custom, "new_decoder_architecture", "Falcon's layer", False)
     yield _refused(custom, "parallel_attention", "Falcon's layer: attention and MLP side by side", False)
     yield _off(custom, "attn_logit_softcapping", "capping attention scores", None)
