@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_run import tiny_config
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -25,6 +26,7 @@ from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
 from stoker.trainer.errors import UserError
 from stoker.trainer.evaluation import EvaluationResult, evaluate
 from stoker.trainer.restore import restore
+from stoker.trainer.run import run_training
 from stoker.trainer.safe_io import write_json
 
 
@@ -310,3 +312,10 @@ def test_generate_command_reads_a_prompt_file(tmp_path: Path, text: Path, capsys
         _run(generate_command, *options, "--prompt-file", str(prompt))
     with pytest.raises(UserError, match="No such file"):
         _run(generate_command, *options, "--prompt-file", str(tmp_path / "missing"))
+
+
+def test_a_wish_that_is_not_applied_is_said(tmp_path, capsys):
+    run_training(tiny_config(tmp_path, model__attention_backend="unfused", trainer__max_steps=1))
+    capsys.readouterr()
+    restore(tmp_path, "cpu")
+    assert "`model.attention_backend` (unfused) of the run is not applied on cpu" in capsys.readouterr().err

@@ -8,8 +8,9 @@ from ..models.config.gpt import GPTKeys
 from ..models.config.slices import head_dim_of, mlp_slice
 
 # Dense (no sparsity) bf16 tensor-core peaks in TFLOP/s with fp32 accumulation, by the name the driver reports.
-# Data sheets print twice these for the sparse case. Sources: NVIDIA data sheets of A100, A30, A40, A10, L4, L40, L40S,
-# H100 (SXM, PCIe, NVL), H200 (SXM, NVL), GH200, H20, HGX B200, GB200; Ada and Blackwell RTX architecture papers.
+# NVIDIA's data sheets print twice these, for the sparse case. Compared with secondary sources: A100, H100 SXM and PCIe,
+# H200 SXM, L4, L40, L40S, A10, A30, A40, B200, RTX 4090. Not compared with any yet: the NVL forms, GH200, GB200, H20,
+# H800, A800, RTX 6000 Ada, RTX 5090; look them up before quoting an MFU of those.
 _BF16_PEAKS: tuple[tuple[str, float], ...] = (
     (r"GB200", 2500),
     (r"B200", 2250),

@@ -81,7 +81,11 @@ def restore(path: Path, device_name: str = "auto") -> Restored:
     else:
         precision = PrecisionPlan("fp32", torch.float32)
         # What was wished for a GPU says nothing about this device; the environment's flags still hold.
-        keys = keys.model_copy(update={"attention_backend": "auto", "use_flash_attention": None})
+        anything = {"attention_backend": "auto", "use_flash_attention": None}
+        for name, neutral in anything.items():
+            if (wish := getattr(keys, name)) != neutral:
+                print(f"note: `model.{name}` ({wish}) of the run is not applied on {device.type}", file=sys.stderr)
+        keys = keys.model_copy(update=anything)
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
     need, there = count_parameters(keys, vocab_size) * precision.weights.itemsize, host_memory()
     if there is not None and need > there:
