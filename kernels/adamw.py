@@ -32,6 +32,8 @@ def reference_adamw_step(
     grad_scale: Tensor,
 ) -> None:
     """The update in plain torch: arithmetic in the dtype of `main`, in torch.optim.AdamW's order of operations."""
+    if grad_scale < 0:
+        return
     correction1 = 1 - beta1**step
     correction2_root = (1 - beta2**step) ** 0.5
     for param, weight, grad, exp_avg, exp_avg_sq in zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True):
@@ -72,8 +74,9 @@ def _adamw_kernel(
     1 - beta comes from the host: formed here in fp32 it would be off by 5e-5 for beta2 = 0.999.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < size
-    grad = tl.load(grad_pointer + offsets, mask=inside).to(tl.float32) * tl.load(grad_scale_pointer)
+    grad_scale = tl.load(grad_scale_pointer)
+    inside = offsets < tl.where(grad_scale >= 0, size, 0)
+    grad = tl.load(grad_pointer + offsets, mask=inside).to(tl.float32) * grad_scale
     weight = tl.load(main_pointer + offsets, mask=inside).to(tl.float32)
     exp_avg = tl.load(exp_avg_pointer + offsets, mask=inside).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_pointer + offsets, mask=inside).to(tl.float32)
@@ -162,7 +165,8 @@ def adamw_step(
         eps: added to the root of the running square.
         weight_decay: decoupled weight decay; times `lr`.
         step: number of this step, from 1, for the bias corrections.
-        grad_scale: scalar fp32 tensor every gradient is multiplied by (the clip coefficient); never read by the host.
+        grad_scale: scalar fp32 tensor every gradient is multiplied by (the clip coefficient); a negative one leaves
+            everything as it is. Where the kernel runs the host never reads it.
     """
     if not params:
         return

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..kernels.attention.backends import FUNCTIONS, AttentionFunction, installed, torch_version
 from ..kernels.attention.call import AttentionCall, DType
@@ -31,6 +32,18 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {
 }
 
 
+class Sharding(Protocol):
+    """What cuts the parameters of a model over several processes."""
+
+    def cut(self, model: GPT) -> None:
+        """Replace the parameters of a model on the meta device by this process's parts of them."""
+        ...
+
+    def fill(self, parameter: Tensor, whole: Tensor) -> None:
+        """Copy this process's part of a whole parameter (fp32, CPU) into what `cut` made of it."""
+        ...
+
+
 def build_gpt(
     keys: GPTKeys,
     *,
@@ -42,6 +55,7 @@ def build_gpt(
     seq_length: int | None = None,
     compute_dtype: torch.dtype | None = None,
     kinds: Collection[CallKind] = ("training", "evaluation", "generation"),
+    sharding: Sharding | None = None,
 ) -> GPT:
     """Build a GPT with its initial weights.
 
@@ -53,8 +67,9 @@ def build_gpt(
         flags: what the environment says about attention.
         micro_batch_size: samples in a call.
         seq_length: tokens in a sample; None is `encoder_seq_length`.
-        compute_dtype: the autocast dtype, None without autocast.
+        compute_dtype: the dtype of the arithmetic where it is not that of the parameters.
         kinds: the kinds of call the run can make; the model raises on any other.
+        sharding: cuts the parameters over processes; None leaves them whole.
 
     Raises:
         ValueError: `override_vocab_size` is too small, or `compile` cannot be had.
@@ -75,11 +90,17 @@ def build_gpt(
         kinds=kinds,
     )
     model = _assemble(gpt, length, decisions, {kind: FUNCTIONS[made.backend] for kind, made in decisions.items()})
-    model = model.to(dtype).to_empty(device=device)
-    initialise_(model, init_rules(gpt))
+    model = model.to(dtype)
     model.compiled, model.compile_reason = use_compile, reason
     if use_compile:
-        model.decoder.compile_parts()
+        model.decoder.compile_parts(hooked=sharding is not None)
+    if sharding is None:
+        model = model.to_empty(device=device)
+        initialise_(model, init_rules(gpt))
+    else:
+        sharding.cut(model)
+        model.to_empty(device=device)
+        initialise_(model, init_rules(gpt), sharding.fill)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -46,8 +47,18 @@ def initial_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
     return torch.empty(shape).normal_(0.0, std, generator=generator_for(rules.seed, name))
 
 
-def initialise_(model: nn.Module, rules: InitRules) -> None:
+def copy_whole(parameter: Tensor, whole: Tensor) -> None:
+    """Fill a parameter that is not cut over processes."""
+    parameter.copy_(whole)
+
+
+def initialise_(model: nn.Module, rules: InitRules, fill: Callable[[Tensor, Tensor], None] = copy_whole) -> None:
     """Fill every parameter of `model` in place, several at a time (drawing normals is the slow part of a start).
+
+    Args:
+        model: its parameters lie on a real device.
+        rules: what to draw.
+        fill: copies (its part of) a whole parameter, fp32 on the CPU, into the parameter.
 
     Raises:
         ValueError: a parameter still lies on the meta device.
@@ -56,9 +67,9 @@ def initialise_(model: nn.Module, rules: InitRules) -> None:
     if meta := [name for name, parameter in parameters.items() if parameter.is_meta]:
         raise ValueError(f"`{meta[0]}` must lie on a real device to be initialised; call `to_empty` first.")
 
-    def fill(name: str) -> None:
+    def draw(name: str) -> None:
         with torch.no_grad():  # in the thread it runs in
-            parameters[name].copy_(initial_value(name, parameters[name].shape, rules))
+            fill(parameters[name], initial_value(name, parameters[name].shape, rules))
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(fill, parameters))
+        list(pool.map(draw, parameters))

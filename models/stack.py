@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -78,12 +79,20 @@ class Stack(nn.Module):
             hidden = layer(hidden, rotary, kind)
         return self.final_norm(hidden)
 
-    def compile_parts(self) -> None:
-        """Compile each layer and the final norm; equal layers share one compilation."""
+    def compile_parts(self, *, hooked: bool = False) -> None:
+        """Compile each layer and the final norm; equal layers share one compilation.
+
+        Args:
+            hooked: the parts will have hooks around their forward (FSDP2's, which gather and give back the weights):
+                leave those outside.
+        """
         from torch._dynamo import config  # seconds of import, only where it is needed
 
         # A limit of 8 counts the layers of all models of a process together, since they are one piece of code; the
         # third configuration trained in one notebook would end in an error.
         config.recompile_limit = max(config.recompile_limit, MOST_COMPILATIONS)
         for part in (*self.layers, self.final_norm):
-            part.compile(fullgraph=True, dynamic=False)
+            if hooked:
+                part.forward = torch.compile(part.forward, fullgraph=True, dynamic=False)
+            else:
+                part.compile(fullgraph=True, dynamic=False)

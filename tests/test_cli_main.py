@@ -114,6 +114,8 @@ def test_config_accounts_for_every_key_even_with_errors(capsys: Captured) -> Non
         str(DATA),
         "--config-name",
         "nemo_style_gpt",
+        "model.data.data_prefix=[]",
+        "model.data.index_mapping_dir=null",
         "model.fp8=True",
         "model.nope=1",
     ]

@@ -29,6 +29,14 @@ def refusal(*overrides: str, name: str | None = None, directory: Path | None = N
 @pytest.mark.parametrize(("group", "name"), PRESETS)
 def test_every_preset_is_valid(group: str, name: str) -> None:
     given = ["model.data.path=x.txt"] if name in ("text", "shakespeare_char_cpu") else []
+    given += ["model.data.data_prefix=x"] if name == "mmap" else []
+    if group == "tokenizer":
+        files = {
+            "gpt2": ["model.tokenizer.vocab_file=v", "model.tokenizer.merge_file=m"],
+            "huggingface": ["model.tokenizer.type=x"],
+            "sentencepiece": ["model.tokenizer.model=x"],
+        }
+        given += files.get(name, [])
     config = load(f"{group}={name}", *given)
     assert not [finding for finding in config.findings if finding.level == "warning"]
     assert not config.historical
@@ -180,7 +188,9 @@ def test_a_value_of_a_later_file_hides_a_block_of_an_earlier_one(tmp_path: Path)
 
 
 def test_nemo_file_loads_as_it_is() -> None:
-    config = load(name="nemo_style_gpt", directory=DATA)
+    # Its launcher gives the directory, and mock data need no prefix.
+    given_elsewhere = ["model.data.data_prefix=[]", "model.data.index_mapping_dir=null"]
+    config = load(*given_elsewhere, name="nemo_style_gpt", directory=DATA)
     root = config.root
     assert (root.model.ffn_hidden_size, root.model.normalization, root.model.hidden_dropout) == (512, "rmsnorm", 0.1)
     assert (root.exp_manager.name, root.trainer.max_time, root.trainer.limit_val_batches) == (
@@ -193,7 +203,7 @@ def test_nemo_file_loads_as_it_is() -> None:
     assert given <= accounted, given - accounted
     assert "model.pre_process" in config.historical
     warned = {finding.keys[0] for finding in config.findings if finding.level == "warning"}
-    assert warned == {"model.normalization", "model.apply_query_key_layer_scaling"}
+    assert warned == {"model.normalization", "model.apply_query_key_layer_scaling", "model.tokenizer.type"}
 
 
 def test_t5_file_composes_and_says_what_it_is(tmp_path: Path) -> None:
@@ -298,4 +308,4 @@ def test_file_of_a_group_without_its_package(tmp_path: Path) -> None:
 
 
 def test_options_are_listed() -> None:
-    assert Composer(None).options("data") == ["mock", "pystd", "text"]
+    assert Composer(None).options("data") == ["mmap", "mock", "pystd", "text"]

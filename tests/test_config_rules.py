@@ -21,8 +21,20 @@ SCHED = "model.optim.sched"
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
-        (["trainer.devices=2"], "trainer.devices", "not yet"),
-        (["trainer.num_nodes=2"], "trainer.num_nodes", "not yet"),
+        (["trainer.devices=2", "trainer.accelerator=mps"], "trainer.devices", "one process"),
+        (
+            [
+                "trainer.devices=3",
+                "model.global_batch_size=12",
+                "model.fsdp=True",
+                "model.fsdp_sharding_strategy=hybrid",
+                "model.fsdp_shard_size=2",
+            ],
+            "model.fsdp_shard_size",
+            "divide",
+        ),
+        (["model.rampup_batch_size=[3,4,100]", "model.micro_batch_size=1"], "model.rampup_batch_size", "not reached"),
+        (["model.rampup_batch_size=[2,2,100]"], "model.rampup_batch_size", "multiple of"),
         (["model.global_batch_size=10", "model.micro_batch_size=4"], "model.global_batch_size", "multiple"),
         ([f"{SCHED}.warmup_steps=1", f"{SCHED}.warmup_ratio=0.1"], f"{SCHED}.warmup_ratio", "only one"),
         ([f"{SCHED}.constant_steps=1", f"{SCHED}.constant_ratio=0.1"], f"{SCHED}.constant_ratio", "only one"),

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,40 @@ from stoker.kernels.attention.call import AttentionCall, Installed
 from stoker.kernels.attention.dispatch import choose
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import compile_policy
+from stoker.models.config.block import Block
 from stoker.models.gpt import GPT
-from stoker.trainer import cli, feed, module, parts
+from stoker.trainer import cli, feed, loggers, module, parts, profiling, run, saving
 from stoker.trainer.checkpoint import find_checkpoint
 from stoker.trainer.config import paths
+from stoker.trainer.config.exp_manager import EarlyStoppingParams, logged_name
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.config.schema_index import schema_keys
+from stoker.trainer.data import tokenizer_sentencepiece
 from stoker.trainer.data.build import build_data
+from stoker.trainer.data.indexed import IndexedWriter
+from stoker.trainer.data.installed import BUILT_IN
+from stoker.trainer.data.samples import IGNORED_LABEL, MockSamples
+from stoker.trainer.data.tokenizer_gpt2 import gpt2_definition
+from stoker.trainer.data.tokenizer_pieces import byte_alphabet
+from stoker.trainer.data.tokenizers import CharTokenizer
+from stoker.trainer.distributed import started
+from stoker.trainer.distributed.layout import plan_layout
+from stoker.trainer.distributed.placement import Placement
+from stoker.trainer.distributed.placement import place as place_processes
+from stoker.trainer.early_stopping import EarlyStopping
+from stoker.trainer.ema import EMA
 from stoker.trainer.errors import UserError
 from stoker.trainer.evaluation import EvaluationResult
-from stoker.trainer.parts import build_model, build_optimizer, choose_device
+from stoker.trainer.loop_state import LoopState, Patience
+from stoker.trainer.parts import build_model, build_optimizer, choose_device, reduce_dtype
 from stoker.trainer.precision import plan_precision
 from stoker.trainer.run import TrainingResult, run_training
+from stoker.trainer.step_policy import DivergedError, StepPolicy
 
 CPU = torch.device("cpu")
 MODEL, TRAINER, MANAGER, OPTIM = "model.", "trainer.", "exp_manager.", "model.optim."
+TOKENIZER = MODEL + "tokenizer."
 SCHED, CALLBACK, DATA = "model.optim.sched.", "exp_manager.checkpoint_callback_params.", "model.data."
 BASE = {
     "model.hidden_size": 16,
@@ -147,13 +167,23 @@ def plan(lab: Lab, changes: Changes) -> Any:
     return plan_precision(root.trainer, root.model.megatron_amp_O2, torch.device("cuda"))
 
 
-def first_batch(lab: Lab, changes: Changes) -> Any:
-    return build_data(lab.root(changes)).train.batch(0, 2).tokens.tolist()
+def first_batch(lab: Lab, changes: Changes, samples: int = 2) -> Any:
+    return build_data(lab.root(changes)).train.batch(0, samples).tokens.tolist()
 
 
 def data(lab: Lab, changes: Changes) -> Any:
     built = build_data(lab.root(changes))
     return built.description, built.vocab_size, type(built.train).__name__
+
+
+def counted_labels(lab: Lab, changes: Changes) -> Any:
+    """How many labels count in the files of a folder, each of which is a document."""
+    folder = lab.folder / "documents"
+    folder.mkdir(exist_ok=True)
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"This is document {number}.")
+    built = build_data(lab.root({**TEXT, DATA + "path": str(folder), **changes}))
+    return int((built.train.batch(0, 20).labels != IGNORED_LABEL).sum())
 
 
 def trained(lab: Lab, changes: Changes) -> Any:
@@ -220,6 +250,35 @@ def stopped_by(lab: Lab, changes: Changes) -> Any:
     return lab.run(changes).stopped_by
 
 
+def checks_said(lab: Lab, changes: Changes) -> Any:
+    return "early stopping: val_loss" in lab.printed(changes)
+
+
+def validation_losses(lab: Lab, changes: Changes) -> Any:
+    return [line["val_loss"] for line in lab.metrics(changes) if "val_loss" in line]
+
+
+def algorithms(lab: Lab, changes: Changes) -> Any:
+    """What is in force while the data are read, that is within a run."""
+    seen: list[tuple[bool, bool]] = []
+    real = run.build_data
+
+    def build(root: RootBlock) -> Any:
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        seen.append((torch.are_deterministic_algorithms_enabled(), warns))
+        return real(root)
+
+    lab.monkeypatch.setattr(run, "build_data", build)
+    lab.run(changes)
+    lab.monkeypatch.setattr(run, "build_data", real)
+    assert not torch.are_deterministic_algorithms_enabled()
+    return seen
+
+
+def profiles(lab: Lab, changes: Changes) -> Any:
+    return sorted(path.name for path in (lab.run(changes).directory / "profile").glob("*"))
+
+
 def accumulation(lab: Lab, changes: Changes) -> Any:
     """Samples in each forward pass of a step."""
     sizes: list[int] = []
@@ -257,6 +316,21 @@ def compiled(lab: Lab, changes: Changes) -> Any:
     return layer._compiled_call_impl is not None
 
 
+def layout(lab: Lab, changes: Changes) -> Any:
+    keys = lab.root(changes).model
+    return plan_layout(
+        4,
+        optimizer=keys.optim.name,
+        fsdp=keys.fsdp,
+        strategy=keys.fsdp_sharding_strategy,
+        shard_size=keys.fsdp_shard_size,
+    )
+
+
+def summed_in(lab: Lab, changes: Changes) -> Any:
+    return reduce_dtype(lab.root(changes), torch.bfloat16)
+
+
 def norm_weight(lab: Lab, changes: Changes) -> Any:
     norm = lab.model(changes).decoder.final_norm
     return type(norm).__name__, norm.weight[0].item()
@@ -289,6 +363,13 @@ VALIDATES = {"trainer.limit_val_batches": 1, "trainer.val_check_interval": 2}
 TEXT = {"model.data.data_impl": "text"}
 SAVES = {"exp_manager.create_checkpoint_callback": True, CALLBACK + "every_n_train_steps": 1}
 
+SGD, ADAFACTOR, MUON = ({OPTIM + "name": name} for name in ("sgd", "adafactor", "muon"))
+
+STOPPING = "exp_manager.early_stopping_callback_params."
+EVERY = {**VALIDATES, "trainer.val_check_interval": 1, STOPPING + "patience": 1, STOPPING + "min_delta": 9.0}
+STOPS = {**EVERY, "exp_manager.create_early_stopping_callback": True}
+AVERAGES = {**VALIDATES, "exp_manager.ema.enable": True, "exp_manager.ema.decay": 0.9}
+
 ROWS = [
     Row("name", "other", place),
     Row(TRAINER + "max_steps", 2, reported_steps),
@@ -318,6 +399,23 @@ ROWS = [
     Row(CALLBACK + "save_last", False, checkpoints, {CALLBACK + "save_top_k": 0}),
     Row(CALLBACK + "every_n_train_steps", 1, checkpoints),
     Row(MANAGER + "create_tensorboard_logger", True, files),
+    Row(MANAGER + "create_csv_logger", True, files),
+    Row(MANAGER + "max_time_per_run", "00:00:00:00", stopped_by),
+    Row(MANAGER + "create_early_stopping_callback", True, stopped_by, EVERY),
+    Row(STOPPING + "min_delta", 0.0, stopped_by, STOPS, before=9.0),
+    Row(STOPPING + "patience", 9, stopped_by, STOPS),
+    Row(STOPPING + "verbose", False, checks_said, STOPS),
+    Row(STOPPING + "stopping_threshold", 99.0, stopped_by, {**STOPS, STOPPING + "patience": 9}),
+    Row(STOPPING + "divergence_threshold", 0.1, stopped_by, {**STOPS, STOPPING + "patience": 9}),
+    Row(MANAGER + "ema.enable", True, validation_losses, AVERAGES, before=False),
+    Row(MANAGER + "ema.decay", 0.1, validation_losses, AVERAGES),
+    Row(MANAGER + "ema.validate_original_weights", True, validation_losses, AVERAGES),
+    Row(MANAGER + "ema.every_n_steps", 2, validation_losses, AVERAGES),
+    Row(TRAINER + "overfit_batches", 1, trained),
+    Row(TRAINER + "fast_dev_run", 2, reported_steps),
+    Row(TRAINER + "deterministic", True, algorithms),
+    Row(TRAINER + "deterministic", "warn", algorithms),
+    Row(TRAINER + "profile_steps", [2, 2], profiles, {TRAINER + "profiler": "pytorch"}, before=[1, 1]),
     Row(MODEL + "num_layers", 2, shapes),
     Row(MODEL + "hidden_size", 32, shapes),
     Row(MODEL + "ffn_hidden_size", 64, shapes),
@@ -360,6 +458,7 @@ ROWS = [
     Row(MODEL + "megatron_amp_O2", False, plan, {TRAINER + "precision": "bf16"}),
     Row(MODEL + "do_layer_norm_weight_decay", True, optimizer_groups),
     Row(DATA + "splits_string", "500,250,250", data, TEXT),
+    Row(DATA + "eod_mask_loss", True, counted_labels, {MODEL + "encoder_seq_length": 4}),
     Row(DATA + "num_workers", 1, workers),
     Row(OPTIM + "lr", 1e-3, learning_rates),
     Row(OPTIM + "lr", 1e-3, trained),
@@ -375,6 +474,35 @@ ROWS = [
     Row(SCHED + "min_lr", 5e-3, learning_rates),
     Row(SCHED + "min_lr", 5e-3, learning_rates, {SCHED + "name": "WarmupAnnealing"}),
     Row(SCHED + "max_steps", 8, learning_rates),
+    Row(OPTIM + "weight_decay", 0.5, trained, SGD),
+    Row(OPTIM + "weight_decay", 0.5, trained, ADAFACTOR),
+    Row(OPTIM + "weight_decay", 0.5, trained, MUON),
+    Row(OPTIM + "momentum", 0.9, trained, SGD),
+    Row(OPTIM + "momentum", 0.5, trained, MUON),
+    Row(OPTIM + "nesterov", True, trained, {**SGD, OPTIM + "momentum": 0.5}),
+    Row(OPTIM + "nesterov", False, trained, MUON),
+    Row(OPTIM + "betas", [0.5, 0.98], trained, MUON),
+    Row(OPTIM + "eps", 1e-2, trained, MUON),
+    Row(OPTIM + "eps", [1e-3, 1e-3], trained, ADAFACTOR),
+    Row(OPTIM + "eps", [1e-30, 1.0], trained, ADAFACTOR),
+    Row(OPTIM + "clip_threshold", 0.1, trained, ADAFACTOR),
+    Row(OPTIM + "decay_rate", -0.1, trained, ADAFACTOR),
+    Row(OPTIM + "beta1", 0.5, trained, ADAFACTOR),
+    Row(OPTIM + "scale_parameter", False, trained, ADAFACTOR),
+    Row(OPTIM + "relative_step", True, learning_rates, ADAFACTOR),
+    Row(OPTIM + "relative_step", True, trained, ADAFACTOR),
+    Row(OPTIM + "warmup_init", True, learning_rates, {**ADAFACTOR, OPTIM + "relative_step": True}),
+    Row(OPTIM + "ns_steps", 2, trained, MUON),
+    Row(SCHED + "hold_steps", 2, learning_rates, {SCHED + "name": "WarmupHoldAnnealLinear"}),
+    Row(SCHED + "hold_ratio", 0.5, learning_rates, {SCHED + "name": "PolynomialHoldDecayAnnealing"}),
+    Row(SCHED + "power", 2.0, learning_rates, {SCHED + "name": "PolynomialDecayAnnealing"}),
+    Row(
+        SCHED + "decay_rate",
+        1.0,
+        learning_rates,
+        {SCHED + "name": "NoamHoldAnnealing", SCHED + "warmup_steps": 2},
+    ),
+    Row(SCHED + "d_model", 4, learning_rates, {SCHED + "name": "NoamAnnealing"}, before=16),
 ]
 
 
@@ -445,13 +573,50 @@ def tokens_of_text(lab: Lab, changes: Changes) -> Any:
     return first_batch(lab, {**TEXT, DATA + "path": str(lab.text), **changes})
 
 
-def source(lab: Lab, changes: Changes) -> Any:
-    path = str(lab.text) if changes[DATA + "data_impl"] == "text" else None
-    return data(lab, {DATA + "path": path, **changes})
+def tokenizer_files(lab: Lab) -> Changes:
+    """GPT-2's two files with few tokens, a tokenizer.json with fewer, and keys that point at them."""
+    folder = lab.folder / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    vocabulary = {character: number for number, character in enumerate(byte_alphabet())}
+    vocabulary |= {"to": 256, "<|endoftext|>": 257, "be": 258}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\nt o\nb e\n")
+    (folder / "fewer.txt").write_text("t o\n")
+    (folder / "tokenizer.json").write_text(gpt2_definition(json.dumps(vocabulary), ""))
+    return {
+        TOKENIZER + "vocab_file": str(folder / "vocab.json"),
+        TOKENIZER + "merge_file": str(folder / "merges.txt"),
+        TOKENIZER + "type": str(folder / "tokenizer.json"),
+    }
+
+
+def tokens_of_file(lab: Lab, changes: Changes) -> Any:
+    """Each library with its own file; what the sentencepiece extra gives is stood in for."""
+    model = lab.folder / "tokenizer.model"
+    model.write_bytes(b"a model")
+    stand_in = CharTokenizer.of_texts([lab.text.read_text() + "\0"])
+    lab.monkeypatch.setattr(tokenizer_sentencepiece, "define", lambda *_: stand_in)
+    files = tokenizer_files(lab)
+    if changes[TOKENIZER + "library"] == "sentencepiece":
+        files = {TOKENIZER + "model": str(model)}
+    return tokens_of_text(lab, {**files, **changes})
 
 
 def optimizer(lab: Lab, changes: Changes) -> Any:
     return trained(lab, changes), optimizer_groups(lab, changes)
+
+
+def monitored(lab: Lab, changes: Changes) -> Any:
+    """By what checkpoints are ranked."""
+    params = lab.root(changes).exp_manager.checkpoint_callback_params
+    return logged_name(params.monitor), params.mode
+
+
+def watched(lab: Lab, changes: Changes) -> Any:
+    params = lab.root(changes).exp_manager.early_stopping_callback_params
+    return EarlyStopping(params, Patience.model_validate({})).metric, EarlyStopping(
+        params, Patience.model_validate({"best": 1.0})
+    ).check(2.0)[1]
 
 
 @dataclass(frozen=True)
@@ -465,11 +630,18 @@ class Values:
 
 VALUES = {
     TRAINER + "accelerator": Values(device, {"gpu": "cuda", "auto": "cuda"}),
+    "model.fsdp_sharding_strategy": Values(layout, {}, {MODEL + "fsdp": True, MODEL + "fsdp_shard_size": 2}),
+    "model.fsdp_grad_reduce_dtype": Values(summed_in, {"32": 32, "fp32": 32}),
     TRAINER + "precision": Values(
-        arithmetic, {"32": 32, "32-true": 32, "bf16-mixed": "bf16"}, {MODEL + "megatron_amp_O2": False}
+        arithmetic,
+        {"64": 64, "64-true": 64, "32": 32, "32-true": 32, "bf16-mixed": "bf16"},
+        {MODEL + "megatron_amp_O2": False},
     ),
-    CALLBACK + "monitor": Values(checkpoints, {}),
-    CALLBACK + "mode": Values(checkpoints, {}),
+    CALLBACK + "monitor": Values(monitored, {"reduced_train_loss": "loss", "train_loss": "loss"}),
+    CALLBACK + "mode": Values(monitored, {}),
+    STOPPING + "monitor": Values(watched, {"reduced_train_loss": "loss", "train_loss": "loss"}),
+    STOPPING + "mode": Values(watched, {}),
+    TRAINER + "profiler": Values(profiles, {}, {TRAINER + "profile_steps": [1, 2]}),
     MODEL + "family": Values(shapes, {}),
     MODEL + "transformer_block_type": Values(shapes, {}),
     MODEL + "normalization": Values(normalization, {}),
@@ -478,15 +650,27 @@ VALUES = {
     MODEL + "attention_backend": Values(
         hopper_backend, {"auto": "sdpa_cudnn", "fused": "sdpa_cudnn", "flash": "sdpa_flash"}
     ),
-    MODEL + "tokenizer.library": Values(tokens_of_text, {}),
-    DATA + "data_impl": Values(source, {}),
+    MODEL + "tokenizer.library": Values(tokens_of_file, {}),
     OPTIM + "name": Values(
         optimizer,
         dict.fromkeys(
             ("fused_adam", "distributed_fused_adam", "megatron_fused_adam", "mcore_distributed_optim"), "adamw"
         ),
     ),
-    SCHED + "name": Values(learning_rates, {}),
+    OPTIM + "adjust_lr_fn": Values(trained, {}, {OPTIM + "name": "muon"}),
+    SCHED + "name": Values(
+        learning_rates,
+        {"WarmupHoldPolicy": "WarmupPolicy"},
+        {
+            SCHED + "warmup_steps": 1,
+            SCHED + "hold_steps": 1,
+            SCHED + "constant_steps": 2,
+            SCHED + "power": 1.5,
+            SCHED + "d_model": 16,
+            SCHED + "min_lr": 1e-4,
+            SCHED + "max_steps": 8,
+        },
+    ),
 }
 
 
@@ -555,13 +739,72 @@ def variables_are_set_for_training(lab: Lab) -> None:
 
 
 @story("trainer.devices", "trainer.num_nodes")
-def more_than_one_device_is_refused(lab: Lab) -> None:
-    assert load("trainer.devices=auto").root.trainer.devices == "auto"
-    assert choose_device(lab.root({TRAINER + "devices": "auto"})) == choose_device(lab.root({TRAINER + "devices": 1}))
-    for key in ("trainer.devices", "trainer.num_nodes"):
-        assert "not yet" in problems(f"{key}=2")[key].rule
-        with pytest.raises(UserError, match=key):
-            choose_device(lab.root({key: 2}))
+def processes_are_placed(lab: Lab) -> None:
+    def placed(changes: Changes, **environ: str) -> tuple[int, int, int]:
+        found = place_processes(lab.root(changes).trainer, environ)
+        return found.world_size, found.per_node, found.node
+
+    assert placed({}) == (1, 1, 0)
+    assert placed({TRAINER + "devices": 3}) == (3, 3, 0)
+    meeting = {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "NODE_RANK": "1"}
+    assert placed({TRAINER + "devices": 3, TRAINER + "num_nodes": 2}, **meeting) == (6, 3, 1)
+    with pytest.raises(UserError, match="NODE_RANK"):
+        placed({TRAINER + "num_nodes": 2})
+
+
+@story("model.fsdp", "model.fsdp_shard_size")
+def parameters_are_cut(lab: Lab) -> None:
+    cut = {MODEL + "fsdp": True}
+    hybrid = {**cut, MODEL + "fsdp_sharding_strategy": "hybrid"}
+    found = [
+        layout(lab, {}),
+        layout(lab, {OPTIM + "name": "distributed_fused_adam"}),
+        layout(lab, cut),
+        layout(lab, {**hybrid, MODEL + "fsdp_shard_size": 2}),
+    ]
+    assert [(each.replicas, each.shards) for each in found] == [(4, 1), (1, 4), (1, 4), (2, 2)]
+    assert len({str(each) for each in found}) == len(found)
+
+
+@story("trainer.process_timeout")
+def a_process_that_waits_gives_up(lab: Lab) -> None:
+    timeouts: list[float] = []
+
+    def join(*place: int, store: Any, timeout: float) -> Any:
+        timeouts.append(timeout)
+        raise UserError("enough")
+
+    lab.monkeypatch.setattr(started, "join", join)
+    lab.monkeypatch.setenv("RANK", "0")
+    lab.monkeypatch.setenv("WORLD_SIZE", "2")
+    for changes in ({}, {TRAINER + "process_timeout": 7.0}):
+        document = lab.document(changes)
+        config = RunConfig(RootBlock.model_validate(document), document=document)
+        with pytest.raises(UserError, match="enough"):
+            started.train(config, Placement(2, 2, rank=0))
+    assert timeouts == [600.0, 7.0]
+
+
+@story("model.rampup_batch_size")
+def the_batch_grows(lab: Lab) -> None:
+    grows = lab.metrics({MODEL + "rampup_batch_size": [2, 2, 4]})
+    assert [row["consumed_samples"] for row in grows if "loss" in row] == [2, 4, 8, 12]
+
+
+@story(CALLBACK + "async_save")
+def checkpoints_are_written_beside_training(lab: Lab) -> None:
+    names: list[str] = []
+    write = saving.write_checkpoint
+
+    def record(*arguments: Any) -> Path:
+        names.append(threading.current_thread().name)
+        return write(*arguments)
+
+    lab.monkeypatch.setattr(saving, "write_checkpoint", record)
+    for beside in (False, True):
+        kept = checkpoints(lab, {**SAVES, CALLBACK + "async_save": beside, CALLBACK + "save_top_k": -1})
+        assert kept == ["step-1", "step-2", "step-3", "step-4"]
+    assert names == ["MainThread"] * 4 + ["checkpoint"] * 4
 
 
 @story(MANAGER + "resume_from_checkpoint", MANAGER + "resume_if_exists", MANAGER + "resume_ignore_no_checkpoint")
@@ -602,6 +845,111 @@ def the_smallest_validation_loss_is_kept(lab: Lab) -> None:
     assert checkpoints(lab, {**keeps_one, CALLBACK + "save_last": False}) == ["step-2"]
 
 
+@story(STOPPING + "monitor", STOPPING + "mode", STOPPING + "strict", STOPPING + "check_finite")
+def early_stopping_watches_its_metric(lab: Lab) -> None:
+    assert "val_loss" in str(stopped_by(lab, STOPS))
+    assert "(loss " in str(stopped_by(lab, {**STOPS, STOPPING + "monitor": "reduced_train_loss"}))
+    below = {**STOPS, STOPPING + "patience": 9, STOPPING + "stopping_threshold": 0.1}
+    assert [stopped_by(lab, {**below, STOPPING + "mode": mode}) is None for mode in ("min", "max")] == [True, False]
+    absent = {**STOPS, STOPPING + "monitor": "bits_per_byte", TRAINER + "limit_val_batches": 0}
+    with pytest.raises(UserError, match="was not measured"):
+        lab.run(absent)
+    assert stopped_by(lab, {**absent, STOPPING + "strict": False}) is None
+    for wish, stops in ((True, True), (False, False)):
+        params = EarlyStoppingParams.model_validate({"check_finite": wish})
+        assert (EarlyStopping(params, Patience.model_validate({})).check(float("nan"))[0] is not None) == stops
+
+
+@story(CALLBACK + "train_time_interval")
+def checkpoints_come_by_the_clock(lab: Lab) -> None:
+    timed = {CALLBACK + "save_top_k": -1, CALLBACK + "train_time_interval": "00:00:00:00"}
+    assert checkpoints(lab, timed) == ["step-1", "step-3", "step-4"]  # the next step is let pass
+
+
+@story(MANAGER + "files_to_copy")
+def files_are_copied(lab: Lab) -> None:
+    directory = lab.run({MANAGER + "files_to_copy": [str(lab.text)]}).directory
+    assert (directory / "files" / "text.txt").read_text() == lab.text.read_text()
+    with pytest.raises(UserError, match="files_to_copy"):
+        lab.run({MANAGER + "files_to_copy": [str(lab.folder / "missing")]})
+
+
+@story(MANAGER + "ema.cpu_offload")
+def the_average_lies_in_host_memory(lab: Lab) -> None:
+    weight = torch.zeros(2, device="meta")
+    for offload in (True, False):
+        average = EMA({"w": torch.zeros(2)}, decay=0.5, cpu_offload=offload)
+        assert average.pieces()["w"].local.device.type == "cpu"
+    assert EMA({"w": weight}, decay=0.5).pieces()["w"].local.device.type == "meta"
+    assert validation_losses(lab, AVERAGES) == validation_losses(lab, {**AVERAGES, MANAGER + "ema.cpu_offload": True})
+
+
+WANDB = ("project", "name", "entity", "group", "job_type", "tags", "notes", "save_dir", "id", "offline")
+MLFLOW = ("experiment_name", "run_name", "tracking_uri", "save_dir", "prefix", "tags", "artifact_location", "run_id")
+EVENTS = ("max_queue", "flush_secs", "filename_suffix")
+
+
+@story(
+    *(f"{MANAGER}{switch}" for switch in ("create_wandb_logger", "create_mlflow_logger")),
+    *(f"{MANAGER}wandb_logger_kwargs.{name}" for name in WANDB),
+    *(f"{MANAGER}mlflow_logger_kwargs.{name}" for name in MLFLOW),
+    *(f"{MANAGER}summary_writer_kwargs.{name}" for name in EVENTS),
+)
+def loggers_get_their_settings(lab: Lab) -> None:
+    """Each setting reaches its logger; what the loggers do with it is in test_trainer_loggers.py."""
+    made: dict[str, Any] = {}
+
+    class Sink:
+        def __init__(self, *given: Any, **_: Any) -> None:
+            keys = next(item for item in given if isinstance(item, Block))
+            made[type(keys).__name__] = keys.model_dump()
+
+        def log(self, step: int, figures: Any, group: str) -> None: ...
+
+        def close(self, *, failed: bool) -> None: ...
+
+    for name in ("WandbSink", "MlflowSink", "TensorBoardSink"):
+        lab.monkeypatch.setattr(loggers, name, Sink)
+    lab.monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda _: True)
+    on = {f"create_{name}_logger": True for name in ("wandb", "mlflow", "tensorboard")}
+    lab.run({MANAGER + switch: value for switch, value in on.items()} | {MANAGER + "wandb_logger_kwargs.project": "p"})
+    assert made["WandbBlock"]["project"] == "p"
+    assert set(made["WandbBlock"]) == set(WANDB)
+    assert set(made["MlflowBlock"]) == set(MLFLOW)
+    assert set(made["SummaryWriterBlock"]) == set(EVENTS)
+
+
+MEMORY = "model.memory_profile."
+
+
+@story(*(MEMORY + name for name in ("enabled", "start_step", "end_step", "rank", "output_path")))
+def memory_is_recorded(lab: Lab) -> None:
+    asked: list[tuple[Any, ...]] = []
+    lab.monkeypatch.setattr(profiling, "MemoryRecorder", lambda *given: asked.append(given))
+    keys = {MEMORY + "enabled": True, MEMORY + "start_step": 2, MEMORY + "end_step": 3, MEMORY + "rank": 1}
+    root = lab.root({**keys, MEMORY + "output_path": str(lab.folder)})
+    for rank in (0, 1):
+        profiling.build_observers(root, lab.folder, CPU, print, rank)
+    assert [given[:3] for given in asked] == [(lab.folder, 2, 3)]
+    with pytest.raises(UserError, match="memory_profile"):
+        lab.run(keys)
+
+
+@story(TRAINER + "max_skipped_steps", TRAINER + "loss_spike_threshold")
+def steps_are_watched(lab: Lab) -> None:
+    bad, good = (float("nan"), 1.0), (1.0, 1.0)
+    policy = StepPolicy(1, None, LoopState.model_validate({}))
+    policy.read(1, [bad, good, bad])
+    with pytest.raises(DivergedError, match="step 4"):
+        policy.read(4, [bad])
+    losses = [(1.0 + 0.01 * (step % 7), 1.0) for step in range(150)] + [(3.0, 1.0)] * 20
+    assert [len(StepPolicy(1, limit, LoopState.model_validate({})).read(1, losses)) for limit in (4.0, 1e6, None)] == [
+        1,
+        0,
+        0,
+    ]
+
+
 @story(MODEL + "hidden_dropout")
 def embeddings_attention_and_mlp_drop(lab: Lab) -> None:
     rates: list[float] = []
@@ -635,12 +983,115 @@ def dropout_is_seeded(lab: Lab) -> None:
     assert seeds == {5}
 
 
+@story(TOKENIZER + "type", TOKENIZER + "vocab_file", TOKENIZER + "merge_file")
+def tokenizers_are_read_from_files(lab: Lab) -> None:
+    files = tokenizer_files(lab)
+    folder = lab.folder / "tokenizer"
+    megatron = {TOKENIZER + "library": "megatron", **files, TOKENIZER + "type": "GPT2BPETokenizer"}
+    merged = tokens_of_text(lab, megatron)
+    assert merged != tokens_of_text(lab, {**megatron, TOKENIZER + "merge_file": str(folder / "fewer.txt")})
+    other = json.loads((folder / "vocab.json").read_text())
+    other["to"], other["be"] = other["be"], other["to"]
+    (folder / "other.json").write_text(json.dumps(other))
+    assert merged != tokens_of_text(lab, {**megatron, TOKENIZER + "vocab_file": str(folder / "other.json")})
+    huggingface = {TOKENIZER + "library": "huggingface", TOKENIZER + "type": files[TOKENIZER + "type"]}
+    assert merged != tokens_of_text(lab, huggingface)
+    text = ["data=text", f"model.data.path={lab.text}"]
+    refused = problems(*text, "model.tokenizer.library=megatron", "model.tokenizer.type=BertWordPieceCase")
+    assert TOKENIZER + "type" in refused
+    assert TOKENIZER + "merge_file" in problems(*text, "tokenizer=gpt2", "model.tokenizer.vocab_file=v")
+
+
+@story(TOKENIZER + "model")
+def a_tokenizer_model_is_a_file_too(lab: Lab) -> None:
+    path = tokenizer_files(lab)[TOKENIZER + "type"]
+    library = {TOKENIZER + "library": "huggingface"}
+    by_model = tokens_of_text(lab, {**library, TOKENIZER + "model": path})
+    assert by_model == tokens_of_text(lab, {**library, TOKENIZER + "type": path})
+    both = ["tokenizer=huggingface", f"model.tokenizer.type={path}", f"model.tokenizer.model={path}"]
+    assert TOKENIZER + "type" in problems("data=text", f"model.data.path={lab.text}", *both)
+    with pytest.raises(UserError, match="downloads no tokenizers"):
+        tokens_of_text(lab, {**library, TOKENIZER + "model": "meta-llama/Llama-3.1-8B"})
+
+
+@story(
+    TOKENIZER + "additional_special_tokens",
+    TOKENIZER + "special_tokens.eos_token",
+    TOKENIZER + "special_tokens.pad_token",
+)
+def special_tokens_are_named_and_added(lab: Lab) -> None:
+    path = tokenizer_files(lab)[TOKENIZER + "type"]
+    base = {**TEXT, DATA + "path": str(lab.text), TOKENIZER + "library": "huggingface", TOKENIZER + "type": path}
+
+    def built(**special: Any) -> Any:
+        keys = {TOKENIZER + key: value for key, value in special.items()}
+        tokenizer = build_data(lab.root({**base, **keys})).tokenizer
+        return tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id
+
+    assert built() == (259, 257, 257)
+    assert built(additional_special_tokens=["<a>", "<b>"]) == (261, 257, 257)
+    assert built(special_tokens={"eos_token": "be"}) == (259, 258, 257)
+    assert built(special_tokens={"pad_token": "to"}) == (259, 257, 256)
+
+
 @story(DATA + "path")
 def text_is_read_from_there(lab: Lab) -> None:
     other = lab.folder / "other.txt"
     other.write_text("Whether 'tis nobler in the mind to suffer " * 20)
     batches = [first_batch(lab, {**TEXT, DATA + "path": str(path)}) for path in (lab.text, other)]
     assert batches[0] != batches[1]
+
+
+def tokens_on_disk(lab: Lab, name: str, first: int) -> str:
+    """A set of 40 documents of 10 tokens, counted up from `first`."""
+    with IndexedWriter(lab.folder / name, "u2") as writer:
+        for number in range(40):
+            writer.add_document(range(first + 2 * number, first + 2 * number + 10))
+        writer.finish()
+    return str(lab.folder / name)
+
+
+@story(DATA + "data_impl")
+def sources_differ(lab: Lab) -> None:
+    files = {"text": {DATA + "path": str(lab.text)}, "mmap": {DATA + "data_prefix": tokens_on_disk(lab, "a", 3)}}
+    found = [first_batch(lab, {DATA + "data_impl": name, **files.get(name, {})}) for name in BUILT_IN]
+    assert all(found.count(batch) == 1 for batch in found)
+    assert "did you mean model.data.data_impl=mmap?" in problems("model.data.data_impl=mmpa")[DATA + "data_impl"].fix
+    assert "use mmap or text" in problems("model.data.data_impl=text_mmap")[DATA + "data_impl"].rule
+
+
+@story(DATA + "data_prefix", DATA + "shuffle_documents", DATA + "index_mapping_dir")
+def tokens_come_from_there(lab: Lab) -> None:
+    a, b = tokens_on_disk(lab, "a", 3), tokens_on_disk(lab, "b", 150)
+    folder = lab.folder / "index"
+
+    def drawn(prefix: Any, **more: Any) -> list[list[int]]:
+        changes = {DATA + "data_impl": "mmap", DATA + "data_prefix": prefix}
+        return first_batch(lab, {**changes, **{DATA + name: value for name, value in more.items()}}, 20)
+
+    first, second, both = drawn(a), drawn(b), drawn([0.25, a, 0.75, b])
+    assert sum(min(row) >= 150 for row in both) == 15
+    assert drawn({"train": b, "validation": a}, splits_string="1") != second, "not cut"
+    assert drawn(a, shuffle_documents=False) != first
+    assert drawn(a, index_mapping_dir=str(folder)) == first
+    assert list(folder.glob("*.npy"))
+
+
+@story(DATA + "dataset_kwargs")
+def installed_data_get_their_arguments(lab: Lab) -> None:
+    def samples(data: Any, split: str, sequence_length: int, tokenizer: Any, seed: int) -> Any:
+        top = data["dataset_kwargs"]["top"]
+        return MockSamples(top, sequence_length, seed, 1000) if split == "train" else None
+
+    point = EntryPoint("mine", "package:samples", "stoker.datasets")
+    lab.monkeypatch.setattr(EntryPoint, "load", lambda self: samples)
+    for module_name in ("trainer.data.installed", "trainer.data.build", "trainer.config.data_rules"):
+        lab.monkeypatch.setattr(f"stoker.{module_name}.installed_datasets", lambda: {"mine": point})
+    changes = {DATA + "data_impl": "mine", DATA + "path": None}
+    batches = [first_batch(lab, {**changes, DATA + "dataset_kwargs": {"top": top}}) for top in (10, 20)]
+    assert max(map(max, batches[0])) < 10 <= max(map(max, batches[1]))
+    loaded = load("model.data.data_impl=mine", "model.data.dataset_kwargs.top=5").root.model.data
+    assert loaded.dataset_kwargs == {"top": 5}
 
 
 @story(DATA + "seq_length")
@@ -677,6 +1128,15 @@ def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
     ("overrides", "key"),
     [
         (["data=mock", "model.data.splits_string='1,1,1'"], DATA + "splits_string"),
+        (["model.data.index_mapping_dir=x"], DATA + "index_mapping_dir"),
+        (["model.data.shuffle_documents=false"], DATA + "shuffle_documents"),
+        (["model.data.dataset_kwargs.a=1"], DATA + "dataset_kwargs"),
+        (["data=mock", "model.data.eod_mask_loss=true"], DATA + "eod_mask_loss"),
+        (["data=mmap", "model.data.data_prefix={train: a, validation: [1, b]}"], DATA + "data_prefix.validation"),
+        (
+            ["data=mmap", "model.data.data_prefix={train: a, validation: b}", "model.data.splits_string='1,1'"],
+            DATA + "splits_string",
+        ),
         (["trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=1"], TRAINER + "num_sanity_val_steps"),
         (
             ["trainer.limit_val_batches=0", "trainer.val_check_interval=5", f"{CALLBACK}every_n_train_steps=5"],

@@ -53,7 +53,7 @@ POOLS = {
     "model.global_batch_size": [1, 2, 4, 6],
     "model.megatron_amp_O2": ["true", "false"],
     "model.do_layer_norm_weight_decay": ["true", "false"],
-    "model.tokenizer.library": ["byte-level", "char"],
+    "model.tokenizer.library": ["byte-level", "char", "huggingface"],
     "model.data.data_impl": ["pystd", "mock", "text"],
     "model.data.seq_length": ["null", 8, 16],
     "model.data.splits_string": ["'900,50,50'", "'1,0,0'", "'90,10'"],

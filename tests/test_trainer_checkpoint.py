@@ -13,6 +13,9 @@ from torch import nn
 
 from stoker.trainer import safe_io
 from stoker.trainer.checkpoint import (
+    OPTIMIZER,
+    WEIGHTS,
+    Content,
     RunState,
     apply_retention,
     checkpoint_paths,
@@ -22,9 +25,11 @@ from stoker.trainer.checkpoint import (
     remove_leftovers,
     write_checkpoint,
 )
+from stoker.trainer.distributed.pieces import piece_of
 from stoker.trainer.errors import EXIT_IO, UserError
-from stoker.trainer.optim import AdamW
-from stoker.trainer.safe_io import DamagedFileError, read_json, read_tensors, write_json, write_tensors
+from stoker.trainer.optim.adamw import AdamW
+from stoker.trainer.safe_io import DamagedFileError, read_json, write_json, write_tensors
+from stoker.trainer.tensor_files import read_pieces
 
 FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"]
 
@@ -57,11 +62,12 @@ def save(directory, step, val_loss=None):
             parameter.add_(step)
     return write_checkpoint(
         directory,
-        state(step, val_loss),
-        weights=dict(model.named_parameters()),
-        optimizer=optimizer.tensors(),
-        config_document={"name": "x"},
-        tokenizer_document={"tokenizer": "byte"},
+        Content(
+            state(step, val_loss),
+            {WEIGHTS: {name: piece_of(p) for name, p in model.named_parameters()}, OPTIMIZER: optimizer.pieces()},
+            {"name": "x"},
+            {"tokenizer": "byte"},
+        ),
     )
 
 
@@ -78,11 +84,11 @@ def test_round_trip(tmp_path):
     assert checkpoint.config_document == {"name": "x"}
     assert checkpoint.tokenizer_document == {"tokenizer": "byte"}
     model, optimizer = parts()
-    optimizer.tensors()["0.weight.exp_avg"].fill_(3)
+    optimizer.pieces()["0.weight.exp_avg"].local.fill_(3)
     checkpoint.load_weights(model)
     checkpoint.load_optimizer(optimizer)
     assert torch.equal(first_weight(model), first_weight(net()) + 7)
-    assert optimizer.tensors()["0.weight.exp_avg"].count_nonzero() == 0
+    assert optimizer.pieces()["0.weight.exp_avg"].local.count_nonzero() == 0
     assert optimizer.step_count == 7
     assert first_weight(model).requires_grad
 
@@ -162,7 +168,7 @@ def test_a_manifest_cannot_name_other_files(tmp_path):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["../secret"] = manifest["files"].pop("state.json")
     (path / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    with pytest.raises(DamagedFileError, match="does not list exactly"):
+    with pytest.raises(DamagedFileError, match="does not list the files"):
         open_checkpoint(path)
 
 
@@ -179,7 +185,7 @@ def test_hostile_json_is_refused_in_one_line(tmp_path, text):
 def test_what_is_not_safetensors_is_refused(tmp_path, data):
     (tmp_path / "x.safetensors").write_bytes(data)
     with pytest.raises(DamagedFileError, match="is not a safetensors file"):
-        list(read_tensors(tmp_path / "x.safetensors", {}))
+        read_pieces([tmp_path / "x.safetensors"], {})
 
 
 def test_other_geometry_is_an_error_that_lists_what_differs(tmp_path):

@@ -18,11 +18,12 @@ from stoker.models.gpt import GPT
 from stoker.trainer import evaluate as evaluate_command
 from stoker.trainer import generate as generate_command
 from stoker.trainer.baselines import unigram_bits_per_byte, xz_bits_per_byte
-from stoker.trainer.checkpoint import RunState, write_checkpoint
+from stoker.trainer.checkpoint import OPTIMIZER, WEIGHTS, Content, RunState, write_checkpoint
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.build import build_data
 from stoker.trainer.data.samples import EvaluationWindows
 from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
+from stoker.trainer.distributed.pieces import piece_of
 from stoker.trainer.errors import UserError
 from stoker.trainer.evaluation import EvaluationResult, evaluate
 from stoker.trainer.restore import restore
@@ -151,11 +152,12 @@ def _write_run(path: Path, text: Path, fingerprint: str | None = None, **model: 
     )
     write_checkpoint(
         path / "checkpoints",
-        state,
-        weights=dict(gpt.named_parameters()),
-        optimizer={},
-        config_document=config.document,
-        tokenizer_document=data.tokenizer.to_document(),
+        Content(
+            state,
+            {WEIGHTS: {name: piece_of(p) for name, p in gpt.named_parameters()}, OPTIMIZER: {}},
+            config.document,
+            data.tokenizer.to_document(),
+        ),
     )
     return path, gpt.eval()
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from stoker.trainer.optim import AdamW, clip_coefficient, decays, global_norm
+from stoker.trainer.optim.adamw import AdamW
+from stoker.trainer.optim.base import clip_coefficient, decays, global_norm
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -84,7 +85,7 @@ def test_bf16_weights_follow_fp32_main_weights():
     model = net(torch.bfloat16)
     optimizer = AdamW(model.named_parameters(), main_weights=True, **{**SETTINGS, "lr": 1e-5, "weight_decay": 0.0})
     before = copy.deepcopy(model.state_dict())
-    state = optimizer.tensors()
+    state = {name: piece.local for name, piece in optimizer.pieces().items()}
     start = state["linear.weight.main"].clone()
     for step in range(20):
         backward(model, step)
@@ -140,10 +141,35 @@ def test_a_parameter_without_gradient_is_named():
 
 
 def test_state_is_named_after_the_parameters():
-    fp32 = AdamW(net(torch.float32).named_parameters(), main_weights=True, **SETTINGS)
-    assert "linear.bias.exp_avg_sq" in fp32.tensors()
-    assert not any(name.endswith(".main") for name in fp32.tensors())
+    fp32 = AdamW(net(torch.float32).named_parameters(), **SETTINGS)
+    assert "linear.bias.exp_avg_sq" in fp32.pieces()
+    assert not any(name.endswith(".main") for name in fp32.pieces())
     bf16 = AdamW(net(torch.bfloat16).named_parameters(), main_weights=True, **SETTINGS)
-    assert {tensor.dtype for tensor in bf16.tensors().values()} == {torch.float32}
+    assert {piece.local.dtype for piece in bf16.pieces().values()} == {torch.float32}
     pure = AdamW(net(torch.bfloat16).named_parameters(), **SETTINGS)
-    assert {tensor.dtype for tensor in pure.tensors().values()} == {torch.bfloat16}
+    assert {piece.local.dtype for piece in pure.pieces().values()} == {torch.bfloat16}
+
+
+def test_main_weights_are_recorded_even_where_they_are_the_parameters():
+    model = net(torch.float32)
+    optimizer = AdamW(model.named_parameters(), main_weights=True, **SETTINGS)
+    main = optimizer.pieces()["linear.weight.main"].local
+    assert main.data_ptr() == model.linear.weight.data_ptr()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad):
+    model = net()
+    optimizer = AdamW(model.named_parameters(), clip_norm=1.0, **SETTINGS)
+    backward(model, 0)
+    optimizer.step()
+    before = copy.deepcopy([*model.parameters(), *(piece.local for piece in optimizer.pieces().values())])
+    backward(model, 1)
+    gradient = model.norm.weight.grad
+    assert gradient is not None
+    gradient[2] = bad
+    optimizer.step()
+    after = [*model.parameters(), *(piece.local for piece in optimizer.pieces().values())]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert optimizer.grad_norm is not None
+    assert not optimizer.grad_norm.isfinite()

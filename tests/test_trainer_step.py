@@ -8,12 +8,14 @@ import torch
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
+from stoker.trainer.batching import BatchPlan, RankBatches
 from stoker.trainer.config.blocks import TrainerBlock
 from stoker.trainer.data.samples import Batch, MockSamples
+from stoker.trainer.distributed.ranks import Ranks
 from stoker.trainer.feed import BatchFeed, GlobalBatch
 from stoker.trainer.fit import fit
 from stoker.trainer.module import LanguageModule, micro_batch_seed
-from stoker.trainer.optim import AdamW
+from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.precision import PrecisionPlan, plan_precision
 
 CPU = torch.device("cpu")
@@ -38,7 +40,7 @@ class UnevenSamples:
         self.sequence_length, self.samples = 16, 1000
 
     def batch(self, first, count):
-        tokens, labels = self.inner.batch(first, count)
+        tokens, labels, _ = self.inner.batch(first, count)
         for row in range(count):
             labels[row, (first + row) % 16 + 1 :] = -100
         return Batch(tokens, labels)
@@ -53,17 +55,15 @@ def module_of(micro_batch_size, *, dtype=torch.float64, keys=KEYS, global_batch=
         model,
         AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, clip_norm=0.1, main_weights=precision.main_weights),
         lambda step: 1e-2 / (step + 1),
-        BatchFeed(samples or UnevenSamples(), 0, global_batch, CPU),
+        BatchFeed(samples or UnevenSamples(), RankBatches(BatchPlan(global_batch), micro_batch_size), CPU),
         precision,
-        micro_batch_size=micro_batch_size,
-        accumulates=micro_batch_size < global_batch,
         seed=1,
     )
 
 
 def trained(micro_batch_size, steps=3, **options):
     module = module_of(micro_batch_size, **options)
-    fit(module, Silent(), steps, CPU)
+    fit(module, Silent(), steps, CPU, Ranks())
     module.feed.close()
     return module
 
@@ -161,11 +161,11 @@ def test_bf16_trains_close_to_fp32(plan):
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_batches_depend_on_the_position_alone(num_workers):
     samples = MockSamples(100, 8, seed=3, samples=1000)
-    feed = BatchFeed(samples, 20, 4, CPU, num_workers)
+    feed = BatchFeed(samples, RankBatches(BatchPlan(4, first_step=5, consumed=20), 2), CPU, num_workers)
     batches = iter(feed)
     for first in (20, 24, 28, 32):
         batch = next(batches)
-        assert batch.first == first
+        assert batch.numbers == (0, 1)
         np.testing.assert_array_equal(batch.tokens, samples.batch(first, 4).tokens)
     feed.close()
 
@@ -180,7 +180,7 @@ def test_only_copies_to_cuda_do_not_wait(device, waits):
             asked.append(non_blocking)
             return self
 
-    GlobalBatch(0, Recorder(), Recorder(), Recorder()).to(torch.device(device))
+    GlobalBatch((0,), Recorder(), Recorder(), Recorder()).to(torch.device(device))
     assert asked == [not waits] * 3
 
 
@@ -191,7 +191,7 @@ def test_an_error_in_the_data_reaches_the_step():
         def batch(self, first, count):
             raise RuntimeError("no such sample")
 
-    feed = BatchFeed(Broken(), 0, 4, CPU)
+    feed = BatchFeed(Broken(), RankBatches(BatchPlan(4), 4), CPU)
     with pytest.raises(RuntimeError, match="no such sample"):
         next(iter(feed))
     feed.close()

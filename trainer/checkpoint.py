@@ -2,11 +2,14 @@
 
     step-1000/
         model.safetensors      the parameters, by name
-        optimizer.safetensors  parameter name + .main (fp32 main weight), .exp_avg, .exp_avg_sq
+        optimizer.safetensors  parameter name + .main (fp32 main weight) and the optimizer's own, as .exp_avg
+        ema.safetensors        the moving average of the weights, where there is one
         state.json             step, consumed samples, seed, data fingerprint, validation loss, versions
         config.json            the configuration document
         tokenizer.json         the tokenizer document
         manifest.json          size and SHA-256 of every other file
+
+Several ranks write a file each (`tensor_files`); they load on any other number of ranks.
 
 It is written as `step-N.tmp-*` beside its final place, every file flushed to the disk, then renamed. Reading starts at
 the manifest: a checkpoint is valid when every file has the recorded size and hash.
@@ -14,36 +17,41 @@ the manifest: a checkpoint is valid when every file has the recorded size and ha
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field, ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from ..models.config.block import Block
+from .distributed.pieces import Piece, piece_of
+from .distributed.ranks import Ranks
 from .errors import EXIT_IO, UserError
-from .optim import AdamW
+from .loop_state import LoopState
+from .optim.base import Optimizer
 from .safe_io import (
     DamagedFileError,
     FileRecord,
     check_file,
     read_json,
-    read_tensors,
     sync_directory,
     write_json,
-    write_tensors,
 )
+from .tensor_files import file_name, files_of, read_pieces, write_pieces
 
+T = TypeVar("T")
 FORMAT = 1
-WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-CONFIG, TOKENIZER, MANIFEST = "config.json", "tokenizer.json", "manifest.json"
-_FILES = frozenset({WEIGHTS, OPTIMIZER, STATE, CONFIG, TOKENIZER})
+WEIGHTS, OPTIMIZER, AVERAGE = "model", "optimizer", "ema"
+"""Kinds of tensor files."""
+STATE, CONFIG, TOKENIZER, MANIFEST = "state.json", "config.json", "tokenizer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{1,15})")
 _TEMPORARY = re.compile(r"step-\d{1,15}\.tmp-.*")
 
@@ -57,6 +65,10 @@ class RunState(Block):
     """Samples trained on; the position in the data."""
     val_loss: float | None = None
     """Validation loss at this step, in nats per token; None where it was not measured."""
+    metrics: dict[str, float] = Field(default={})
+    """The other figures of this step that can rank checkpoints, by the names that `monitor` takes."""
+    loop: LoopState = LoopState.model_validate({})
+    """What the loop remembers besides."""
     seed: int
     """`model.seed`."""
     global_batch_size: int
@@ -81,6 +93,7 @@ class Checkpoint:
 
     path: Path
     state: RunState
+    files: tuple[str, ...]
 
     @property
     def config_document(self) -> dict[str, Any]:
@@ -92,73 +105,133 @@ class Checkpoint:
         """The document its tokenizer is rebuilt from."""
         return _object(self.path / TOKENIZER)
 
+    @property
+    def has_average(self) -> bool:
+        """Whether it holds a moving average of the weights."""
+        return bool(files_of(AVERAGE, self.files))
+
     def load_weights(self, model: nn.Module, *, cast: bool = False) -> None:
         """Copy the weights into a model of the same geometry.
 
         Args:
-            model: filled in place.
+            model: filled in place; parameters may be DTensors.
             cast: accept other dtypes than the model's, and convert.
 
         Raises:
             UserError: the weights do not fit the model; lists what differs.
         """
-        self._fill(WEIGHTS, dict(model.named_parameters()), cast=cast)
+        self._fill(WEIGHTS, {name: piece_of(p) for name, p in model.named_parameters()}, cast=cast)
 
-    def load_optimizer(self, optimizer: AdamW) -> None:
-        """Copy main weights and moments into an optimizer over a model with the same parameters.
+    def load_optimizer(self, optimizer: Optimizer) -> None:
+        """Copy main weights and state into an optimizer over a model with the same parameters.
 
         Raises:
             UserError: the tensors do not fit the optimizer; lists what differs.
         """
-        self._fill(OPTIMIZER, optimizer.tensors())
+        self._fill(OPTIMIZER, optimizer.pieces())
         optimizer.step_count = self.state.step
 
-    def _fill(self, file: str, destination: Mapping[str, Tensor], *, cast: bool = False) -> None:
+    def load_average(self, average: Mapping[str, Piece]) -> None:
+        """Copy the moving average of the weights.
+
+        Raises:
+            UserError: it does not fit; lists what differs.
+        """
+        self._fill(AVERAGE, average)
+
+    def _fill(self, kind: str, destination: Mapping[str, Piece], *, cast: bool = False) -> None:
+        paths = [self.path / name for name in files_of(kind, self.files)]
         try:
             with torch.no_grad():
-                for name, tensor in read_tensors(self.path / file, destination, any_dtype=cast):
-                    destination[name].copy_(tensor)
+                read_pieces(paths, destination, any_dtype=cast)
+        except DamagedFileError as error:
+            raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
         except ValueError as error:
             raise UserError(
                 [
                     f"checkpoint {self.path} does not fit the model of this configuration:",
                     *(f"  {line}" for line in str(error).splitlines()),
-                    f"use the geometry and precision it was trained with: {self.path / CONFIG}",
+                    f"use the geometry, precision and optimizer it was trained with: {self.path / CONFIG}",
                 ]
             ) from None
 
 
-def write_checkpoint(
-    directory: Path,
-    state: RunState,
-    *,
-    weights: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    config_document: Mapping[str, Any],
-    tokenizer_document: Mapping[str, Any],
-) -> Path:
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint is made of.
+
+    Attributes:
+        state: where the run stands.
+        tensors: kind of file to name to this rank's rows.
+        config_document: the configuration.
+        tokenizer_document: what the tokenizer is rebuilt from.
+    """
+
+    state: RunState
+    tensors: Mapping[str, Mapping[str, Piece]]
+    config_document: Mapping[str, Any]
+    tokenizer_document: Mapping[str, Any]
+
+
+def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = None) -> Path:
     """Write `directory/step-N` so that it exists completely or not at all, whatever happens in between.
+
+    Every rank writes its own files; the first one writes the rest and gives the whole its name.
 
     Returns:
         The path of the new checkpoint.
 
     Raises:
-        UserError: the disk is full, read-only or not ours (exit code 74); older checkpoints are untouched.
+        UserError: the disk is full, read-only or not ours (exit code 74), on any rank; older checkpoints are untouched.
     """
-    final = directory / f"step-{state.step}"
-    temporary = directory / f"{final.name}.tmp-{os.getpid()}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _remove(temporary)
-        temporary.mkdir()
-        records = {
-            WEIGHTS: write_tensors(temporary / WEIGHTS, weights),
-            OPTIMIZER: write_tensors(temporary / OPTIMIZER, optimizer),
-            STATE: write_json(temporary / STATE, state.model_dump()),
-            CONFIG: write_json(temporary / CONFIG, dict(config_document)),
-            TOKENIZER: write_json(temporary / TOKENIZER, dict(tokenizer_document)),
+    ranks = ranks or Ranks()
+    final = directory / f"step-{content.state.step}"
+    temporary = directory / f"{final.name}.tmp-{ranks.from_first(str(os.getpid()))}"
+
+    def together(act: Callable[[], T]) -> T | None:
+        result, problem = None, None
+        try:
+            result = act()
+        except OSError as error:
+            complete = checkpoint_paths(directory)
+            problem = UserError(
+                [
+                    f"cannot write checkpoint {final}: {error.strerror or error}",
+                    f"the newest checkpoint on disk is {complete[-1]}" if complete else "there is no older checkpoint",
+                ],
+                EXIT_IO,
+            )
+        try:
+            ranks.raise_together(problem)
+        except UserError:
+            if ranks.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return result
+
+    def prepare() -> None:
+        if ranks.is_first:
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove(temporary)
+            temporary.mkdir()
+
+    def write_own() -> dict[str, FileRecord]:
+        return {
+            name: write_pieces(temporary / name, pieces)
+            for kind, pieces in content.tensors.items()
+            if (name := file_name(kind, ranks.rank, ranks.world_size))
         }
-        files = {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()}
+
+    def complete() -> None:
+        if not ranks.is_first:
+            return
+        files = {name: entry for text in texts for name, entry in json.loads(text).items()}
+        for name, document in (
+            (STATE, content.state.model_dump()),
+            (CONFIG, dict(content.config_document)),
+            (TOKENIZER, dict(content.tokenizer_document)),
+        ):
+            files[name] = asdict(write_json(temporary / name, document))
         write_json(temporary / MANIFEST, {"format": FORMAT, "files": files})
         sync_directory(temporary)
         # Only a damaged or an equal checkpoint of the same step can be in the way: newer valid ones are resumed from.
@@ -166,25 +239,21 @@ def write_checkpoint(
         temporary.rename(final)
         sync_directory(directory)
         _remove(replaced)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        complete = checkpoint_paths(directory)
-        raise UserError(
-            [
-                f"cannot write checkpoint {final}: {error.strerror or error}",
-                f"the newest checkpoint on disk is {complete[-1]}" if complete else "there is no older checkpoint",
-            ],
-            EXIT_IO,
-        ) from error
+
+    together(prepare)
+    records = together(write_own) or {}
+    texts = ranks.gather(json.dumps({name: asdict(record) for name, record in records.items()}))
+    together(complete)
     return final
 
 
-def open_checkpoint(path: Path, *, with_optimizer: bool = True) -> Checkpoint:
+def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = True) -> Checkpoint:
     """Verify the files of a checkpoint directory and read its state.
 
     Args:
         path: a directory `step-N`.
         with_optimizer: verify the optimizer's file too, the largest; False where it is not going to be read.
+        verify: compare hashes; False where another rank has done so.
 
     Raises:
         DamagedFileError: a file is missing, changed or not what it should be.
@@ -192,15 +261,21 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True) -> Checkpoint:
     if not path.is_dir():
         raise DamagedFileError(f"{path} is not a directory")
     records = _read_manifest(path / MANIFEST)
-    for name, record in records.items():
-        if with_optimizer or name != OPTIMIZER:
-            check_file(path / name, record)
+    unread = () if with_optimizer else files_of(OPTIMIZER, records)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
+        checks = [
+            pool.submit(check_file, path / name, record)
+            for name, record in records.items()
+            if verify and name not in unread
+        ]
+    for check in checks:
+        check.result()
     try:
         state = RunState.model_validate(read_json(path / STATE))
     except ValidationError as error:
         first = error.errors()[0]
         raise DamagedFileError(f"{STATE}: `{'.'.join(map(str, first['loc']))}`: {first['msg']}") from None
-    return Checkpoint(path, state)
+    return Checkpoint(path, state, tuple(records))
 
 
 def newest_checkpoint(directory: Path, *, with_optimizer: bool = True) -> tuple[Checkpoint | None, list[str]]:
@@ -255,17 +330,36 @@ def remove_leftovers(directory: Path) -> list[Path]:
     return leftovers
 
 
-def is_kept(candidate: RunState, others: list[RunState], *, save_top_k: int, save_last: bool) -> bool:
+def is_kept(
+    candidate: RunState,
+    others: list[RunState],
+    *,
+    save_top_k: int,
+    save_last: bool,
+    monitor: str = "val_loss",
+    mode: str = "min",
+) -> bool:
     """Whether a checkpoint survives among others: the best `save_top_k` do (-1: all), and the newest with `save_last`.
 
-    A lower validation loss is better; a checkpoint without one ranks last, and a newer one before an older one.
+    A checkpoint whose step has no value of the metric ranks last, and a newer one before an older one.
+
+    Args:
+        candidate: the checkpoint.
+        others: those beside it.
+        save_top_k: how many of the best are kept.
+        save_last: keep the newest too.
+        monitor: the metric, a name in `RunState.metrics` or `val_loss`.
+        mode: `min` or `max`: which values of it are better.
     """
     if save_top_k == -1 or (save_last and all(candidate.step >= other.step for other in others)):
         return True
-    return sum(_rank(other) < _rank(candidate) for other in others) < save_top_k
+    rank = _rank(candidate, monitor, mode)
+    return sum(_rank(other, monitor, mode) < rank for other in others) < save_top_k
 
 
-def apply_retention(directory: Path, *, save_top_k: int, save_last: bool) -> list[Path]:
+def apply_retention(
+    directory: Path, *, save_top_k: int, save_last: bool, monitor: str = "val_loss", mode: str = "min"
+) -> list[Path]:
     """Delete the checkpoints that are not kept (see `is_kept`); those whose state cannot be read are left alone.
 
     Returns:
@@ -285,6 +379,8 @@ def apply_retention(directory: Path, *, save_top_k: int, save_last: bool) -> lis
             [other for other in states.values() if other is not state],
             save_top_k=save_top_k,
             save_last=save_last,
+            monitor=monitor,
+            mode=mode,
         )
     ]
     for path in doomed:
@@ -292,8 +388,11 @@ def apply_retention(directory: Path, *, save_top_k: int, save_last: bool) -> lis
     return doomed
 
 
-def _rank(state: RunState) -> tuple[float, int]:
-    return (float("inf") if state.val_loss is None else state.val_loss, -state.step)
+def _rank(state: RunState, monitor: str, mode: str) -> tuple[float, int]:
+    value = state.val_loss if monitor == "val_loss" else state.metrics.get(monitor)
+    if value is None:
+        return (float("inf"), -state.step)
+    return (-value if mode == "max" else value, -state.step)
 
 
 def _set_aside(path: Path) -> Path:
@@ -317,8 +416,13 @@ def _read_manifest(path: Path) -> dict[str, FileRecord]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedFileError(f"{MANIFEST} is not of format {FORMAT}")
     files = document.get("files")
-    if not isinstance(files, dict) or files.keys() != _FILES:
-        raise DamagedFileError(f"{MANIFEST} does not list exactly {', '.join(sorted(_FILES))}")
+    if not isinstance(files, dict):
+        raise DamagedFileError(f"{MANIFEST} lists no files")
+    tensors = [name for kind in (WEIGHTS, OPTIMIZER, AVERAGE) for name in files_of(kind, files)]
+    if set(files) != {*tensors, STATE, CONFIG, TOKENIZER} or not (
+        files_of(WEIGHTS, files) and files_of(OPTIMIZER, files)
+    ):
+        raise DamagedFileError(f"{MANIFEST} does not list the files of a checkpoint")
     records: dict[str, FileRecord] = {}
     for name, entry in files.items():
         match entry:

@@ -45,6 +45,7 @@ VERBS = {
     "config": Verb("show every effective value and where it comes from"),
     "generate": Verb("continue a text with a trained model", "generate"),
     "evaluate": Verb("loss, perplexity and bits per byte of a trained model", "evaluate"),
+    "preprocess": Verb("turn text, JSON lines or tables into tokenized data", "preprocess"),
     "quickstart": Verb("train a small GPT on this machine in about a minute", "quickstart"),
     "doctor": Verb("what this machine has, and what it can do", "doctor"),
 }
@@ -127,7 +128,7 @@ def _parts(
         module: Any = importlib.import_module(f".{verb.module}", __package__)
         return module.add_arguments, module.run
     if name == "train":
-        return _add_config_arguments, _train
+        return _add_train_arguments, _train
     return _add_show_arguments, _config
 
 
@@ -135,6 +136,17 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, metavar="D", help="a folder of your own configuration files")
     parser.add_argument("--config-name", metavar="N", help="the primary file, without .yaml (default: train)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="choices of groups and values of keys")
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_config_arguments(parser)
+    parser.add_argument(
+        "--restart",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again, up to N times without progress, after a crash or a lost process",
+    )
 
 
 def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +167,20 @@ def _load(args: argparse.Namespace) -> RunConfig:
 def _train(args: argparse.Namespace) -> int:
     config = _load(args)
     _say_findings(config.findings)
+    from .distributed.placement import place
+
+    placement = place(config.root.trainer, environment.snapshot())
+    if placement.rank is not None:
+        environment.prepare_process(config.root.env_vars)
+        return importlib.import_module(".distributed.started", __package__).train(config, placement)
+    if args.restart:
+        from .distributed.supervisor import supervise
+
+        return supervise(config, placement, args.restart, _say)
+    if not placement.is_single:
+        from .distributed.launcher import launch
+
+        return launch(config, placement)
     environment.prepare_process(config.root.env_vars)
     train: Callable[[RunConfig], int] = importlib.import_module(".run", __package__).train
     return train(config)

@@ -46,6 +46,36 @@ def environment_text(value: str | int | float | bool) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
+def use_one_core() -> None:
+    """Keep the tokenizers library from starting threads: several processes each take a core already."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def has_rendezvous() -> bool:
+    """Whether torchrun's variables are set, with which torch finds the other processes by itself."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def worker_environment(
+    *, rank: int, world_size: int, local_rank: int, per_node: int, address: tuple[str, int]
+) -> dict[str, str]:
+    """The environment of one rank: the caller's, and what libraries that look for torchrun's variables expect.
+
+    The cores of the machine are shared by its ranks; a thread count of the caller's own is kept.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // per_node)),
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+    }
+
+
 def prepare_process(env_vars: Mapping[str, str | int | float | bool] | None = None) -> None:
     """Set up this process before torch is imported: the launcher's part for a run of one process.
 
@@ -60,3 +90,8 @@ def prepare_process(env_vars: Mapping[str, str | int | float | bool] | None = No
     os.environ.update({name: environment_text(value) for name, value in (env_vars or {}).items()})
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def make_cublas_deterministic() -> None:
+    """Give cuBLAS the workspace with which it repeats its results; a setting of the caller's own is kept."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -83,7 +83,7 @@ def _held_out(restored: Restored, split: str, path: Path | None) -> tuple[str, S
             f"--split {split} is empty (`model.data.splits_string={restored.config.root.model.data.splits_string}`); "
             "choose the other split, or give a text with --data-path"
         )
-    return f"{split} split of {data.corpus.name if data.corpus else 'mock'}", samples, data.token_bytes
+    return f"{split} split of {data.description.partition(':')[0]}", samples, data.token_bytes
 
 
 def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:
@@ -92,9 +92,12 @@ def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:
         trained = restored.checkpoint.state.versions.get("python", "another version")
         why = f"it was trained on the standard library of Python {trained}, and this Python has other files"
         fix = "run it with that Python, or give a text with --data-path"
-    else:
+    elif data.data_impl == "text":
         why = f"the text at `model.data.path` ({data.path}) has changed since it was trained"
         fix = "bring that text back, or give one with --data-path"
+    else:
+        why = f"what `model.data.data_impl={data.data_impl}` reads has changed since it was trained"
+        fix = "bring those data back, or give a text with --data-path"
     return [
         f"the data of checkpoint {restored.checkpoint.path} are not here: {why}, "
         "so parts of this split may have been trained on",

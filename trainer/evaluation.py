@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .data.samples import IGNORED_LABEL, Samples
+from .distributed.ranks import Ranks
 from .precision import PrecisionPlan
 
 
@@ -70,7 +71,7 @@ def summed_loss(
     return total
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode: FSDP2 keeps the weights it gathers here
 def evaluate(
     loss: Callable[[Tensor, Tensor], Tensor],
     samples: Samples,
@@ -79,8 +80,9 @@ def evaluate(
     batch_size: int,
     limit_batches: int | None = None,
     device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
 ) -> EvaluationResult:
-    """Run a model over samples, each once.
+    """Run a model over samples, each once; the ranks take turns with the batches.
 
     Args:
         loss: tokens and labels, int64 [batch, s], to the sum of the cross-entropies of the labels that count, in
@@ -90,6 +92,7 @@ def evaluate(
         batch_size: samples that go through the model at once; the result depends on it by rounding only.
         limit_batches: stop after this many batches; None goes to the end.
         device: where the model is.
+        ranks: the processes that evaluate together; each gets the result of all. None: this one alone.
 
     Raises:
         ValueError: `batch_size` or `limit_batches` below 1.
@@ -99,17 +102,26 @@ def evaluate(
     batches = -(-samples.samples // batch_size)
     if limit_batches is not None:
         batches = min(batches, limit_batches)
+    ranks = ranks or Ranks()
     losses: list[Tensor] = []  # read once at the end, so that the device never waits for the host
     tokens, text_bytes = 0, 0
-    for number in range(batches):
-        first = number * batch_size
-        count = min(batch_size, samples.samples - first)
-        batch_tokens, labels = samples.batch(first, count)
+    # Every rank makes the same number of calls, the last ones perhaps with nothing to count: sharded weights are
+    # gathered by all or by none.
+    for turn in range(-(-batches // ranks.world_size)):
+        number = turn * ranks.world_size + ranks.rank
+        count = min(batch_size, samples.samples - number * batch_size) if number < batches else 0
+        batch_tokens, labels, _ = samples.batch(min(number, batches - 1) * batch_size, max(count, 1))
+        if count == 0:
+            labels = torch.full_like(labels, IGNORED_LABEL)
         counted = labels[labels != IGNORED_LABEL].numpy()
-        if number > 0 and count < batch_size:  # a compiled model would be compiled again for a smaller last batch
-            rows = (0, 0, 0, batch_size - count)
+        # A compiled model would be compiled again for a smaller last batch.
+        if len(labels) < batch_size and (number > 0 or ranks.world_size > 1):
+            rows = (0, 0, 0, batch_size - len(labels))
             batch_tokens, labels = F.pad(batch_tokens, rows), F.pad(labels, rows, value=IGNORED_LABEL)
         losses.append(loss(batch_tokens.to(device), labels.to(device)))
         tokens += len(counted)
         text_bytes += int(token_bytes[counted].sum())
-    return EvaluationResult(sum(torch.stack(losses).tolist()) / tokens, tokens, text_bytes)
+    total = sum(torch.stack(losses).tolist())
+    if ranks.world_size > 1:
+        total, tokens, text_bytes = ranks.sum_(torch.tensor([total, tokens, text_bytes], dtype=torch.float64)).tolist()
+    return EvaluationResult(total / tokens, int(tokens), int(text_bytes))

@@ -1,7 +1,8 @@
-"""Global batches on the device, prepared ahead of the step that needs them.
+"""This rank's part of the global batches on the device, prepared ahead of the step that needs them.
 
-The position in the data is the number of consumed samples and nothing else, so a resumed run asks for the same samples
-without any saved state. On a CUDA device batches are pinned and copied on a stream of their own, one step ahead.
+The position in the data is the number of consumed samples and nothing else (`batching`), so a resumed run asks for the
+same samples without any saved state. On a CUDA device batches are pinned and copied on a stream of their own, one step
+ahead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from .batching import RankBatches, StepPart
 from .data.samples import IGNORED_LABEL, Samples
 
 BATCHES_AHEAD = 2
@@ -25,24 +27,25 @@ BATCHES_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The samples of one optimizer step.
+    """This rank's samples of one optimizer step.
 
     Attributes:
-        first: position of the first sample in the data.
-        tokens: int64 [global batch, s].
-        labels: int64 [global batch, s]; ignored positions hold `IGNORED_LABEL`.
-        targets: fp32 scalar tensor, the number of labels that count (at least 1): the divisor of every micro batch's
-            loss.
+        numbers: which micro batches of the global batch these are.
+        tokens: int64 [samples, s].
+        labels: int64 [samples, s]; ignored positions hold `IGNORED_LABEL`.
+        targets: fp32 scalar tensor, the number of labels of this rank that count; summed over the ranks it divides
+            every micro batch's loss.
     """
 
-    first: int
+    numbers: tuple[int, ...]
     tokens: Tensor
     labels: Tensor
     targets: Tensor
 
-    def micro_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Tokens and labels, `size` samples at a time."""
-        return zip(self.tokens.split(size), self.labels.split(size), strict=True)
+    def micro_batches(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Number, tokens and labels of each micro batch."""
+        parts = len(self.numbers)
+        return zip(self.numbers, self.tokens.chunk(parts), self.labels.chunk(parts), strict=True)
 
     def to(self, device: torch.device) -> GlobalBatch:
         """The batch on a device; a copy of a pinned batch to a CUDA device does not wait.
@@ -53,42 +56,39 @@ class GlobalBatch:
         tokens, labels, targets = (
             tensor.to(device, non_blocking=free) for tensor in (self.tokens, self.labels, self.targets)
         )
-        return GlobalBatch(self.first, tokens, labels, targets)
+        return GlobalBatch(self.numbers, tokens, labels, targets)
 
     def pin_memory(self) -> GlobalBatch:
         """The batch in page-locked memory, from which the device copies without the host; DataLoader calls this too."""
-        return GlobalBatch(self.first, self.tokens.pin_memory(), self.labels.pin_memory(), self.targets.pin_memory())
+        return GlobalBatch(self.numbers, self.tokens.pin_memory(), self.labels.pin_memory(), self.targets.pin_memory())
 
 
 class _GlobalBatches(Dataset[GlobalBatch]):
-    """Position of the first sample to the global batch that starts there."""
+    """What a rank takes of a step, to its samples."""
 
-    def __init__(self, samples: Samples, size: int) -> None:
+    def __init__(self, samples: Samples) -> None:
         self.samples = samples
-        self.size = size
 
-    def __getitem__(self, first: int) -> GlobalBatch:
-        tokens, labels = self.samples.batch(first, self.size)
-        targets = (labels != IGNORED_LABEL).sum().clamp(min=1).to(torch.float32)
-        return GlobalBatch(first, tokens, labels, targets)
+    def __getitem__(self, part: StepPart) -> GlobalBatch:
+        batches = [self.samples.batch(part.first + number * part.size, part.size) for number in part.numbers]
+        tokens = torch.cat([batch.tokens for batch in batches])
+        labels = torch.cat([batch.labels for batch in batches])
+        return GlobalBatch(part.numbers, tokens, labels, (labels != IGNORED_LABEL).sum().to(torch.float32))
 
 
 class BatchFeed:
-    """Endless global batches from a position on.
+    """Endless global batches, in the order of the plan.
 
     Args:
         samples: the training samples.
-        first: consumed samples so far.
-        global_batch_size: samples per batch.
+        parts: what this rank takes of every step.
         device: where batches go.
         num_workers: processes that prepare batches; 0 prepares them in a thread.
     """
 
-    def __init__(
-        self, samples: Samples, first: int, global_batch_size: int, device: torch.device, num_workers: int = 0
-    ) -> None:
-        self._batches = _GlobalBatches(samples, global_batch_size)
-        self._positions = range(first, 1 << 62, global_batch_size)
+    def __init__(self, samples: Samples, parts: RankBatches, device: torch.device, num_workers: int = 0) -> None:
+        self._batches = _GlobalBatches(samples)
+        self._parts = parts
         self._device = device
         self._num_workers = num_workers
         self._thread: _Producer | None = None
@@ -105,7 +105,7 @@ class BatchFeed:
 
     def _from_thread(self) -> Iterator[GlobalBatch]:
         self.close()
-        self._thread = _Producer(self._batches, self._positions, pin=self._device.type == "cuda")
+        self._thread = _Producer(self._batches, self._parts, pin=self._device.type == "cuda")
         return iter(self._thread)
 
     def _from_workers(self) -> Iterator[GlobalBatch]:
@@ -115,7 +115,7 @@ class BatchFeed:
             loader = DataLoader(
                 self._batches,
                 batch_size=None,
-                sampler=self._positions,
+                sampler=self._parts,
                 num_workers=self._num_workers,
                 prefetch_factor=BATCHES_AHEAD,
                 pin_memory=self._device.type == "cuda",
@@ -146,9 +146,9 @@ class BatchFeed:
 class _Producer:
     """A thread that prepares a few batches ahead; an exception in it is raised where the batch is asked for."""
 
-    def __init__(self, batches: _GlobalBatches, positions: range, *, pin: bool) -> None:
+    def __init__(self, batches: _GlobalBatches, parts: RankBatches, *, pin: bool) -> None:
         self._batches = batches
-        self._positions = positions
+        self._parts = parts
         self._pin = pin
         self._queue: queue.Queue[GlobalBatch | BaseException] = queue.Queue(BATCHES_AHEAD)
         self._stopped = threading.Event()
@@ -168,8 +168,8 @@ class _Producer:
 
     def _run(self) -> None:
         try:
-            for first in self._positions:
-                batch = self._batches[first]
+            for part in self._parts:
+                batch = self._batches[part]
                 if not self._put(batch.pin_memory() if self._pin else batch):
                     return
         except BaseException as error:

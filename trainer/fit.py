@@ -1,4 +1,4 @@
-"""Lightning's part: its loop, on one device, with everything else switched off."""
+"""Lightning's part: its loop, on this rank's device, with everything else switched off."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins.environments.lightning import LightningEnvironment
-from pytorch_lightning.strategies import SingleDeviceStrategy
+import torch.distributed as dist
+from lightning_fabric.plugins import ClusterEnvironment
+from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
+from .distributed.ranks import Ranks
 from .module import LanguageModule
 
 
-def fit(module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch.device) -> None:
+def fit(module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch.device, ranks: Ranks) -> None:
     """Run Lightning's loop from the module's step to `max_steps`.
 
-    The trainer is bare: reports, validation, checkpoints and precision are ours, so its own are off. It runs one
-    process, whatever scheduler started it.
+    The trainer is bare: reports, validation, checkpoints and precision are ours, so its own are off. It starts no
+    process, whatever scheduler started this one.
     """
     with _quiet_lightning():
         trainer = pl.Trainer(
             barebones=True,
             accelerator=device.type,
             devices=1 if device.type != "cuda" else [device.index or 0],
-            strategy=_ResidentStrategy(device),
-            plugins=[LightningEnvironment()],
+            strategy=_ResidentStrategy(device) if ranks.world_size == 1 else MeshStrategy(device, ranks),
+            plugins=[_Environment(ranks)],
             callbacks=[loop],
             max_steps=max_steps,
             max_epochs=-1,
@@ -44,8 +48,116 @@ def fit(module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch
     assert trainer.global_step == module.step
 
 
+class _Environment(ClusterEnvironment):
+    """Tells Lightning the place of this process, which it must not look for itself."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._ranks.world_size
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return self._ranks.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return self._ranks.local_rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
 class _ResidentStrategy(SingleDeviceStrategy):
     """One device, on which model and optimizer stay when training ends (Lightning would move them to the CPU)."""
+
+    def teardown(self) -> None:
+        """Leave everything where it is."""
+
+
+class MeshStrategy(ParallelStrategy):
+    """Several ranks whose model is cut over a device mesh already (`distributed.data_parallel`).
+
+    Gradients, clipping, checkpoints and the order of the data are the trainer's own; for Lightning and for callbacks
+    this knows who is who, and how to wait and to share small things.
+    """
+
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+        super().__init__(parallel_devices=[device])
+        self._device = device
+        self._ranks = ranks
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        return self._device
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the run."""
+        return self._ranks.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """Of this process in the run."""
+        return self._ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Of this process on its machine."""
+        return self._ranks.local_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process writes and prints for all."""
+        return self._ranks.is_first
+
+    def model_to_device(self) -> None:
+        """Nothing to do: the model was built where it is."""
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self._ranks.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Nothing is sent: what Lightning would share, a log directory, is the same on every rank here."""
+        return obj
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensor of every rank, stacked."""
+        rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(rows, tensor.contiguous(), group=group)
+        return torch.stack(rows)
+
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Sum or mean of a tensor over all ranks."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total / self.world_size if str(reduce_op).lower() in ("mean", "avg") else total
 
     def teardown(self) -> None:
         """Leave everything where it is."""

@@ -2,31 +2,42 @@
 
 A Lightning callback with its own cadence by step: Lightning's `val_check_interval` counts from a restart, ours from the
 first step of training, so a resumed run validates and saves at the same steps.
+
+Every process of a run has one. What they decide by, figures and steps, is the same on all of them; signals and clocks
+are not, so those go through `stop.Agree` first.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 
-from .checkpoint import apply_retention, checkpoint_paths
+from .checkpoint import checkpoint_paths
 from .config.schema import RootBlock
+from .distributed.pieces import local_tensor
+from .early_stopping import EarlyStopping
+from .ema import EMA
 from .errors import UserError
 from .evaluation import EvaluationResult
+from .loop_state import LoopState
 from .metrics import Journal, StepReport, peak_memory_gib
 from .module import LanguageModule
-from .stop import StopRequest
+from .profiling import Observers
+from .step_policy import DivergedError, StepPolicy
+from .stop import Agree, Flag, StopRequest, alone, seconds_of
 
 Validate = Callable[[int | None], EvaluationResult]
 """Runs a validation of so many global batches; None: as many as the configuration asks for."""
-Save = Callable[[int, float | None], Path]
-"""Writes a checkpoint of a step with its validation loss; returns its path."""
+Save = Callable[[int, Mapping[str, float], LoopState], Path]
+"""Writes a checkpoint of a step, with the finite figures of that step and the memory of the loop; returns its path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +45,12 @@ class Rates:
     """What turns seconds into rates.
 
     Attributes:
-        tokens_per_step: target positions in a global batch, padding included.
+        tokens_per_sample: target positions in a sample, padding included.
         flops_per_token: model FLOPs, forward and backward.
-        peak_flops: of the device, or None where it is not known.
+        peak_flops: of all devices together, or None where it is not known.
     """
 
-    tokens_per_step: int
+    tokens_per_sample: int
     flops_per_token: float
     peak_flops: float | None
 
@@ -50,17 +61,22 @@ class RunLoop(pl.Callback):
     Args:
         root: the configuration.
         journal: where figures go.
-        stop: asked after every step.
+        stop: what this process knows of signals and clocks.
         rates: tokens and FLOPs of a step.
         validate: runs the validation; None where there is none.
-        save: writes a checkpoint of a step with its validation loss; None where none are written.
+        save: writes a checkpoint; None where none are written.
         checkpoints: the directory `save` writes to.
         consumed_samples: completed steps to samples trained on.
+        state: where an earlier process left off.
+        agree: combines the flags of all processes; called once after every step.
+        average: a moving average of the weights, or None.
+        observers: profilers.
 
     Attributes:
         validation: the last validation result.
         checkpoint: the last checkpoint written.
-        stopped_by: why training stopped before its last step, or None.
+        stopped_by: why training stopped before its last step, or None. Set from the beginning where early stopping had
+            ended the run already.
     """
 
     def __init__(
@@ -74,9 +90,16 @@ class RunLoop(pl.Callback):
         save: Save | None,
         checkpoints: Path,
         consumed_samples: Callable[[int], int],
+        state: LoopState | None = None,
+        agree: Agree = alone,
+        average: EMA | None = None,
+        observers: Observers | None = None,
     ) -> None:
-        self._trainer_keys = root.trainer
-        self._retention = root.exp_manager.checkpoint_callback_params
+        keys, manager = root.trainer, root.exp_manager
+        state = state or LoopState.model_validate({})
+        self._keys = keys
+        self._params = manager.checkpoint_callback_params
+        self._interval = self._params.train_time_interval
         self._journal = journal
         self._stop = stop
         self._rates = rates
@@ -84,18 +107,43 @@ class RunLoop(pl.Callback):
         self._save = save
         self._checkpoints = checkpoints
         self._consumed_samples = consumed_samples
+        self._agree = agree
+        self._average = average
+        self._validates_average = average is not None and not manager.ema.validate_original_weights
+        self._observers = observers or Observers([], journal.say)
+        self._policy = StepPolicy(keys.max_skipped_steps, keys.loss_spike_threshold, state)
+        self._early: EarlyStopping | None = None
+        if manager.create_early_stopping_callback:
+            self._early = EarlyStopping(manager.early_stopping_callback_params, state.patience)
+        self._is_strict = manager.early_stopping_callback_params.strict
+        self._is_verbose = manager.early_stopping_callback_params.verbose
         self._window: _Window | None = None
+        self._saved_at = time.monotonic()
+        self._saved_just_now = False
+        self._first_step = 0
         self.validation: EvaluationResult | None = None
         self.checkpoint: Path | None = None
         self.stopped_by: str | None = None
+        if self._early is not None and self._early.reason is not None:
+            self.stopped_by = f"early stopping ({self._early.reason})"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the signals back from Lightning, and validate a little if that is asked for."""
+        assert isinstance(pl_module, LanguageModule)
         self._stop.install()
-        batches = self._trainer_keys.num_sanity_val_steps
+        self._first_step = pl_module.step
+        batches = self._keys.num_sanity_val_steps
         if batches and self._validate is not None:
-            loss = self._validate(batches).loss
+            loss = self._evaluate(batches).loss
             self._journal.say(f"validation loss before the first step {loss:.4f} ({batches} batches)")
+        self._saved_at = time.monotonic()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Tell the profilers."""
+        assert isinstance(pl_module, LanguageModule)
+        self._observers.before(pl_module.step + 1 - self._first_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -103,72 +151,144 @@ class RunLoop(pl.Callback):
         """Do what is due after this step."""
         assert isinstance(pl_module, LanguageModule)
         step = pl_module.step
-        last = step == self._trainer_keys.max_steps
-        reason = None if last else self._stop.reason
-        validates = self._validate is not None and (last or step % self._trainer_keys.val_check_interval == 0)
-        saves = self._save is not None and (reason is not None or self._is_save_due(step, last))
-        if self._window is None or validates or saves or last or step % self._trainer_keys.log_every_n_steps == 0:
-            self._report(pl_module)
+        self._observers.after(step - self._first_step)
+        if self._average is not None:
+            self._average.update(step)
+        last = step == self._keys.max_steps
+        told = self._ask(step)
+        reason = None if last else self._stop.adopt(told)
+        checks = step % self._keys.val_check_interval == 0
+        validates = self._validate is not None and (last or checks)
+        saves = self._save is not None and (
+            reason is not None or bool(told & Flag.SAVE) or self._is_save_due(step) or (last and self._saves_end())
+        )
+        # What an unbroken run reports too: clocks, signals and ends of this process are not among it.
+        regular = step % self._keys.log_every_n_steps == 0 or checks or self._is_save_due(step)
+        if self._window is None or regular or saves or last:
+            figures = self._report(pl_module, restart=regular)
+            if validates:
+                figures |= self._run_validation(step)
+            if checks and self._early is not None:
+                stopping = self._check_progress(self._early, step, figures)
+                if stopping is not None and not last:
+                    reason = reason or f"early stopping ({stopping})"
+                    saves = saves or (self._save is not None and self._saves_end())
+            if saves:
+                self._write(pl_module, figures)
             if validates or saves:
-                self._pause(step, validates=validates, saves=saves, stopping=reason is not None)
+                self._window = _Window(step)
         if reason is not None:
             self.stopped_by = reason
             trainer.should_stop = True
 
-    def _is_save_due(self, step: int, last: bool) -> bool:
-        if last and self._retention.save_last:
-            return True
-        interval = self._retention.every_n_train_steps or self._trainer_keys.val_check_interval
-        return step % interval == 0 or (last and self._retention.every_n_train_steps is None)
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the profilers write what they have."""
+        self._observers.close()
 
-    def _report(self, module: LanguageModule) -> None:
-        values = module.read_unread()
-        for step, (loss, grad_norm) in enumerate(values, module.step - len(values) + 1):
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise self._diverged(step, f"loss {loss}, gradient norm {grad_norm}")
-        seconds = None if self._window is None else self._window.seconds_per_step(module.step)
+    def _ask(self, step: int) -> int:
+        """What all processes know together; another process's knowledge may come a step late."""
+        flags = self._stop.flags
+        if self._interval is not None and time.monotonic() - self._saved_at >= seconds_of(self._interval):
+            flags |= Flag.SAVE
+        told = self._agree(flags)
+        if self._saved_just_now:  # the answer may be to a question from before that save
+            told &= ~Flag.SAVE
+        self._saved_just_now = False
+        return told
+
+    def _is_save_due(self, step: int) -> bool:
+        if self._save is None:
+            return False
+        if self._params.every_n_train_steps is not None:
+            return step % self._params.every_n_train_steps == 0
+        return self._interval is None and step % self._keys.val_check_interval == 0
+
+    def _saves_end(self) -> bool:
+        return self._params.save_last or (self._params.every_n_train_steps is None and self._interval is None)
+
+    def _report(self, module: LanguageModule, *, restart: bool) -> dict[str, float]:
+        """Read the steps since the last report and write their figures; returns those that others go by."""
+        step = module.step
+        with self._observers.phase("report"):
+            values = module.read_unread()
+            try:
+                warnings = self._policy.read(step - len(values) + 1, values)
+            except DivergedError as error:
+                raise self._diverged(str(error)) from None
+            for warning in warnings:
+                self._journal.say(f"warning: {warning}")
+            loss, grad_norm = self._policy.mean_loss(restart=restart), values[-1][1]
+            seconds, tokens_per_second = None, None
+            if self._window is not None:
+                seconds = self._window.seconds / (step - self._window.step)
+                samples = self._consumed_samples(step) - self._consumed_samples(self._window.step)
+                tokens_per_second = samples * self._rates.tokens_per_sample / self._window.seconds
+            peak = self._rates.peak_flops
+            self._journal.report(
+                StepReport(
+                    step=step,
+                    loss=loss,
+                    grad_norm=grad_norm,
+                    lr=module.lr,
+                    consumed_samples=self._consumed_samples(step),
+                    skipped_steps=self._policy.skipped_steps,
+                    step_seconds=seconds,
+                    tokens_per_second=tokens_per_second,
+                    mfu=tokens_per_second * self._rates.flops_per_token / peak if tokens_per_second and peak else None,
+                    memory_gib=peak_memory_gib(module.device),
+                )
+            )
         # The first step of a process compiles and allocates, so the clock starts after it.
-        self._window = _Window(module.step)
-        tokens_per_second = None if seconds is None else self._rates.tokens_per_step / seconds
-        peak = self._rates.peak_flops
-        self._journal.report(
-            StepReport(
-                step=module.step,
-                loss=sum(loss for loss, _ in values) / len(values),
-                grad_norm=values[-1][1],
-                lr=module.lr,
-                consumed_samples=self._consumed_samples(module.step),
-                step_seconds=seconds,
-                tokens_per_second=tokens_per_second,
-                mfu=tokens_per_second * self._rates.flops_per_token / peak if tokens_per_second and peak else None,
-                memory_gib=peak_memory_gib(module.device),
-            )
-        )
-
-    def _pause(self, step: int, *, validates: bool, saves: bool, stopping: bool) -> None:
-        val_loss: float | None = None
-        if validates and self._validate is not None:
-            self.validation = self._validate(None)
-            val_loss = self.validation.loss
-            if not math.isfinite(val_loss):
-                raise self._diverged(step, f"validation loss {val_loss}")
-            bits_per_byte = self.validation.bits_per_byte
-            figures = {"val_loss": val_loss} | ({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})
-            self._journal.report_validation(step, figures)
-        if saves and self._save is not None:
-            self.checkpoint = self._save(step, val_loss)
-            apply_retention(
-                self._checkpoints,
-                save_top_k=self._retention.save_top_k,
-                save_last=self._retention.save_last or stopping,
-            )
         self._window = _Window(step)
+        return {"loss": loss, "grad_norm": grad_norm}
 
-    def _diverged(self, step: int, figures: str) -> UserError:
+    def _run_validation(self, step: int) -> dict[str, float]:
+        self.validation = self._evaluate(None)
+        val_loss, bits_per_byte = self.validation.loss, self.validation.bits_per_byte
+        if not math.isfinite(val_loss):
+            raise self._diverged(f"training diverged at step {step}: validation loss {val_loss}")
+        figures = {"val_loss": val_loss} | ({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})
+        self._journal.report_validation(step, figures)
+        return figures
+
+    def _evaluate(self, batches: int | None) -> EvaluationResult:
+        assert self._validate is not None
+        average = self._average if self._validates_average else None
+        with self._observers.phase("validation"), average.applied() if average is not None else nullcontext():
+            return self._validate(batches)
+
+    def _check_progress(self, early: EarlyStopping, step: int, figures: Mapping[str, float]) -> str | None:
+        """Whether early stopping ends the run at this step, and why."""
+        value = figures.get(early.metric)
+        if value is None:
+            problem = f"`exp_manager.early_stopping_callback_params.monitor` ({early.metric}) was not measured"
+            if self._is_strict:
+                raise UserError(f"{problem} at step {step}; monitor one of {', '.join(figures)}")
+            self._journal.note(f"{problem} at step {step}")
+            return None
+        reason, line = early.check(value)
+        if self._is_verbose:
+            self._journal.say(f"early stopping: {line}")
+        return reason
+
+    def _write(self, module: LanguageModule, figures: Mapping[str, float]) -> None:
+        assert self._save is not None
+        if self._policy.skipped_in_a_row and not _is_finite(module):
+            raise self._diverged(f"training diverged at step {module.step}: some weights are not finite")
+        state = self._policy.state()
+        if self._early is not None:
+            state = state.model_copy(update={"patience": self._early.state})
+        finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+        with self._observers.phase("checkpoint"):
+            self.checkpoint = self._save(module.step, finite, state)
+        self._saved_at = time.monotonic()
+        self._saved_just_now = True
+
+    def _diverged(self, what: str) -> UserError:
         saved = checkpoint_paths(self._checkpoints)
         return UserError(
             [
-                f"training diverged at step {step}: {figures}",
+                what,
                 f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet",
                 "lower `model.optim.lr`, lengthen `model.optim.sched.warmup_steps` or clip harder with "
                 "`trainer.gradient_clip_val`",
@@ -176,13 +296,21 @@ class RunLoop(pl.Callback):
         )
 
 
+def _is_finite(module: LanguageModule) -> bool:
+    """Whether all weights on all processes are finite; they call it together."""
+    parameters = [local_tensor(parameter) for parameter in module.model.parameters()]
+    bad = torch.stack([~torch.isfinite(parameter).all() for parameter in parameters]).any()
+    return not module.ranks.sum_(bad.float()).item()
+
+
 class _Window:
     """Time since a step, with nothing but steps in it."""
 
     def __init__(self, step: int) -> None:
-        self._step = step
+        self.step = step
         self._start = time.perf_counter()
 
-    def seconds_per_step(self, step: int) -> float | None:
-        steps = step - self._step
-        return (time.perf_counter() - self._start) / steps if steps else None
+    @property
+    def seconds(self) -> float:
+        """Since then."""
+        return time.perf_counter() - self._start

@@ -14,6 +14,7 @@ from .config.schema import RootBlock
 from .data.build import sequence_length
 from .errors import UserError
 from .feed import BATCHES_AHEAD
+from .optim.build import count_state
 from .precision import PrecisionPlan
 
 _GIB = 2**30
@@ -23,8 +24,8 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 def check_memory(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> None:
     """Refuse a run that needs more memory than its device, or its host, has.
 
-    The bound holds for any run: weights, gradients and AdamW's state; the input of each layer, which the backward pass
-    needs; the prepared batches. A run that passes may still be too large.
+    The bound holds for any run: weights, gradients and the optimizer's state; the input of each layer, which the
+    backward pass needs; the prepared batches. A run that passes may still be too large.
 
     Raises:
         UserError: it cannot fit; names the keys that decide it.
@@ -35,7 +36,9 @@ def check_memory(root: RootBlock, precision: PrecisionPlan, device: torch.device
     rotary = gpt_slice(keys, vocab_size=keys.override_vocab_size or 1).stack.rotary
     table = rotary.positions * rotary.dim * 4 if rotary else 0
     width = precision.weights.itemsize
-    state = parameters * (2 * width + (3 * 4 if precision.main_weights else 2 * width)) + table
+    main = 4 if precision.main_weights else 0
+    kept = count_state(keys, keys.override_vocab_size or 1)
+    state = parameters * (2 * width + main) + kept * (main or width) + table
     narrow = (precision.autocast or precision.weights).itemsize
     activations = keys.micro_batch_size * length * keys.hidden_size * keys.num_layers * narrow
     batches = keys.global_batch_size * length * 2 * 8 * BATCHES_AHEAD

@@ -1,4 +1,4 @@
-"""What a run measures, and where it is written: metrics.jsonl, TensorBoard events, run.log and the terminal."""
+"""What a run measures, and where it is written: metrics.jsonl, run.log, the terminal, and the sinks of `loggers`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from .config.run_config import RunConfig
 from .errors import EXIT_IO, UserError
+from .loggers import MetricSink, open_sinks
 from .panel import Panel
 
 
@@ -23,10 +24,11 @@ class StepReport:
 
     Attributes:
         step: completed optimizer steps.
-        loss: training loss, mean over the steps since the last report, nats per token.
+        loss: training loss, mean over the good steps since the last regular report, nats per token.
         grad_norm: norm of the last step's gradients before clipping.
         lr: learning rate of the last step.
         consumed_samples: samples trained on since the start of training.
+        skipped_steps: steps since the start of training whose gradients were not finite.
         step_seconds: mean time of a step since the last report, validation and checkpoints left out.
         tokens_per_second: the same as a rate.
         mfu: model FLOPs over the card's dense bf16 peak.
@@ -38,6 +40,7 @@ class StepReport:
     grad_norm: float
     lr: float
     consumed_samples: int
+    skipped_steps: int = 0
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
@@ -45,47 +48,84 @@ class StepReport:
 
     def figures(self) -> dict[str, float]:
         """Name to value, of those that were measured."""
-        fields = ("loss", "grad_norm", "lr", "consumed_samples", "step_seconds", "tokens_per_second", "mfu")
-        values = {name: getattr(self, name) for name in (*fields, "memory_gib")}
+        fields = ("loss", "grad_norm", "lr", "consumed_samples", "skipped_steps", "step_seconds", "tokens_per_second")
+        values = {name: getattr(self, name) for name in (*fields, "mfu", "memory_gib")}
         return {name: value for name, value in values.items() if value is not None}
 
 
 class Journal:
-    """Writes a run's figures and lines to every place they go.
+    """Writes a run's figures and lines to every place they go. One process of a run has one; the others are silent.
+
+    A context: leaving it closes everything, and tells the sinks when the run failed.
 
     Args:
-        directory: the run directory.
-        panel: the terminal.
-        tensorboard: write TensorBoard events too.
+        directory: the run directory; None writes nothing anywhere (`silent`).
+        panel: the terminal; None prints nothing.
         resumed_at: a run that goes on at this step drops figures of later steps, which it is about to measure again.
 
     Raises:
         UserError: the files cannot be written (exit code 74).
     """
 
-    def __init__(self, directory: Path, panel: Panel, *, tensorboard: bool, resumed_at: int = 0) -> None:
+    def __init__(self, directory: Path | None, panel: Panel | None, *, resumed_at: int = 0) -> None:
         self._panel = panel
-        self._metrics_path = directory / "metrics.jsonl"
+        self._metrics = self._log = None
+        self._sinks: dict[str, MetricSink] = {}
+        self._warned: set[str] = set()
+        if directory is None:
+            return
+        path = directory / "metrics.jsonl"
         try:
-            _drop_lines_after(self._metrics_path, resumed_at)
-            self._metrics = self._metrics_path.open("a", encoding="utf-8")
+            _drop_lines_after(path, resumed_at)
+            self._metrics = path.open("a", encoding="utf-8")
             self._log = (directory / "run.log").open("a", encoding="utf-8")
         except OSError as error:
             raise _cannot_write(error) from error
-        self._writer: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # a second of import
 
-            purge = resumed_at + 1 if resumed_at else None
-            self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+    @classmethod
+    def open(cls, config: RunConfig, directory: Path, panel: Panel, *, resumed_at: int) -> Journal:
+        """The journal of the process that writes for all, with the loggers of the configuration.
+
+        Raises:
+            UserError: the files cannot be written (exit code 74), or a logger cannot start.
+        """
+        journal = cls(directory, panel, resumed_at=resumed_at)
+        try:
+            journal._sinks = open_sinks(config, directory, resumed_at)
+        except OSError as error:
+            journal.close(failed=True)
+            raise _cannot_write(error) from error
+        except BaseException:
+            journal.close(failed=True)
+            raise
+        return journal
+
+    @classmethod
+    def silent(cls) -> Journal:
+        """The journal of every other process."""
+        return cls(None, None)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes files for the run."""
+        return self._log is not None
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.close(failed=kind is not None)
 
     def say(self, line: str) -> None:
         """A line for the terminal and run.log."""
-        self._panel.say(line)
+        if self._panel is not None:
+            self._panel.say(line)
         self.note(line)
 
     def note(self, text: str) -> None:
         """Text for run.log only."""
+        if self._log is None:
+            return
         try:
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._log.flush()
@@ -95,31 +135,57 @@ class Journal:
     def report(self, report: StepReport) -> None:
         """The figures of a step."""
         self._write(report.step, report.figures(), "train")
-        self._panel.show_step(report)
+        if self._panel is not None:
+            self._panel.show_step(report)
 
     def report_validation(self, step: int, figures: dict[str, float]) -> None:
         """The figures of a validation: `val_loss` and what was measured with it."""
         self._write(step, figures, "validation")
-        self._panel.show_validation(step, figures)
+        if self._panel is not None:
+            self._panel.show_validation(step, figures)
 
-    def close(self) -> None:
-        """Flush and close everything."""
-        self._panel.close()
-        if self._writer is not None:
-            self._writer.close()
+    def close(self, *, failed: bool = False) -> None:
+        """Flush and close everything; a second time does nothing.
+
+        Args:
+            failed: the run ended in an error.
+        """
+        if self._panel is not None:
+            self._panel.close()
+        for name, sink in self._sinks.items():
+            try:
+                sink.close(failed=failed)
+            except Exception as error:
+                self._warn(name, error, closing=True)
+        self._sinks = {}
         for file in (self._metrics, self._log):
-            file.close()
+            if file is not None:
+                file.close()
+        self._metrics = self._log = None
 
     def _write(self, step: int, figures: dict[str, float], group: str) -> None:
+        if self._metrics is None:
+            return
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         try:
             self._metrics.write(json.dumps({"step": step, **finite, "time": round(time.time(), 3)}) + "\n")
             self._metrics.flush()
         except OSError as error:
             raise _cannot_write(error) from error
-        if self._writer is not None:
-            for name, value in figures.items():
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+        for name, sink in self._sinks.items():
+            try:
+                sink.log(step, figures, group)
+            except Exception as error:
+                self._warn(name, error)
+
+    def _warn(self, name: str, error: Exception, *, closing: bool = False) -> None:
+        """Say once that a logger fails: a run is worth more than its figures elsewhere."""
+        if name in self._warned and not closing:
+            return
+        self._warned.add(name)
+        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        text = " ".join(f"{type(error).__name__}: {error}{cause}".split())[:300]
+        self.say(f"warning: {name} fails, and training goes on without it: {text}")
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

@@ -1,8 +1,9 @@
 """The LightningModule: one `training_step` is one global batch and one optimizer step.
 
-Every micro batch's loss is divided by the number of target tokens of the whole global batch, so accumulation is exact
-whatever the micro batch size and however labels are distributed. The random generators are seeded anew before every
-micro batch from (seed, step, micro batch), so a resumed run draws the same dropout masks without any saved state.
+Every micro batch's loss is divided by the number of target tokens of the whole global batch, over all ranks, so
+accumulation and data parallelism are exact however labels are distributed. The random generators are seeded anew before
+every micro batch from (seed, step, number of the micro batch), so a resumed run draws the same dropout masks without
+any saved state, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from .distributed.data_parallel import DataParallel
+from .distributed.ranks import Ranks
 from .feed import BatchFeed, GlobalBatch
-from .optim import AdamW
+from .optim.base import Optimizer
 from .precision import PrecisionPlan
 from .schedule import Schedule
 
@@ -30,12 +33,13 @@ class LanguageModule(pl.LightningModule):
         schedule: completed steps to learning rate.
         feed: the global batches, from `step` on.
         precision: autocast of the forward pass.
-        micro_batch_size: samples per forward pass.
-        accumulates: whether a global batch has several micro batches.
         seed: seeds dropout, with step and micro batch.
         step: completed optimizer steps.
+        ranks: the processes of the run.
+        data_parallel: what cut the model over them; None for one process.
 
     Attributes:
+        optimizer_state: the optimizer itself; Lightning keeps a wrapper of its own.
         step: completed optimizer steps.
         lr: learning rate of the last step.
         unread: loss and gradient norm of each step since they were last read, as tensors on the device.
@@ -44,33 +48,33 @@ class LanguageModule(pl.LightningModule):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         schedule: Schedule,
         feed: BatchFeed,
         precision: PrecisionPlan,
         *,
-        micro_batch_size: int,
-        accumulates: bool,
         seed: int,
         step: int = 0,
+        ranks: Ranks | None = None,
+        data_parallel: DataParallel | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model: Any = model
-        self.adamw = optimizer
+        self.optimizer_state = optimizer
         self.schedule = schedule
         self.feed = feed
         self.precision = precision
-        self.micro_batch_size = micro_batch_size
-        self.accumulates = accumulates
         self.seed = seed
         self.step = step
+        self.ranks = ranks or Ranks()
+        self.data_parallel = data_parallel
         self.lr = schedule(step)
         self.unread: list[tuple[Tensor, Tensor]] = []
 
-    def configure_optimizers(self) -> AdamW:
+    def configure_optimizers(self) -> Optimizer:
         """One optimizer, so that Lightning's global step counts once per global batch."""
-        return self.adamw
+        return self.optimizer_state
 
     def train_dataloader(self) -> BatchFeed:
         """Endless; the step count ends a run."""
@@ -83,31 +87,39 @@ class LanguageModule(pl.LightningModule):
     def training_step(self, batch: GlobalBatch, batch_idx: int) -> None:
         """Forward and backward of every micro batch, then clip, update and advance the schedule; no host sync."""
         optimizer: Any = self.optimizers()
+        state = self.optimizer_state
         device = batch.tokens.device
+        targets = self.ranks.sum_(batch.targets).clamp(min=1)
         losses: list[Tensor] = []
-        for index, (tokens, labels) in enumerate(batch.micro_batches(self.micro_batch_size)):
-            seed_generators(micro_batch_seed(self.seed, self.step, index), device)
+        last = max(batch.numbers)
+        for number, tokens, labels in batch.micro_batches():
+            seed_generators(micro_batch_seed(self.seed, self.step, number), device)
+            if self.data_parallel is not None:
+                self.data_parallel.before_micro_batch(last=number == last)
             with self.precision.context(device):
-                loss = self.model.loss(tokens, labels, batch.targets)
+                loss = self.model.loss(tokens, labels, targets)
             # Not `manual_backward`: its hooks and scaling do nothing here, and cost as much as a small kernel's work.
             loss.backward()
-            if self.accumulates:
-                self.adamw.accumulate()
+            if len(batch.numbers) > 1:
+                state.accumulate()
             losses.append(loss.detach())
         self.lr = self.schedule(self.step)
-        self.adamw.set_lr(self.lr)
+        state.set_lr(self.lr)
         optimizer.step()
         self.step += 1
-        assert self.adamw.grad_norm is not None
-        self.unread.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.adamw.grad_norm))
+        assert state.grad_norm is not None
+        self.unread.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))
 
     def read_unread(self) -> list[tuple[float, float]]:
         """Loss and gradient norm of the steps since the last call, oldest first: the one place the host waits."""
         if not self.unread:
             return []
-        values = torch.stack([value.float() for pair in self.unread for value in pair]).tolist()
+        # Every rank has its own part of the loss, and the norm of the gradients of all.
+        losses = self.ranks.sum_(torch.stack([loss.float() for loss, _ in self.unread]))
+        norms = torch.stack([norm.float() for _, norm in self.unread])
         self.unread.clear()
-        return list(zip(values[::2], values[1::2], strict=True))
+        values = torch.stack([losses, norms]).tolist()
+        return list(zip(*values, strict=True))
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:

@@ -100,7 +100,8 @@ def _trainable(root: RootBlock, data: Data, device: torch.device) -> tuple[GPT, 
     def step() -> None:
         batch = data.train.batch(0, keys.global_batch_size)
         targets = (batch.labels != IGNORED_LABEL).sum().to(device, torch.float32)
-        micro_batches = zip(*(part.split(keys.micro_batch_size) for part in batch), strict=True)
+        size = keys.micro_batch_size
+        micro_batches = zip(batch.tokens.split(size), batch.labels.split(size), strict=True)
         for tokens, labels in micro_batches:
             with precision.context(device):
                 loss = model.loss(tokens.to(device), labels.to(device), targets)

@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from ..kernels.attention.flags import read_flags
 from ..models.build import build_gpt, parameter_count, plan_gpt
 from ..models.config.slices import gpt_slice
 from ..models.gpt import GPT
-from .checkpoint import RunState, write_checkpoint
+from .batching import BatchPlan
+from .checkpoint import AVERAGE, OPTIMIZER, WEIGHTS, Content, RunState, apply_retention
+from .config.exp_manager import logged_name
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
 from .data.build import Data, sequence_length
 from .data.samples import Samples
+from .determinism import attention_flags
+from .distributed.data_parallel import DataParallel
+from .distributed.layout import DataLayout, plan_layout
+from .distributed.pieces import Piece, piece_of
+from .distributed.ranks import Ranks
+from .ema import EMA
 from .errors import UserError
 from .evaluation import EvaluationResult, evaluate, summed_loss
 from .flops import bf16_peak, training_flops_per_token
 from .loop import Rates, Save, Validate
+from .loop_state import LoopState
+from .manifest import device_name
 from .memory import check_memory
 from .module import LanguageModule
-from .optim import AdamW
+from .optim import build
+from .optim.base import Optimizer
 from .precision import PrecisionPlan
-from .run_directory import RunDirectory, device_name
+from .saving import Saver
+from .stop import StopRequest
 
 
-def choose_device(root: RootBlock) -> torch.device:
+def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
     """The device of `trainer.accelerator`; `auto` takes a CUDA GPU where there is one, else the CPU.
 
     Raises:
-        UserError: it is not there, or more than one is asked for.
+        UserError: it is not there.
     """
     keys = root.trainer
-    if keys.num_nodes != 1 or keys.devices not in (1, "auto"):
-        raise UserError(
-            f"`trainer.devices` ({keys.devices}) on `trainer.num_nodes` ({keys.num_nodes}): training runs "
-            "on one device; use 1 and 1"
-        )
     kind = {"gpu": "cuda", "auto": "cuda" if torch.cuda.is_available() else "cpu"}.get(
         keys.accelerator, keys.accelerator
     )
@@ -48,7 +54,35 @@ def choose_device(root: RootBlock) -> torch.device:
             f"`trainer.accelerator` ({keys.accelerator}): torch {torch.__version__} finds no such device here; "
             "use trainer.accelerator=cpu or auto"
         )
-    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    if kind != "cuda":
+        return torch.device(kind)
+    index, there = (ranks or Ranks()).local_rank, torch.cuda.device_count()
+    if index and index >= there:
+        raise UserError(f"`trainer.devices` ({keys.devices}): there are {there} GPUs here; use trainer.devices={there}")
+    return torch.device(kind, index)
+
+
+def build_data_parallel(
+    root: RootBlock, precision: PrecisionPlan, device: torch.device, ranks: Ranks
+) -> DataParallel | None:
+    """What cuts the model over the ranks, or None for one process."""
+    keys = root.model
+    layout = plan_layout(
+        ranks.world_size,
+        optimizer=keys.optim.name,
+        fsdp=keys.fsdp,
+        strategy=keys.fsdp_sharding_strategy,
+        shard_size=keys.fsdp_shard_size or ranks.world_size // root.trainer.num_nodes,
+    )
+    if layout is None:
+        return None
+    return DataParallel(layout, device.type, precision, reduce_dtype=reduce_dtype(root, precision.weights))
+
+
+def reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
+    """The dtype in which gradients are summed over processes; None: that of the weights."""
+    wide = str(root.model.fsdp_grad_reduce_dtype) in ("32", "fp32")
+    return torch.float32 if weights == torch.bfloat16 and wide else None
 
 
 def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> None:
@@ -63,7 +97,7 @@ def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.dev
             gpt_slice(keys, vocab_size=1),
             device=device,
             dtype=precision.autocast or precision.weights,
-            flags=read_flags(),
+            flags=attention_flags(root),
             micro_batch_size=keys.micro_batch_size,
             seq_length=sequence_length(root),
         )
@@ -71,7 +105,13 @@ def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.dev
         raise UserError(str(error).splitlines()) from None
 
 
-def build_model(root: RootBlock, data: Data, precision: PrecisionPlan, device: torch.device) -> GPT:
+def build_model(
+    root: RootBlock,
+    data: Data,
+    precision: PrecisionPlan,
+    device: torch.device,
+    data_parallel: DataParallel | None = None,
+) -> GPT:
     """The model with its initial weights.
 
     Raises:
@@ -83,28 +123,28 @@ def build_model(root: RootBlock, data: Data, precision: PrecisionPlan, device: t
             root.model,
             vocab_size=data.vocab_size,
             device=device,
-            dtype=precision.weights,
-            flags=read_flags(),
+            dtype=data_parallel.parameter_dtype if data_parallel else precision.weights,
+            flags=attention_flags(root),
             micro_batch_size=root.model.micro_batch_size,
             seq_length=sequence_length(root),
-            compute_dtype=precision.autocast,
+            compute_dtype=precision.autocast or precision.weights,
+            sharding=data_parallel,
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
 
 
-def build_optimizer(root: RootBlock, model: GPT, precision: PrecisionPlan) -> AdamW:
-    """AdamW over all parameters of the model."""
-    optim = root.model.optim
-    return AdamW(
+def build_optimizer(
+    root: RootBlock, model: GPT, precision: PrecisionPlan, data_parallel: DataParallel | None = None
+) -> Optimizer:
+    """The optimizer of `model.optim` over all parameters of the model."""
+    shards = {} if data_parallel is None else data_parallel.over_shards
+    return build.build_optimizer(
+        root.model,
         model.named_parameters(),
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        norms_decay=root.model.do_layer_norm_weight_decay,
         main_weights=precision.main_weights,
         clip_norm=root.trainer.gradient_clip_val,
+        **shards,
     )
 
 
@@ -112,14 +152,20 @@ def build_rates(root: RootBlock, model: GPT, device: torch.device) -> Rates:
     """What turns the time of a step into tokens per second and MFU."""
     length = sequence_length(root)
     return Rates(
-        tokens_per_step=root.model.global_batch_size * length,
+        tokens_per_sample=length,
         flops_per_token=training_flops_per_token(root.model, model.output_weight.shape[0], length),
         peak_flops=bf16_peak(device_name(device)),
     )
 
 
 def build_validation(
-    root: RootBlock, model: GPT, data: Data, precision: PrecisionPlan, device: torch.device
+    root: RootBlock,
+    model: GPT,
+    data: Data,
+    precision: PrecisionPlan,
+    device: torch.device,
+    ranks: Ranks | None = None,
+    data_parallel: DataParallel | None = None,
 ) -> Validate | None:
     """A function that validates on the samples `trainer.limit_val_batches` asks for, or None for 0."""
     limit, samples = root.trainer.limit_val_batches, data.validation
@@ -137,8 +183,11 @@ def build_validation(
                 batch_size=size,
                 limit_batches=_micro_batches(root, samples, limit if global_batches is None else global_batches),
                 device=device,
+                ranks=ranks,
             )
         finally:
+            if data_parallel is not None:
+                data_parallel.give_back()
             model.train()
 
     return validate
@@ -153,7 +202,13 @@ def _micro_batches(root: RootBlock, samples: Samples, limit: int | float) -> int
 
 
 def build_save(
-    config: RunConfig, directory: RunDirectory, data: Data, start: RunState, module: LanguageModule
+    config: RunConfig,
+    data: Data,
+    start: RunState,
+    module: LanguageModule,
+    plan: BatchPlan,
+    saver: Saver,
+    average: EMA | None = None,
 ) -> Save | None:
     """A function that writes a checkpoint of a step, or None where none would be kept."""
     keys = config.root.exp_manager
@@ -161,32 +216,82 @@ def build_save(
     if not keys.create_checkpoint_callback or (params.save_top_k == 0 and not params.save_last):
         return None
 
-    def save(step: int, val_loss: float | None) -> Path:
+    def save(step: int, figures: Mapping[str, float], loop: LoopState) -> Path:
         state = start.model_copy(
-            update={"step": step, "consumed_samples": consumed_samples(start, step), "val_loss": val_loss}
+            update={
+                "step": step,
+                "consumed_samples": plan.consumed(step),
+                "val_loss": figures.get("val_loss"),
+                "metrics": {name: value for name, value in figures.items() if name != "val_loss"},
+                "loop": loop,
+            }
         )
-        return write_checkpoint(
-            directory.checkpoints,
-            state,
-            weights=dict(module.model.named_parameters()),
-            optimizer=module.adamw.tensors(),
-            config_document=config.document,
-            tokenizer_document=data.tokenizer.to_document(),
-        )
+        tensors = {
+            WEIGHTS: weight_pieces(module.model, module.precision),
+            OPTIMIZER: module.optimizer_state.pieces(),
+        }
+        if average is not None:
+            tensors[AVERAGE] = average.pieces()
+        return saver.save(Content(state, tensors, config.document, data.tokenizer.to_document()))
 
     return save
 
 
-def consumed_samples(start: RunState, step: int) -> int:
-    """Samples trained on after `step` steps, of a run (part) that began at `start`."""
-    return start.consumed_samples + (step - start.step) * start.global_batch_size
+def build_clean(root: RootBlock, checkpoints: Path, stop: StopRequest) -> Callable[[], None]:
+    """A function that deletes the checkpoints that are not kept; a run that is stopping keeps its newest one."""
+    params = root.exp_manager.checkpoint_callback_params
+
+    def clean() -> None:
+        apply_retention(
+            checkpoints,
+            save_top_k=params.save_top_k,
+            save_last=params.save_last or stop.reason is not None,
+            monitor=logged_name(params.monitor),
+            mode=params.mode,
+        )
+
+    return clean
 
 
-def describe(root: RootBlock, model: GPT, data: Data, precision: PrecisionPlan, device: torch.device) -> Iterator[str]:
+def build_average(root: RootBlock, model: GPT, optimizer: Optimizer) -> EMA | None:
+    """The moving average of the weights that `exp_manager.ema` asks for, of the weights as they are now."""
+    keys = root.exp_manager.ema
+    if not keys.enable:
+        return None
+    main_weights = {
+        key.removesuffix(".main"): piece.local for key, piece in optimizer.pieces().items() if key.endswith(".main")
+    }
+    return EMA(
+        dict(model.named_parameters()),
+        main_weights=main_weights,
+        decay=keys.decay,
+        every_n_steps=keys.every_n_steps,
+        cpu_offload=keys.cpu_offload,
+    )
+
+
+def weight_pieces(model: GPT, precision: PrecisionPlan) -> dict[str, Piece]:
+    """This rank's rows of every weight, in the dtype the model computes with: a checkpoint's, whoever casts."""
+    pieces = {name: piece_of(parameter) for name, parameter in model.named_parameters()}
+    return {name: piece.of(piece.local.to(precision.weights)) for name, piece in pieces.items()}
+
+
+def describe(
+    root: RootBlock,
+    model: GPT,
+    data: Data,
+    precision: PrecisionPlan,
+    device: torch.device,
+    layout: DataLayout | None = None,
+) -> Iterator[str]:
     """What is about to be trained, on what and how, one line each."""
     keys = root.model
-    micro_batches = keys.global_batch_size // keys.micro_batch_size
+    ranks = layout.replicas * layout.shards if layout else 1
+    micro_batches = keys.global_batch_size // keys.micro_batch_size // ranks
     yield f"device {device_name(device)}, {precision.name}"
+    if layout is not None:
+        cut = f"{layout.replicas} x {layout.shards} (copies x shards)"
+        yield f"{ranks} processes, {layout.name}: the parameters lie on {cut}"
     yield f"data {data.description}"
     yield f"model {parameter_count(model):,} parameters, {keys.num_layers} layers, hidden size {keys.hidden_size}"
     attention = ", ".join(f"{kind} {decision.backend}" for kind, decision in model.attention_decisions.items())
@@ -194,7 +299,8 @@ def describe(root: RootBlock, model: GPT, data: Data, precision: PrecisionPlan, 
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
     yield (
         f"{root.trainer.max_steps:,} steps of {keys.global_batch_size} samples in {micro_batches} micro "
-        f"batch{'es' * (micro_batches != 1)}, {keys.global_batch_size * sequence_length(root):,} tokens each"
+        f"batch{'es' * (micro_batches != 1)}{' per process' * (ranks > 1)}, "
+        f"{keys.global_batch_size * sequence_length(root):,} tokens each"
     )
     if root.trainer.enable_model_summary:
         for name, part in model.named_children():

@@ -44,5 +44,7 @@ def plan_precision(trainer: TrainerBlock, megatron_amp_O2: bool, device: torch.d
             return PrecisionPlan("fp32 weights, bf16 autocast", torch.float32, autocast=torch.bfloat16)
         case "bf16-true":
             return PrecisionPlan("bf16 weights and optimizer state", torch.bfloat16)
+        case "64" | "64-true":
+            return PrecisionPlan("fp64", torch.float64)
         case _:
             return PrecisionPlan("fp32", torch.float32)

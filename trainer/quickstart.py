@@ -235,6 +235,8 @@ def _data_in_words(config: RunConfig) -> str:
             return f"the text in {data.path}"
         case "mock":
             return "random tokens"
+        case other:
+            return f"the tokens of {other}"
 
 
 def _say_findings(config: RunConfig) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from .checkpoint import Checkpoint, RunState, find_checkpoint, newest_checkpoint, remove_leftovers
-from .config.blocks import ExpManagerBlock
+from .config.exp_manager import ExpManagerBlock
 from .config.schema import RootBlock
 from .data.build import Data, sequence_length
 from .environment import user_path
 from .errors import UserError
+from .manifest import stoker_version
+from .optim.build import settings
 from .precision import PrecisionPlan
-from .run_directory import RunDirectory, stoker_version
-from .schedule import build_schedule
+from .run_directory import RunDirectory
 
 _KEYS = {
     "seed": ("model.seed", "dropout and the order of the data go on differently"),
@@ -61,8 +62,6 @@ def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkp
 
 def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan) -> RunState:
     """The state of this run before its first step, as its checkpoints will record it."""
-    optim = root.model.optim
-    schedule: Any = build_schedule(optim, root.trainer.max_steps)
     return RunState(
         step=0,
         consumed_samples=0,
@@ -72,17 +71,8 @@ def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan) -> RunSt
         sequence_length=sequence_length(root),
         precision=precision.name,
         optimizer={
-            "optim.lr": optim.lr,
-            "optim.weight_decay": optim.weight_decay,
-            "optim.beta1": optim.betas[0],
-            "optim.beta2": optim.betas[1],
-            "optim.eps": optim.eps,
+            **settings(root.model.optim, root.trainer.max_steps),
             "gradient_clip_val": root.trainer.gradient_clip_val or 0.0,
-            "optim.sched.name": optim.sched.name,
-            "optim.sched.min_lr": optim.sched.min_lr,
-            "optim.sched.warmup_steps": schedule.warmup_steps,
-            "optim.sched.constant_steps": getattr(schedule, "constant_steps", 0),
-            "optim.sched.max_steps": schedule.max_steps,
         },
         data_fingerprint=data.fingerprint,
         versions={"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()},
@@ -96,7 +86,7 @@ def check_resumed(checkpoint: Checkpoint, now: RunState, tokenizer_document: dic
         One warning for each difference that keeps the run from going on exactly as it would have.
 
     Raises:
-        UserError: other data or another tokenizer: the position in the data would mean nothing.
+        UserError: other data or another tokenizer: the position in the data would mean nothing; or another optimizer.
     """
     saved = checkpoint.state
     if saved.data_fingerprint != now.data_fingerprint:
@@ -111,6 +101,12 @@ def check_resumed(checkpoint: Checkpoint, now: RunState, tokenizer_document: dic
     if checkpoint.tokenizer_document != tokenizer_document:
         raise UserError(
             f"checkpoint {checkpoint.path} has another tokenizer than `model.tokenizer` now gives; use the same one"
+        )
+    before, after = saved.optimizer.get("optim.name", "adamw"), now.optimizer["optim.name"]
+    if before != after:
+        raise UserError(
+            f"checkpoint {checkpoint.path} holds the state of {before}, but `model.optim.name` is {after}; "
+            f"use model.optim.name={before}, or start a new run"
         )
     warnings: list[str] = []
     for field, (key, effect) in _KEYS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,19 +10,28 @@ from pathlib import Path
 import torch
 
 from ..models.gpt import GPT
-from .checkpoint import Checkpoint
+from .batching import BatchPlan, RankBatches, ramp_up_of
+from .checkpoint import Checkpoint, open_checkpoint
 from .config.run_config import RunConfig
+from .config.schema import RootBlock
 from .data.build import Data, build_data
+from .determinism import determinism
+from .development import overfitted, trial_of
+from .distributed.ranks import Ranks, describe_process
 from .errors import EXIT_DONE, UserError
 from .evaluation import EvaluationResult
 from .feed import BatchFeed
 from .fit import fit
+from .loggers import check_loggers
 from .loop import RunLoop
 from .memory import check_memory, is_out_of_memory
 from .metrics import Journal
 from .module import LanguageModule
 from .panel import Panel
 from .parts import (
+    build_average,
+    build_clean,
+    build_data_parallel,
     build_model,
     build_optimizer,
     build_rates,
@@ -29,12 +39,13 @@ from .parts import (
     build_validation,
     check_attention,
     choose_device,
-    consumed_samples,
     describe,
 )
 from .precision import PrecisionPlan, plan_precision
+from .profiling import build_observers, check_profiling
 from .resume import check_resumed, describe_run, find_resumed
 from .run_directory import RunDirectory, open_run_directory, record_start
+from .saving import Saver
 from .schedule import build_schedule
 from .stop import StopRequest
 
@@ -69,19 +80,30 @@ def train(config: RunConfig) -> int:
     return run_training(config).exit_code
 
 
-def run_training(config: RunConfig) -> TrainingResult:
+def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResult:
     """Train as configured, from scratch or from a checkpoint.
+
+    Args:
+        config: the same on every rank.
+        ranks: the processes of the run, which have met; None: this one alone.
 
     Raises:
         UserError: what the configuration asks for cannot be done here, training diverged, or the disk is full.
     """
+    config = trial_of(config)
     root = config.root
-    device = choose_device(root)
+    ranks = ranks or Ranks()
+    if len(set(ranks.gather(config.digest))) > 1:
+        raise UserError("the ranks have different configurations; start them with the same files and overrides")
+    device = choose_device(root, ranks)
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     check_memory(root, precision, device)
     check_attention(root, precision, device)
+    check_loggers(root.exp_manager)
+    check_profiling(root, device)
     try:
-        return _prepare_and_train(config, device, precision)
+        with determinism(root.trainer.deterministic):
+            return _prepare_and_train(config, device, precision, ranks)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -93,26 +115,62 @@ def run_training(config: RunConfig) -> TrainingResult:
         ) from error
 
 
-def _prepare_and_train(config: RunConfig, device: torch.device, precision: PrecisionPlan) -> TrainingResult:
+def _prepare_and_train(
+    config: RunConfig, device: torch.device, precision: PrecisionPlan, ranks: Ranks
+) -> TrainingResult:
     root = config.root
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(root.trainer.max_time))
-        data = build_data(root)  # before the run directory: text that cannot be read leaves nothing behind
-        directory = stack.enter_context(open_run_directory(config))
-        resumed, lines = find_resumed(root.exp_manager, directory)
+        stop = stack.enter_context(StopRequest(root.trainer.max_time, root.exp_manager.max_time_per_run))
+        data = _data_of_all(root, ranks)  # before the run directory: text that cannot be read leaves nothing behind
+        directory, resumed, lines = _first_then_others(config, ranks, stack)
         step = resumed.state.step if resumed else 0
-        panel = Panel(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
-        journal = Journal(
-            directory.path, panel, tensorboard=root.exp_manager.create_tensorboard_logger, resumed_at=step
-        )
-        with closing(journal):
+        if ranks.is_first:
+            panel = Panel(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
+            journal = Journal.open(config, directory.path, panel, resumed_at=step)
+        else:
+            journal = Journal.silent()
+        with journal:
             for line in [f"run directory {directory.path}", *lines]:
                 journal.say(line)
             try:
-                return _train(config, device, precision, data, directory, resumed, journal, stop)
+                return _train(config, device, precision, data, directory, resumed, journal, stop, ranks)
             except UserError as error:
                 journal.note("\n".join(error.lines))
                 raise
+
+
+def _data_of_all(root: RootBlock, ranks: Ranks) -> Data:
+    """The data, read by the first process of each machine before the others, which find its index files then."""
+    data, problem = None, None
+    for turn in (ranks.local_rank == 0, ranks.local_rank != 0):
+        if turn:
+            try:
+                data = overfitted(build_data(root), root)
+            except UserError as error:
+                problem = error
+        ranks.raise_together(problem)
+    assert data is not None
+    return data
+
+
+def _first_then_others(
+    config: RunConfig, ranks: Ranks, stack: ExitStack
+) -> tuple[RunDirectory, Checkpoint | None, list[str]]:
+    """The run directory and the checkpoint to go on from, both chosen and verified by the first rank."""
+    directory, resumed, lines, problem = None, None, [], None
+    if ranks.is_first:
+        try:
+            directory = stack.enter_context(open_run_directory(config))
+            resumed, lines = find_resumed(config.root.exp_manager, directory)
+        except UserError as error:
+            problem = error
+    ranks.raise_together(problem)
+    told = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
+    path, checkpoints, start = json.loads(ranks.from_first(json.dumps(told)))
+    if directory is None:
+        directory = RunDirectory(Path(path), Path(checkpoints), None)
+        resumed = open_checkpoint(Path(start), verify=False) if start else None
+    return directory, resumed, lines
 
 
 def _train(
@@ -124,52 +182,91 @@ def _train(
     resumed: Checkpoint | None,
     journal: Journal,
     stop: StopRequest,
+    ranks: Ranks,
 ) -> TrainingResult:
     root, keys = config.root, config.root.model
     start = describe_run(root, data, precision)
 
-    model = build_model(root, data, precision, device)
-    optimizer = build_optimizer(root, model, precision)
+    data_parallel = build_data_parallel(root, precision, device, ranks)
+    model = build_model(root, data, precision, device, data_parallel)
+    optimizer = build_optimizer(root, model, precision, data_parallel)
     if resumed is not None:
         for warning in check_resumed(resumed, start, data.tokenizer.to_document()):
             journal.say(f"warning: {warning}")
-        resumed.load_weights(model)
+        resumed.load_weights(model, cast=data_parallel is not None and precision.main_weights)
         resumed.load_optimizer(optimizer)
         journal.say(f"going on from {resumed.path}, {resumed.state.consumed_samples:,} samples seen")
         start = start.model_copy(
-            update={"step": resumed.state.step, "consumed_samples": resumed.state.consumed_samples}
+            update={
+                "step": resumed.state.step,
+                "consumed_samples": resumed.state.consumed_samples,
+                "loop": resumed.state.loop,
+            }
         )
-    record_start(config, directory, device)
-    for line in describe(root, model, data, precision, device):
+    average = build_average(root, model, optimizer)
+    if average is not None and resumed is not None:
+        if resumed.has_average:
+            resumed.load_average(average.pieces())
+        else:
+            journal.say(f"warning: {resumed.path} holds no average of the weights; it starts from the weights")
+    processes = [json.loads(text) for text in ranks.gather(json.dumps(describe_process(ranks, device, config.digest)))]
+    if ranks.is_first:
+        record_start(config, directory, device, processes)
+    for line in describe(root, model, data, precision, device, data_parallel.layout if data_parallel else None):
         journal.say(line)
     for decision in model.attention_decisions.values():
         journal.note(decision.table())
 
-    feed = BatchFeed(data.train, start.consumed_samples, keys.global_batch_size, device, keys.data.num_workers)
+    plan = BatchPlan(
+        keys.global_batch_size,
+        first_step=start.step,
+        consumed=start.consumed_samples,
+        ramp_up=ramp_up_of(keys.rampup_batch_size, keys.global_batch_size),
+    )
+    parts = RankBatches(plan, keys.micro_batch_size, ranks.rank, ranks.world_size)
+    feed = BatchFeed(data.train, parts, device, keys.data.num_workers)
     module = LanguageModule(
         model,
         optimizer,
         build_schedule(keys.optim, root.trainer.max_steps),
         feed,
         precision,
-        micro_batch_size=keys.micro_batch_size,
-        accumulates=keys.global_batch_size > keys.micro_batch_size,
         seed=keys.seed,
         step=start.step,
+        ranks=ranks,
+        data_parallel=data_parallel,
     )
+    params = root.exp_manager.checkpoint_callback_params
+    clean = build_clean(root, directory.checkpoints, stop)
+    saver = Saver(directory.checkpoints, ranks, clean, beside=params.async_save)
+    observers = build_observers(root, directory.path, device, journal.say, ranks.rank, start.step)
     loop = RunLoop(
         root,
         journal,
         stop,
         build_rates(root, model, device),
-        validate=build_validation(root, model, data, precision, device),
-        save=build_save(config, directory, data, start, module),
+        validate=build_validation(root, model, data, precision, device, ranks, data_parallel),
+        save=build_save(config, data, start, module, plan, saver, average),
         checkpoints=directory.checkpoints,
-        consumed_samples=lambda step: consumed_samples(start, step),
+        consumed_samples=plan.consumed,
+        state=start.loop,
+        agree=ranks.agree,
+        average=average,
+        observers=observers,
     )
-    if start.step < root.trainer.max_steps and stop.reason is None:
-        with closing(feed):
-            fit(module, loop, root.trainer.max_steps, device)
+    if start.step >= root.trainer.max_steps:
+        journal.say(
+            f"this run is finished: step {start.step:,} of `trainer.max_steps` ({root.trainer.max_steps:,}); raise it "
+            "to train on"
+        )
+    try:
+        ended = start.step >= root.trainer.max_steps or loop.stopped_by is not None
+        if not ended and not ranks.any(stop.reason is not None):
+            with closing(feed):
+                fit(module, loop, root.trainer.max_steps, device, ranks)
+    finally:
+        observers.close()
+        saver.finish()
     stopped_by = None if module.step >= root.trainer.max_steps else loop.stopped_by or stop.reason
     journal.say(_last_line(directory, module.step, loop.checkpoint, stopped_by))
     return TrainingResult(

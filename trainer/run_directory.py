@@ -4,41 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
-import sys
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .checkpoint import checkpoint_paths
-from .config.blocks import ExpManagerBlock
+from .config.exp_manager import ExpManagerBlock
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
-from .environment import user_path
+from .environment import snapshot, user_path
 from .errors import EXIT_IO, UserError
+from .manifest import describe_environment
 
 try:
     import fcntl
 except ImportError:  # Windows: a run directory is not locked
     fcntl = None
-
-_RECORDED_PACKAGES = (
-    "torch",
-    "pytorch-lightning",
-    "triton",
-    "hydra-core",
-    "omegaconf",
-    "pydantic",
-    "safetensors",
-    "tokenizers",
-    "numpy",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +33,8 @@ class RunDirectory:
     """The directory of one run.
 
     Attributes:
-        path: holds config.resolved.json, environment.json, metrics.jsonl, run.log and tensorboard/.
+        path: holds config.resolved.json, environment.json, metrics.jsonl, run.log, and what the keys ask for:
+            tensorboard/, metrics.csv, files/, profile/.
         checkpoints: holds the `step-N` directories.
         lock: keeps other processes out for as long as it is open; None where files cannot be locked.
     """
@@ -91,18 +79,42 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
     return directory
 
 
-def record_start(config: RunConfig, directory: RunDirectory, device: torch.device) -> None:
+def record_start(
+    config: RunConfig, directory: RunDirectory, device: torch.device, processes: list[dict[str, Any]]
+) -> None:
     """Write what the run was started with, once nothing is left that could refuse it.
+
+    Args:
+        config: of the run.
+        directory: where it goes.
+        device: of this process.
+        processes: what each process of the run says of itself.
 
     Raises:
         UserError: the files cannot be written (exit code 74).
     """
     try:
         config.save(directory.path / "config.resolved.json")
-        text = json.dumps(describe_environment(device), indent=2) + "\n"
-        (directory.path / "environment.json").write_text(text)
+        environment = {**describe_environment(device, snapshot()), "processes": processes}
+        (directory.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+        for name in config.root.exp_manager.files_to_copy:
+            copies = directory.path / "files"
+            copies.mkdir(exist_ok=True)
+            shutil.copyfile(_file_to_copy(name), copies / Path(name).name)
     except OSError as error:
         raise _cannot_write(error, str(directory.path)) from error
+
+
+def _file_to_copy(name: str) -> Path:
+    """A file that is named by `exp_manager.files_to_copy`.
+
+    Raises:
+        UserError: it is no file that can be read.
+    """
+    path = user_path(name, "exp_manager.files_to_copy")
+    if not path.is_file() or not os.access(path, os.R_OK):
+        raise UserError(f"`exp_manager.files_to_copy` ({name}): there is no such file that can be read")
+    return path
 
 
 def _cannot_write(error: OSError, place: str) -> UserError:
@@ -118,6 +130,8 @@ def _check_places(keys: ExpManagerBlock) -> None:
     start = keys.resume_from_checkpoint
     if start and not user_path(start, "exp_manager.resume_from_checkpoint").is_dir():
         raise UserError(f"`exp_manager.resume_from_checkpoint` ({start}): there is no such directory")
+    for name in keys.files_to_copy:
+        _file_to_copy(name)
     dirpath = keys.checkpoint_callback_params.dirpath
     if not dirpath or not keys.create_checkpoint_callback:
         return
@@ -183,58 +197,3 @@ def _lock(path: Path) -> int | None:
     except OSError:
         pass  # a filesystem without locks
     return descriptor
-
-
-def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device and source commit: what a result depends on besides the configuration. Holds no secrets."""
-    packages: dict[str, str] = {}
-    for name in _RECORDED_PACKAGES:
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    environment: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "implementation": sys.implementation.name,
-        "stoker": stoker_version(),
-        "commit": _source_commit(),
-        "packages": packages,
-        "device": device_name(device),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-    if device.type == "cuda":
-        environment["capability"] = list(torch.cuda.get_device_capability(device))
-        environment["cuda"] = torch.version.cuda
-    return environment
-
-
-def stoker_version() -> str:
-    """The installed version, or `unknown` in a bare checkout."""
-    try:
-        return metadata.version("stoker")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def device_name(device: torch.device) -> str:
-    """The card's name, or the kind of device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _source_commit() -> str | None:
-    """The commit checked out where this package lies, read from .git; None for an installed package."""
-    git = Path(__file__).resolve().parents[1] / ".git"
-    try:
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        reference = head.removeprefix("ref: ")
-        loose = git / reference
-        if loose.is_file():
-            return loose.read_text().strip()
-        packed = (git / "packed-refs").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split()[0] for line in packed if line.endswith(f" {reference}")), None)

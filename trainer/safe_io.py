@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from .durable import sync_directory as sync_directory
 
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
@@ -73,15 +76,6 @@ class _HashingFile:
         os.close(self._descriptor)
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_json(path: Path, document: Any) -> FileRecord:
     """Write a new JSON file, flushed to the disk. NaN and infinity, which are not JSON, raise ValueError."""
     with _HashingFile(path) as file:
@@ -89,7 +83,7 @@ def write_json(path: Path, document: Any) -> FileRecord:
         return file.finish()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
     """Write a new safetensors file, flushed to the disk; one tensor at a time is copied to the host.
 
     The format (https://github.com/huggingface/safetensors, "Format"): eight bytes of little-endian header length, a
@@ -97,7 +91,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     every tensor is aligned.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in order:
         tensor = tensors[name]
@@ -155,50 +149,24 @@ def check_file(path: Path, record: FileRecord) -> None:
             raise DamagedFileError(f"{path.name} does not have the SHA-256 that was recorded when it was written")
 
 
-def read_tensors(
-    path: Path, expected: Mapping[str, Tensor], *, any_dtype: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor (on the CPU) of a safetensors file that must hold exactly the expected ones.
-
-    Args:
-        path: the file; the safetensors library checks that its header fits its data.
-        expected: the tensors to be filled; names, shapes and dtypes are compared before any is read.
-        any_dtype: do not compare dtypes.
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for reading by name; the library checks that its header fits its data.
 
     Raises:
-        DamagedFileError: not a safetensors file.
-        ValueError: other names, shapes or dtypes; one line for each of the first ten.
+        DamagedFileError: missing, not a regular file, or not a safetensors file.
     """
     _open_regular(path).close()
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            described = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in found.items()}
-            problems = _differences(described, expected, any_dtype)
-            if problems:
-                raise ValueError("\n".join(problems))
-            for name in expected:
-                yield name, file.get_tensor(name)
+            yield file
     except SafetensorError as error:
         raise DamagedFileError(f"{path.name} is not a safetensors file: {_one_line(error)}") from None
 
 
-def _differences(
-    found: Mapping[str, tuple[tuple[int, ...], str]], expected: Mapping[str, Tensor], any_dtype: bool
-) -> list[str]:
-    lines = [f"{name} is missing" for name in expected if name not in found]
-    lines += [f"{name} has no place in this model" for name in found if name not in expected]
-    for name, tensor in expected.items():
-        if name not in found:
-            continue
-        wanted = (tuple(tensor.shape), found[name][1] if any_dtype else _DTYPE_NAMES[tensor.dtype])
-        if found[name] != wanted:
-            lines.append(f"{name} is {_describe(*found[name])}, the model needs {_describe(*wanted)}")
-    return lines if len(lines) <= 10 else [*lines[:10], f"and {len(lines) - 10} more"]
-
-
-def _describe(shape: tuple[int, ...], dtype: str) -> str:
-    return f"{dtype.lower()} {list(shape)}"
+def tensor_dtype_name(tensor: Tensor) -> str:
+    """The name of a tensor's dtype in a safetensors file."""
+    return _DTYPE_NAMES[tensor.dtype]
 
 
 def _open_regular(path: Path) -> Any:

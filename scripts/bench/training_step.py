@@ -58,7 +58,7 @@ def stoker_loop(_: Shape) -> Step:
     from stoker.kernels.attention.flags import read_flags
     from stoker.models.build import build_gpt
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.optim import AdamW
+    from stoker.trainer.optim.adamw import AdamW
 
     keys = load_run_config(None, None, OVERRIDES).root.model
     model = build_gpt(

@@ -1,4 +1,4 @@
-"""The keys around the model: trainer, exp_manager, tokenizer, data and optimizer, with NeMo's names and meanings."""
+"""The keys around the model: trainer, tokenizer and data, with NeMo's names and meanings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...models.config.block import Block, own
 
-Precision = Literal[32, "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
+Precision = Literal[64, "64", "64-true", 32, "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
 PositiveInt = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 """Text that is not empty: an empty path or name is an unset variable of somebody's shell, not a wish."""
@@ -29,8 +29,10 @@ class TrainerBlock(Block):
     """Machines in the run."""
     accelerator: Literal["auto", "gpu", "cuda", "cpu", "mps"] = "auto"
     """Kind of device; `auto` takes a CUDA GPU where there is one, else the CPU."""
+    process_timeout: float = own(600.0, gt=0)
+    """Seconds after which a process that waits for another one gives up, which ends the run."""
     precision: Precision | None = None
-    """`bf16` trains bf16 weights with fp32 main weights (see `model.megatron_amp_O2`), `32` trains in fp32;
+    """`bf16` trains bf16 weights with fp32 main weights (see `model.megatron_amp_O2`), `32` in fp32, `64` in fp64;
     null: bf16 on a GPU from sm_80 on, 32 elsewhere."""
     max_steps: int = Field(100000, ge=1)
     """Optimizer steps to train; the schedules end here."""
@@ -50,111 +52,98 @@ class TrainerBlock(Block):
     """Print the table of modules and parameters before training."""
     num_sanity_val_steps: int = Field(0, ge=0)
     """Global validation batches to run before the first step."""
+    overfit_batches: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = 0
+    """Train on the same first global batches again and again, and validate on them: how many (int), or which part of
+    an epoch (float); 0: off."""
+    fast_dev_run: bool | Annotated[int, Field(ge=0)] = False
+    """A trial of so many steps (True: 1) and validation batches through everything, in `fast_dev_run` in the run
+    directory, without checkpoints and loggers."""
+    profiler: Literal["simple", "pytorch"] | None = None
+    """`simple`: where the time of the run goes. `pytorch`: a trace of `profile_steps` for chrome://tracing and a table
+    of its operations. Both are written to `profile` in the run directory."""
+    profile_steps: list[PositiveInt] = own([5, 8], min_length=2, max_length=2)
+    """First and last step that `profiler: pytorch` traces, counted from the start of the process."""
+    deterministic: bool | Literal["warn"] = False
+    """Only operations that give equal bits every time; where there is none: an error (True) or a warning (`warn`)."""
+    max_skipped_steps: int = own(10, ge=0)
+    """Steps in a row whose gradients may be infinite or NaN. Such a step changes nothing; after one more than this the
+    run stops, at the next log line."""
+    loss_spike_threshold: float | None = own(4.0, gt=0)
+    """Warn when the training loss rises by so many (robust) standard deviations of its recent values; null: never."""
 
 
-class CheckpointParams(Block):
-    """`exp_manager.checkpoint_callback_params.*`: when to save and what to keep."""
+class MemoryProfileBlock(Block):
+    """`model.memory_profile.*`: a record of every allocation on the GPU during some steps."""
 
-    dirpath: Text | None = None
-    """Directory of checkpoints; null: `checkpoints` in the run directory."""
-    monitor: Literal["val_loss"] = "val_loss"
-    """The metric that ranks checkpoints."""
-    mode: Literal["min"] = "min"
-    """A smaller metric is better."""
-    save_top_k: int = Field(3, ge=-1)
-    """Checkpoints to keep, the best by `monitor`; -1 keeps all, 0 none but the last."""
-    save_last: bool = True
-    """Always keep the newest checkpoint too, and save one when training ends."""
-    every_n_train_steps: int | None = Field(None, ge=1)
-    """Steps between two checkpoints; null: `trainer.val_check_interval`, so one after each validation."""
+    enabled: bool = False
+    """Record, on a CUDA device."""
+    start_step: int = Field(10, ge=1)
+    """The first step recorded, counted from the start of the process."""
+    end_step: int = Field(10, ge=1)
+    """The last step recorded."""
+    rank: int = Field(0, ge=0)
+    """The process that records."""
+    output_path: Text | None = None
+    """Directory of the record; null: `profile` in the run directory."""
 
 
-class ExpManagerBlock(Block):
-    """`exp_manager.*`: where a run writes and what it logs."""
+class SpecialTokensBlock(Block):
+    """`model.tokenizer.special_tokens.*`: tokens with a part to play, by their text."""
 
-    exp_dir: Text | None = None
-    """Parent of all runs; null: `./runs`."""
-    explicit_log_dir: Text | None = None
-    """The run directory itself; overrides exp_dir, name and version."""
-    name: Text | None = None
-    """Directory below `exp_dir`; null: the top-level `name`."""
-    version: Text | int | None = None
-    """Directory below `name`; null: a time stamp, or a counter without `use_datetime_version`."""
-    use_datetime_version: bool = True
-    """Name versions by time; False: version_0, version_1, ..."""
-    resume_if_exists: bool = False
-    """Go on from the newest valid checkpoint of this run; there is no version directory then."""
-    resume_ignore_no_checkpoint: bool = True
-    """With `resume_if_exists`, start from scratch when there is no checkpoint; False: that is an error."""
-    resume_from_checkpoint: Text | None = None
-    """A checkpoint directory to start from: weights, optimizer and step."""
-    create_checkpoint_callback: bool = True
-    """Write checkpoints."""
-    checkpoint_callback_params: CheckpointParams = nested(CheckpointParams)
-    """When to save and what to keep."""
-    create_tensorboard_logger: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    eos_token: Text | None = None
+    """The token between documents, added where the vocabulary lacks it; null: the one that tokenizer_config.json or the
+    model names, or one of a usual name."""
+    pad_token: Text | None = None
+    """The token that fills up sequences; null: found as `eos_token` is, or else that one."""
 
 
 class TokenizerBlock(Block):
     """`model.tokenizer.*`."""
 
-    library: Literal["byte-level", "char"] = "byte-level"
+    library: Literal["byte-level", "char", "huggingface", "megatron", "sentencepiece"] = "byte-level"
     """`byte-level`: UTF-8 bytes in ByT5's scheme (pad 0, eos 1, unk 2, byte + 3). `char`: the characters of the
-    training text."""
+    training text. `huggingface`: a tokenizer.json. `megatron`: GPT-2's two files. `sentencepiece`: a .model file."""
+    type: Text | None = None
+    """huggingface: path of a tokenizer.json or its folder (never a name to download). megatron: GPT2BPETokenizer."""
+    model: Text | None = None
+    """sentencepiece: path of the .model file. huggingface: the same as `type`."""
+    vocab_file: Text | None = None
+    """megatron: path of vocab.json."""
+    merge_file: Text | None = None
+    """megatron: path of merges.txt."""
+    additional_special_tokens: list[Text] = Field(default=[], max_length=10000)
+    """Tokens to add to the vocabulary of a file; those it lacks get the ids after its last."""
+    special_tokens: SpecialTokensBlock = nested(SpecialTokensBlock)
+    """Which tokens end documents and fill up sequences."""
 
 
 class DataBlock(Block):
     """`model.data.*`."""
 
-    data_impl: Literal["pystd", "text", "mock"] = "pystd"
-    """`pystd`: this interpreter's standard library. `text`: the file or folder at `path`. `mock`: random tokens."""
+    data_impl: Text = Field("pystd", examples=["pystd"])
+    """`pystd`: this interpreter's standard library. `text`: the file or folder at `path`. `mmap`: the tokens at
+    `data_prefix`. `mock`: random tokens. Any other name: a data set of that name which an installed package offers as
+    an entry point of the group stoker.datasets."""
     path: str | None = own(None)
     """Text file, or folder whose text files are read, for `data_impl: text`."""
+    data_prefix: Text | list[Text | float] | dict[str, Text | list[Text | float] | None] | None = None
+    """`mmap`: tokens in Megatron's .bin/.idx format: a path without suffix, a list of paths, a list of weights and
+    paths in turn, or one of these for each of `train`, `validation` and `test`. Weights choose training samples
+    (without them sets count by size); validation takes every token once."""
+    index_mapping_dir: Text | None = None
+    """`mmap`: folder for the order of documents and samples of each epoch; null: beside the data where they are large
+    (a million documents), else in memory."""
+    shuffle_documents: bool = True
+    """`mmap`: a new order of documents in every epoch; False keeps that of the file and shuffles samples only."""
+    eod_mask_loss: bool = False
+    """No loss at positions whose input is the end of a document: what follows is another text."""
+    dataset_kwargs: dict[str, Text | int | float | bool | list[Text | int | float] | None] = own({})
+    """Whatever the data set of an installed package takes, free in form."""
     splits_string: str = Field(
         "900,50,50", pattern=r"^\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){0,2}$", examples=["900,50,50"]
     )
-    """Proportions of train, validation, test."""
+    """Proportions of train, validation, test; without effect where `data_prefix` names a set for each."""
     seq_length: int | None = Field(None, ge=1)
     """Tokens in a sample; null: `model.encoder_seq_length`."""
     num_workers: int = Field(0, ge=0, le=256)
     """Processes that prepare batches; 0 prepares them in a thread of the trainer."""
-
-
-class SchedBlock(Block):
-    """`model.optim.sched.*`: the learning rate over the steps. Golden numbers: nemo_semantics, Appendix B."""
-
-    name: Literal["CosineAnnealing", "WarmupAnnealing"] = "CosineAnnealing"
-    """Shape of the schedule."""
-    warmup_steps: int | None = Field(None, ge=0)
-    """Steps of linear warm-up."""
-    warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """The same as a part of `max_steps`; only one of the two."""
-    constant_steps: int | None = Field(None, ge=0)
-    """Steps at `min_lr` at the end (CosineAnnealing)."""
-    constant_ratio: float | None = Field(None, ge=0, le=1)
-    """The same as a part of `max_steps`; only one of the two."""
-    min_lr: float = Field(0.0, ge=0)
-    """Final learning rate."""
-    max_steps: int | None = Field(None, ge=1)
-    """Length of the schedule; null: `trainer.max_steps`."""
-
-
-class OptimBlock(Block):
-    """`model.optim.*`."""
-
-    name: Literal["adamw", "fused_adam", "distributed_fused_adam", "megatron_fused_adam", "mcore_distributed_optim"] = (
-        "adamw"
-    )
-    """AdamW; NeMo's names of its fused and distributed forms mean the same here and are reported once."""
-    lr: float = Field(2e-4, gt=0)
-    """Peak learning rate."""
-    weight_decay: float = Field(0.01, ge=0)
-    """Decoupled weight decay, for matrices and tables; never for biases and norms (but see
-    `model.do_layer_norm_weight_decay`)."""
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.98], min_length=2, max_length=2)
-    """Decay of the running mean and of the running square."""
-    eps: float = Field(1e-8, gt=0)
-    """Added to the root of the running square."""
-    sched: SchedBlock = nested(SchedBlock)
-    """Learning-rate schedule."""

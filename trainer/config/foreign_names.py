@@ -101,7 +101,7 @@ FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
         **_each("trainer.devices", "gpus num_gpus ngpus n_gpus nproc_per_node"),
         **_each("trainer.num_nodes", "nnodes n_nodes num_machines"),
         **_each("trainer.accelerator", "device"),
-        **_each("exp_manager.exp_dir", "output_dir out_dir save_dir run_dir log_dir work_dir dump_folder"),
+        **_each("exp_manager.exp_dir", "output_dir out_dir run_dir log_dir work_dir dump_folder"),
         **_each("exp_manager.name", "run_name experiment_name wandb_run_name"),
         **_each("exp_manager.resume_if_exists", "auto_resume resume resume_training"),
         **_each("exp_manager.resume_from_checkpoint", "init_from load resume_from load_checkpoint"),

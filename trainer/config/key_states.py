@@ -179,7 +179,7 @@ class KeyStates:
         choices = ", ".join(show_value(choice) for choice in key.choices)
         if self._family is not None and state is State.NOT_YET:
             return Verdict(path, value, state, note)
-        return Verdict(path, value, state, note, f"{state.value}: {note}", f"{path} takes {choices}")
+        return Verdict(path, value, state, note, f"{state.value}: {note}", f"{path} takes {choices or key.kind}")
 
     def _is_accepted(self, row: Row, value: Any) -> bool:
         """Whether a key that does not act has a value that changes nothing."""

@@ -127,11 +127,7 @@ def _trainer() -> Iterator[Row]:
     yield _refused(
         at, "default_root_dir", "the run directory is exp_manager.exp_dir", None, same_as="exp_manager.exp_dir"
     )
-    yield _off(at, "profiler", "a profiler trace of some steps", None, False)
-    yield _off(at, "fast_dev_run", "a run of a few steps through everything", False, 0)
-    yield _off(at, "overfit_batches", "training on the same few batches again and again", 0, 0.0)
     yield _off(at, "limit_predict_batches", "prediction inside the trainer", None, 1.0)
-    yield _off(at, "deterministic", "deterministic kernels", False)
     yield _off(at, "sync_batchnorm", "there is no batch norm in these models", False)
     yield from _history(at, "benchmark", "cuDNN's search for convolutions; there are none")
     yield from _history(
@@ -148,39 +144,34 @@ def _trainer() -> Iterator[Row]:
 
 def _exp_manager() -> Iterator[Row]:
     at = "exp_manager"
-    for logger in ("wandb", "mlflow", "dllogger", "clearml", "neptune"):
+    for logger in ("dllogger", "clearml", "neptune"):
         switch = f"{at}.create_{logger}_logger"
-        yield Row(switch, State.NOT_YET, f"logging to {logger}", (False,), default=False)
-        yield Row(f"{at}.{logger}_logger_kwargs.*", State.NOT_YET, f"settings of the {logger} logger", switch=switch)
-        yield Row(
-            f"{at}.{logger}_logger_kwargs", State.NOT_YET, f"settings of the {logger} logger", ({},), switch=switch
-        )
-    yield Row(f"{at}.summary_writer_kwargs", State.NOT_YET, "settings of TensorBoard's writer", ({},))
-    yield Row(f"{at}.summary_writer_kwargs.*", State.NOT_YET, "settings of TensorBoard's writer")
-    stopping = f"{at}.create_early_stopping_callback"
-    yield Row(stopping, State.NOT_YET, "stopping when a metric no longer improves", (False,), default=False)
+        note = f"stoker logs to TensorBoard, W&B, MLflow and CSV, not to {logger}"
+        yield Row(switch, State.REFUSED, note, (False,), default=False)
+        yield Row(f"{at}.{logger}_logger_kwargs", State.REFUSED, note, ({},), switch=switch)
+        yield Row(f"{at}.{logger}_logger_kwargs.*", State.REFUSED, note, switch=switch)
+    yield _refused(f"{at}.summary_writer_kwargs", "log_dir", "events go to `tensorboard` in the run directory", None)
+    wandb, mlflow = f"{at}.wandb_logger_kwargs", f"{at}.mlflow_logger_kwargs"
+    for name in ("api_key", "key"):
+        yield _refused(wandb, name, "secrets do not belong in a configuration; export WANDB_API_KEY", None)
+    for name in ("token", "password", "username"):
+        variable = f"MLFLOW_TRACKING_{name.upper()}"
+        yield _refused(mlflow, name, f"credentials do not belong in a configuration; export {variable}", None)
+    yield _refused(wandb, "log_model", "checkpoints stay in the run directory", False, None)
+    yield _refused(mlflow, "log_model", "checkpoints stay in the run directory", False, None)
     yield from _rows(
-        State.NOT_YET,
+        State.REFUSED, wandb, "experiment", "objects are not named in YAML; `id` goes on with a run", off=({},)
+    )
+    yield from _history(wandb, "version dir anonymous prefix", "a second name of `id` or `save_dir`, or a name prefix")
+    yield from _history(mlflow, "synchronous checkpoint_path_prefix", "metrics are sent beside training, always")
+    yield from _history(
         f"{at}.early_stopping_callback_params",
-        "monitor mode min_delta patience verbose strict check_finite stopping_threshold divergence_threshold "
         "check_on_train_epoch_end log_rank_zero_only",
-        "settings of early stopping",
-        switch=stopping,
+        "early stopping is checked after each validation, and rank 0 prints",
     )
-    ema = f"{at}.ema.enable"
-    yield Row(ema, State.NOT_YET, "a moving average of the weights", (False,), default=False)
-    yield from _rows(
-        State.NOT_YET,
-        f"{at}.ema",
-        "decay cpu_offload validate_original_weights every_n_steps",
-        "settings of the moving average",
-        switch=ema,
-    )
-    yield _off(at, "max_time_per_run", "a limit on the time of one run; trainer.max_time ends training", None)
-    yield _off(at, "resume_past_end", "training past the end of a finished run; raise trainer.max_steps", False)
+    yield from _history(at, "resume_past_end", "a finished run ends at once; raise trainer.max_steps", False)
     yield _off(at, "create_straggler_detection_callback", "finding slow ranks", False)
     yield _off(at, "create_fault_tolerance_callback", "NVIDIA's fault tolerance package", False)
-    yield _off(at, "files_to_copy", "copying files into the run directory", None, [])
     yield from _history(at, "straggler_detection_params fault_tolerance", "settings of features that are off")
     yield from _history(
         at, "create_preemption_callback", "always: SIGTERM ends in a checkpoint and exit code 143", True
@@ -207,13 +198,10 @@ def _exp_manager() -> Iterator[Row]:
     )
     yield from _history(at, "save_on_train_epoch_end", "checkpoints are timed in steps", False)
     yield _off(at, "every_n_epochs", "checkpoints timed in epochs; use every_n_train_steps", None, 0, 1)
-    yield _off(at, "train_time_interval", "checkpoints timed by the clock", None)
-    yield _off(at, "async_save", "writing checkpoints beside training", False)
 
 
 def _batching_and_start() -> Iterator[Row]:
     at = "model"
-    yield _off(at, "rampup_batch_size", "ramping the batch size up", None, [])
     yield _off(at, "restore_from_path", "starting from the weights of another model", None)
     yield _off(at, "restore_from_ckpt", "starting from the weights of another model", None)
     yield _refused(
@@ -307,7 +295,7 @@ def _precision() -> Iterator[Row]:
         switch=fp8,
     )
     yield from _history(at, "use_te_rng_tracker", "a setting of TransformerEngine's tensor parallelism")
-    yield _off(at, "deterministic_mode", "deterministic kernels", False)
+    yield _refused(at, "deterministic_mode", "use trainer.deterministic", False, None, same_as="trainer.deterministic")
     yield Row(
         f"{at}.deteministic_mode", State.REFUSED, "a typo in one of NVIDIA's files; write deterministic_mode", (False,)
     )
@@ -355,13 +343,8 @@ def _parallel() -> Iterator[Row]:
         "sharp validation_param_sync_overlap pipeline_dtype",
         _NCCL,
     )
-    yield _off(at, "fsdp", "sharding weights over devices", False)
-    yield from _rows(
-        State.NOT_YET,
-        at,
-        "fsdp_sharding_strategy fsdp_grad_reduce_dtype fsdp_sharded_checkpoint fsdp_use_orig_params",
-        "a setting of fsdp",
-        switch=f"{at}.fsdp",
+    yield from _history(
+        at, "fsdp_sharded_checkpoint fsdp_use_orig_params", "sharded parameters keep their names and checkpoints", True
     )
     yield from _history(
         at,
@@ -379,9 +362,6 @@ def _parallel() -> Iterator[Row]:
         f"{at}.nsys_profile",
         "enabled start_step end_step ranks gen_shape trace",
         "Nsight can attach to any run; nothing is marked for it",
-    )
-    yield from _history(
-        f"{at}.memory_profile", "enabled start_step end_step rank output_path", "a profiler of NeMo's loop"
     )
 
 
@@ -445,32 +425,25 @@ def _optim() -> Iterator[Row]:
         _NCCL,
     )
     yield _refused(at, "amsgrad", "AdamW is used without AMSGrad", False)
-    yield _off(at, "momentum", "optimizers other than AdamW", None, 0, 0.0)
-    yield _off(at, "scale_parameter relative_step warmup_init clip_threshold decay_rate beta1", "Adafactor", None)
+    yield _refused(at, "dampening", "momentum is used without dampening", 0, 0.0)
+    yield _refused(at, "min_step", "Adafactor's relative step is at most 0.01", 1e-2)
     yield _off(at, "capturable", "CUDA graphs", False)
     sched = f"{at}.sched"
-    yield _off(sched, "hold_steps", "schedules that hold the peak", None, 0)
-    yield _off(sched, "hold_ratio", "schedules that hold the peak", None, 0, 0.0)
-    yield _off(sched, "power", "polynomial schedules", None)
-    yield _off(sched, "cycle", "polynomial schedules", None, False)
+    yield _refused(sched, "cycle", "the decay ends at max_steps, in NeMo too, so there is no second cycle", False)
     yield _refused(sched, "last_epoch", "the schedule follows the step count, resumed or not", -1)
     yield _refused(
         sched, "max_steps_for_lr_sched", "use model.optim.sched.max_steps", None, same_as=f"{sched}.max_steps"
     )
     yield _refused(sched, "monitor", "schedules depend on the configuration only", None, "val_loss")
     yield _refused(sched, "reduce_on_plateau", "schedules depend on the configuration only", None, False)
-    yield _off(sched, "decay_steps", "other schedules", None)
+    yield _refused(sched, "decay_steps", "the decay takes the steps that warm-up, hold and constant part leave", None)
 
 
 def _data() -> Iterator[Row]:
     at = "model.data"
-    yield Row(f"{at}.data_prefix", State.NOT_YET, "Megatron's .bin/.idx data", ([], ""))
-    yield from _rows(
-        State.NOT_YET, f"{at}.data_prefix", "train validation test", "Megatron's .bin/.idx data", off=([],)
-    )
     yield from _history(
         at,
-        "index_mapping_dir skip_warmup delay_data_init "
+        "skip_warmup delay_data_init "
         "delay_data_mmap mmap_bin_files num_dataset_builder_threads "
         "exchange_indices_distributed legacy_dataset pin_memory persistent_workers prefetch_factor",
         "about NeMo's readers of .bin/.idx data",
@@ -480,13 +453,13 @@ def _data() -> Iterator[Row]:
     )
     yield _off(at, "reset_position_ids", "documents packed into one sample", False)
     yield _off(at, "reset_attention_mask", "documents packed into one sample", False)
-    yield _off(at, "eod_mask_loss", "documents packed into one sample", False)
     yield _refused(at, "validation_drop_last", "validation sees whole batches", True)
     yield _refused(at, "drop_last", "training sees whole batches", True)
     yield _refused(at, "no_seqlen_plus_one_input_tokens", "a sample is sequence + 1 tokens: input and target", False)
     yield _refused(at, "pad_samples_to_global_batch_size", "batches are always whole", False)
-    yield _refused(at, "shuffle_documents", "samples are shuffled, in an order drawn from model.seed", True)
-    yield _refused(at, "data_cache_generation_only", "there is no index cache to write", False)
+    yield _refused(
+        at, "data_cache_generation_only", "the first process that needs an index makes it, in vectorised code", False
+    )
     yield _refused(at, "mock_dataset", "use model.data.data_impl=mock", False)
     yield _off(at, "add_fim", "fill-in-the-middle", False)
     yield from _rows(
@@ -526,21 +499,16 @@ def _data() -> Iterator[Row]:
 
 def _tokenizer() -> Iterator[Row]:
     at = "model.tokenizer"
-    files = "tokenizers that come in files"
+    yield from _rows(State.REFUSED, at, "tokenizer_model tokenizer_name", "use model.tokenizer.model and library")
     yield from _rows(
-        State.NOT_YET,
-        at,
-        "type model vocab_file merge_file tokenizer_model tokenizer_name special_tokens "
-        "additional_special_tokens training_sample_size chat_template",
-        files,
-        switch=f"{at}.library",
+        State.REFUSED, at, "training_sample_size", "tokenizers are trained by stoker preprocess --train-tokenizer"
     )
+    yield from _rows(State.NOT_YET, at, "chat_template", "data sets of fine-tuning")
     yield from _rows(
         State.NOT_YET,
         f"{at}.special_tokens",
-        "bos_token cls_token eos_token mask_token pad_token sep_token unk_token",
-        files,
-        switch=f"{at}.library",
+        "bos_token cls_token mask_token sep_token unk_token",
+        "T5, BERT: a token that data for GPT does not use",
     )
     yield _off(at, "num_sentinel_tokens", "T5", None, 0)
     yield _off(at, "delimiter", "tokenizers of tables", None)
@@ -656,9 +624,10 @@ def is_block_of_rows(path: str) -> bool:
 
 _FP16 = "fp16 needs loss scaling; use bf16"
 _PE = "this position encoding"
-_FILE_TOKENIZER = "tokenizers that come in files; use byte-level or char"
-_OTHER_ADAM = "use adamw"
-_SCHEDULE = "this schedule; use CosineAnnealing or WarmupAnnealing"
+_OTHER_TOKENIZER = "use huggingface with a tokenizer.json, sentencepiece, or byte-level"
+_ADAM = "adam adds weight decay to the gradient, which its running square undoes; use adamw (equal without decay)"
+_OTHER_OPTIMIZER = "stoker keeps AdamW, Adafactor, Muon and SGD; use adamw"
+_SCHEDULE = "a rate that depends on epochs or losses does not follow from the step; use CosineAnnealing"
 _BACKEND = "this attention backend"
 
 
@@ -670,7 +639,6 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
     {
         "trainer.precision": _values(State.NOT_YET, _FP16, 16, "16", "16-mixed", "16-true"),
         "trainer.accelerator": _values(State.REFUSED, "not a device torch trains these models on", "tpu", "hpu", "ipu"),
-        "exp_manager.checkpoint_callback_params.mode": _values(State.NOT_YET, "ranking by other metrics", "max"),
         "model.family": _values(State.NOT_YET, "this family of models", "t5", "bert"),
         "model.position_embedding_type": _values(
             State.NOT_YET, _PE, "alibi", "kerple", "xpos", "sandwich", "relative", "learned_parameters"
@@ -682,15 +650,16 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
         "model.attention_backend": _values(
             State.NOT_YET, _BACKEND, "triton", "te_flash", "te_fused", "te_unfused", "flash_attn", "lse_first"
         ),
-        "model.tokenizer.library": _values(State.NOT_YET, _FILE_TOKENIZER, "megatron", "huggingface", "sentencepiece")
-        | _values(State.REFUSED, _FILE_TOKENIZER, "regex", "tabular", "tiktoken", "null-tokenizer", "yttm"),
-        "model.data.data_impl": _values(State.NOT_YET, "Megatron's .bin/.idx data; use text, pystd or mock", "mmap")
-        | _values(State.REFUSED, "use text", "text_mmap", "csv_mmap", "retmmap", "lazy", "cached"),
-        "model.optim.name": _values(State.NOT_YET, "this optimizer", "adafactor", "muon", "sgd")
+        "model.tokenizer.library": _values(
+            State.REFUSED, _OTHER_TOKENIZER, "regex", "tabular", "tiktoken", "null-tokenizer", "yttm"
+        ),
+        "model.data.data_impl": _values(
+            State.REFUSED, "use mmap or text", "text_mmap", "csv_mmap", "retmmap", "lazy", "cached"
+        ),
+        "model.optim.name": _values(State.REFUSED, _ADAM, "adam")
         | _values(
             State.REFUSED,
-            _OTHER_ADAM,
-            "adam",
+            _OTHER_OPTIMIZER,
             "adadelta",
             "adamax",
             "adagrad",
@@ -699,22 +668,11 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
             "novograd",
             "adan",
             "lamb",
+            "radam",
         ),
         "model.optim.sched.name": _values(
-            State.NOT_YET,
-            _SCHEDULE,
-            "InverseSquareRootAnnealing",
-            "T5InverseSquareRootAnnealing",
-            "SquareAnnealing",
-            "SquareRootAnnealing",
-            "NoamAnnealing",
-            "NoamHoldAnnealing",
-            "PolynomialDecayAnnealing",
-            "WarmupPolicy",
-            "PolynomialHoldDecayAnnealing",
-            "WarmupHoldPolicy",
-        )
-        | _values(State.REFUSED, _SCHEDULE, "StepLR", "ExponentialLR", "ReduceLROnPlateau", "CyclicLR"),
+            State.REFUSED, _SCHEDULE, "StepLR", "ExponentialLR", "ReduceLROnPlateau", "CyclicLR"
+        ),
     }
 )
 """Values of keys that act which NeMo knows and stoker does not take, or not yet."""

@@ -163,7 +163,8 @@ class _Draft:
         root, wrong_types, wrong = validate.typed(acting, self.origin_text)
         self.problems.extend(wrong_types)
         wrong |= {problem.key for problem in self.problems}
-        for finding in rules.run_rules(rules.Facts(root, given, self._set_by_user(given), self.variables)):
+        facts = rules.Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._tainted))
+        for finding in rules.run_rules(facts):
             if not wrong.intersection(finding.keys):
                 self._take(finding)
         judged = {row.path for row in account}

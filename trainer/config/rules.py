@@ -12,8 +12,14 @@ from dataclasses import dataclass, replace
 from ...kernels.attention.flags import KNOWN_FLAGS
 from ...models.config.block import Finding
 from ...models.config.rules import divisors, gpt_rules
+from ..data.installed import BUILT_IN
+from ..data.prefixes import is_per_split
 from ..environment import environment_text
 from .blocks import DataBlock
+from .data_rules import DATA_RULES
+from .exp_manager_rules import EXP_MANAGER_RULES
+from .optim import optimizer_kind
+from .optim_rules import optim_rules
 from .schema import RootBlock
 from .schema_index import show_value
 from .suggest import closest
@@ -28,30 +34,104 @@ class Facts:
         given: paths that a file or an override sets; the rest are defaults.
         own: those of them that the user set, not one of the packaged files.
         variables: the caller's environment.
+        from_environment: paths whose values refer to it (`${oc.env:NAME}`); on disk they stay unresolved.
     """
 
     root: RootBlock
     given: frozenset[str]
     own: frozenset[str]
     variables: Mapping[str, str]
+    from_environment: frozenset[str] = frozenset()
 
 
 Rule = Callable[[Facts], Iterator[Finding]]
 
 
-def one_device(facts: Facts) -> Iterator[Finding]:
-    """Several processes are not there yet."""
+def processes(facts: Facts) -> int:
+    """Processes of the run; those of `devices: auto` are counted when it starts."""
     trainer = facts.root.trainer
-    if isinstance(trainer.devices, int) and trainer.devices > 1:
-        yield Finding("error", ("trainer.devices",), "training on several devices is not yet", "trainer.devices=1")
-    if trainer.num_nodes > 1:
-        yield Finding("error", ("trainer.num_nodes",), "training on several machines is not yet", "trainer.num_nodes=1")
+    return (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
+
+
+def mps_is_alone(facts: Facts) -> Iterator[Finding]:
+    """Apple's GPUs come one to a machine and do not talk to each other."""
+    trainer = facts.root.trainer
+    if trainer.accelerator == "mps" and processes(facts) > 1:
+        yield Finding(
+            "error",
+            ("trainer.devices", "trainer.accelerator"),
+            f"`mps` runs one process, not {processes(facts)}",
+            "trainer.devices=1 trainer.num_nodes=1",
+        )
+
+
+def sharding_has_processes(facts: Facts) -> Iterator[Finding]:
+    """Settings of several processes, where there is one, or of another layout."""
+    model, trainer = facts.root.model, facts.root.trainer
+    world = processes(facts)
+    several = world > 1 or trainer.devices == "auto"
+    names = ("fsdp_sharding_strategy", "fsdp_shard_size")
+    if model.fsdp and not several:
+        yield _no_effect("model.fsdp", "trainer.devices", "with one process")
+    if not model.fsdp:
+        for name in names:
+            if f"model.{name}" in facts.given:
+                yield _no_effect(f"model.{name}", "model.fsdp", "without `model.fsdp`")
+    elif model.fsdp_sharding_strategy != "hybrid" and model.fsdp_shard_size is not None:
+        yield _no_effect(
+            "model.fsdp_shard_size",
+            "model.fsdp_sharding_strategy",
+            f"with `fsdp_sharding_strategy` {model.fsdp_sharding_strategy}",
+        )
+    elif model.fsdp_shard_size is not None and several and world % model.fsdp_shard_size:
+        yield Finding(
+            "error",
+            ("model.fsdp_shard_size", "trainer.devices"),
+            f"`fsdp_shard_size` ({model.fsdp_shard_size}) must divide the {world} processes",
+            f"model.fsdp_shard_size={max(d for d in divisors(world) if d <= model.fsdp_shard_size)}",
+        )
+    for path in ("model.fsdp_grad_reduce_dtype", "trainer.process_timeout"):
+        if path in facts.given and not several:
+            yield _no_effect(path, "trainer.devices", "with one process")
+
+
+def ramp_up_divides(facts: Facts) -> Iterator[Finding]:
+    """A growing batch is a whole number of micro batches on every process, and arrives at the full size."""
+    model = facts.root.model
+    if not model.rampup_batch_size:
+        return
+    start, increment, _ = model.rampup_batch_size
+    unit = model.micro_batch_size * processes(facts)
+    path = "model.rampup_batch_size"
+    if start > model.global_batch_size:
+        yield Finding(
+            "error",
+            (path, "model.global_batch_size"),
+            f"`rampup_batch_size` starts at {start}, above `global_batch_size` ({model.global_batch_size})",
+            f"model.global_batch_size={start}",
+        )
+    elif (model.global_batch_size - start) % increment:
+        yield Finding(
+            "error",
+            (path, "model.global_batch_size"),
+            f"`global_batch_size` ({model.global_batch_size}) is not reached from {start} in steps of {increment}",
+            f"model.global_batch_size={start + (model.global_batch_size - start) // increment * increment + increment}",
+        )
+    for what, value in (("start", start), ("increment", increment)):
+        if value % unit:
+            yield Finding(
+                "error",
+                (path, "model.micro_batch_size"),
+                f"the {what} of `rampup_batch_size` ({value}) must be a multiple of `micro_batch_size` times the "
+                f"processes ({unit})",
+                f"{unit * max(1, round(value / unit))}",
+            )
 
 
 def batches_divide(facts: Facts) -> Iterator[Finding]:
     """Gradients accumulate over a whole number of micro batches."""
-    model, trainer = facts.root.model, facts.root.trainer
-    devices = (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
+    model = facts.root.model
+    devices = processes(facts)
     micro, together = model.micro_batch_size, model.global_batch_size
     if together % (micro * devices):
         shares = "" if devices == 1 else f" * devices ({devices})"
@@ -64,59 +144,6 @@ def batches_divide(facts: Facts) -> Iterator[Finding]:
             ("model.global_batch_size", "model.micro_batch_size"),
             f"`global_batch_size` ({together}) must be a multiple of `micro_batch_size` ({micro}){shares}",
             f"model.global_batch_size={fitting}{other}",
-        )
-
-
-def warmup_is_given_once(facts: Facts) -> Iterator[Finding]:
-    """`_steps` and `_ratio` say the same thing."""
-    sched = facts.root.model.optim.sched
-    for name in ("warmup", "constant"):
-        steps, ratio = getattr(sched, f"{name}_steps"), getattr(sched, f"{name}_ratio")
-        if steps is not None and ratio is not None:
-            yield Finding(
-                "error",
-                (f"model.optim.sched.{name}_ratio", f"model.optim.sched.{name}_steps"),
-                f"`{name}_steps` ({steps}) and `{name}_ratio` ({ratio:g}) say the same thing; only one may be given",
-                f"~model.optim.sched.{name}_ratio",
-            )
-
-
-def schedule_has_room(facts: Facts) -> Iterator[Finding]:
-    """Warm-up, decay and constant part share the steps."""
-    sched, trainer = facts.root.model.optim.sched, facts.root.trainer
-    total = sched.max_steps or trainer.max_steps
-    length = "model.optim.sched.max_steps" if sched.max_steps else "trainer.max_steps"
-    warmup = sched.warmup_steps if sched.warmup_steps is not None else int((sched.warmup_ratio or 0) * total)
-    constant = sched.constant_steps if sched.constant_steps is not None else int((sched.constant_ratio or 0) * total)
-    first = "warmup_ratio" if sched.warmup_steps is None and sched.warmup_ratio is not None else "warmup_steps"
-    second = "constant_ratio" if sched.constant_steps is None and sched.constant_ratio is not None else "constant_steps"
-    if sched.name != "CosineAnnealing" and constant:
-        yield Finding(
-            "warning",
-            (f"model.optim.sched.{second}", "model.optim.sched.name"),
-            f"`{second}` has no effect with `{sched.name}`",
-            f"~model.optim.sched.{second}",
-        )
-        constant = 0
-    if (warmup or constant) and warmup + constant >= total:
-        yield Finding(
-            "error",
-            (f"model.optim.sched.{first if warmup else second}", length),
-            f"warm-up ({warmup} steps) and constant part ({constant} steps) must leave steps for the decay, "
-            f"but the schedule has {total}",
-            f"use fewer, or {length}={warmup + constant + max(1, total)}",
-        )
-
-
-def min_lr_is_smaller(facts: Facts) -> Iterator[Finding]:
-    """A schedule ends below its peak."""
-    optim = facts.root.model.optim
-    if optim.sched.min_lr > optim.lr:
-        yield Finding(
-            "error",
-            ("model.optim.sched.min_lr", "model.optim.lr"),
-            f"`min_lr` ({optim.sched.min_lr:g}) must not be larger than `lr` ({optim.lr:g})",
-            f"model.optim.sched.min_lr={optim.lr / 10:g}",
         )
 
 
@@ -158,7 +185,7 @@ def text_needs_a_path(facts: Facts) -> Iterator[Finding]:
             "`data_impl: text` needs a file or folder to read",
             "model.data.path=FILE_OR_FOLDER, or data=pystd to train on the Python standard library",
         )
-    elif data.data_impl != "text" and data.path is not None:
+    elif data.data_impl in BUILT_IN and data.data_impl != "text" and data.path is not None:
         yield Finding(
             "error",
             ("model.data.path", "model.data.data_impl"),
@@ -167,26 +194,78 @@ def text_needs_a_path(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def characters_need_text(facts: Facts) -> Iterator[Finding]:
-    """A character tokenizer is made from the training text."""
+def tokenizer_needs_text(facts: Facts) -> Iterator[Finding]:
+    """Random tokens have no text."""
     model = facts.root.model
-    if model.tokenizer.library == "char" and model.data.data_impl == "mock":
+    library = model.tokenizer.library
+    if library != "byte-level" and model.data.data_impl == "mock":
         yield Finding(
             "warning",
             ("model.tokenizer.library", "model.data.data_impl"),
-            "`char` has no effect with `data_impl: mock`: random tokens have no characters",
+            f"`{library}` has no effect with `data_impl: mock`: random tokens have no text",
             "tokenizer=byte",
         )
+
+
+_TOKENIZER_KEYS: Mapping[str, tuple[str, ...]] = {
+    "type": ("huggingface", "megatron"),
+    "model": ("huggingface", "sentencepiece"),
+    "vocab_file": ("megatron",),
+    "merge_file": ("megatron",),
+    "additional_special_tokens": ("huggingface", "megatron", "sentencepiece"),
+    "special_tokens": ("huggingface", "megatron", "sentencepiece"),
+}
+"""The libraries that a key of `model.tokenizer` means something to."""
+
+
+def tokenizer_files_are_given(facts: Facts) -> Iterator[Finding]:
+    """Each library reads its own files."""
+    keys = facts.root.model.tokenizer
+    at, library = "model.tokenizer", keys.library
+    needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file")}.get(library, ())
+    for name in needed:
+        if getattr(keys, name) is None:
+            yield Finding(
+                "error",
+                (f"{at}.{name}", f"{at}.library"),
+                f"`library: {library}` reads `{name}`; stoker downloads no tokenizers",
+                f"{at}.{name}=FILE",
+            )
+    if library == "huggingface" and (keys.type is None) == (keys.model is None):
+        yield Finding(
+            "error",
+            (f"{at}.type", f"{at}.model"),
+            "`library: huggingface` needs the path of one tokenizer.json, in `type` or in `model`",
+            f"{at}.type=FILE_OR_FOLDER" if keys.type is None else f"~{at}.model",
+        )
+    if library == "megatron" and keys.type not in (None, "GPT2BPETokenizer"):
+        yield Finding(
+            "error",
+            (f"{at}.type", f"{at}.library"),
+            f"`library: megatron` knows one `type`, GPT2BPETokenizer, not {keys.type}",
+            f"{at}.type=GPT2BPETokenizer, or {at}.library=huggingface with the path of a tokenizer.json",
+        )
+    defaults = type(keys).model_fields
+    for name, libraries in _TOKENIZER_KEYS.items():
+        if library not in libraries and getattr(keys, name) != defaults[name].default:
+            yield _no_effect(f"{at}.{name}", f"{at}.library", f"with `library: {library}`")
 
 
 def splits_hold_training_data(facts: Facts) -> Iterator[Finding]:
     """There must be something to train on, and to validate on if that is asked for; random tokens are not split."""
     data, trainer = facts.root.model.data, facts.root.trainer
     shares = [float(share) for share in data.splits_string.split(",")]
+    key = "model.data.splits_string"
+    uncut = ""
     if data.data_impl == "mock":
-        key = "model.data.splits_string"
+        uncut = "with `data_impl: mock`: each split is random tokens"
+    elif data.data_impl not in BUILT_IN:
+        return  # the package that has the data cuts them
+    elif data.data_impl == "mmap" and is_per_split(data.data_prefix):
+        uncut = "with a `data_prefix` for each split"
+    if uncut:
         if key in facts.own and data.splits_string != DataBlock.model_fields["splits_string"].default:
-            yield _no_effect(key, "model.data.data_impl", "with `data_impl: mock`: each split is random tokens")
+            yield _no_effect(key, "model.data.data_impl", uncut)
         return
     if shares[0] == 0:
         yield Finding(
@@ -302,7 +381,11 @@ def some_checkpoint_is_kept(facts: Facts) -> Iterator[Finding]:
             "no checkpoint is written, not even at a signal: `save_top_k` (0) and `save_last` (False) keep none",
             f"{below}.save_last=true, or exp_manager.create_checkpoint_callback=false",
         )
-    elif params.every_n_train_steps is not None and params.every_n_train_steps > steps:
+    elif (
+        params.every_n_train_steps is not None
+        and params.every_n_train_steps > steps
+        and params.train_time_interval is None
+    ):
         yield Finding(
             "warning",
             (f"{below}.every_n_train_steps", f"{below}.save_last", "trainer.max_steps"),
@@ -319,9 +402,10 @@ def validation_keys_need_validation(facts: Facts) -> Iterator[Finding]:
         return
     if trainer.num_sanity_val_steps and "trainer.num_sanity_val_steps" in facts.own:
         yield _no_effect("trainer.num_sanity_val_steps", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
+    params = manager.checkpoint_callback_params
     times_checkpoints = (
-        manager.create_checkpoint_callback and manager.checkpoint_callback_params.every_n_train_steps is None
-    )
+        manager.create_checkpoint_callback and params.every_n_train_steps is None and params.train_time_interval is None
+    ) or manager.create_early_stopping_callback
     if "trainer.val_check_interval" in facts.own and not times_checkpoints:
         yield _no_effect("trainer.val_check_interval", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
 
@@ -343,7 +427,8 @@ def checkpoints_come_in_time(facts: Facts) -> Iterator[Finding]:
     """With intervals longer than the run only the end is saved."""
     manager, trainer = facts.root.exp_manager, facts.root.trainer
     params = manager.checkpoint_callback_params
-    if not manager.create_checkpoint_callback or params.every_n_train_steps is not None or trainer.max_steps < 1000:
+    is_timed = params.every_n_train_steps is not None or params.train_time_interval is not None
+    if not manager.create_checkpoint_callback or is_timed or trainer.max_steps < 1000:
         return
     key = "trainer.val_check_interval"
     if trainer.val_check_interval > trainer.max_steps and key in facts.given:
@@ -359,10 +444,15 @@ def checkpoints_come_in_time(facts: Facts) -> Iterator[Finding]:
 def fused_names_mean_adamw(facts: Facts) -> Iterator[Finding]:
     """NeMo's names of its fused and distributed AdamW."""
     name = facts.root.model.optim.name
-    if name != "adamw":
+    if name != optimizer_kind(name):
         yield Finding(
             "info", ("model.optim.name",), f"`{name}` is AdamW here, fused wherever the device allows it", "adamw"
         )
+
+
+def optimizer_and_schedule(facts: Facts) -> Iterator[Finding]:
+    """What the keys of `model.optim` need of each other."""
+    yield from optim_rules(facts.root.model.optim, facts.own, facts.root.trainer.max_steps)
 
 
 def variables_can_be_set(facts: Facts) -> Iterator[Finding]:
@@ -405,15 +495,16 @@ def flags_are_known(facts: Facts) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    one_device,
+    mps_is_alone,
+    sharding_has_processes,
+    ramp_up_divides,
     batches_divide,
-    warmup_is_given_once,
-    schedule_has_room,
-    min_lr_is_smaller,
+    optimizer_and_schedule,
     query_key_scaling_is_for_fp16,
     main_weights_are_for_bf16,
     text_needs_a_path,
-    characters_need_text,
+    tokenizer_needs_text,
+    tokenizer_files_are_given,
     splits_hold_training_data,
     sample_fits_model,
     directories_stay_below,
@@ -428,6 +519,8 @@ RULES: tuple[Rule, ...] = (
     variables_can_be_set,
     environment_agrees,
     flags_are_known,
+    *DATA_RULES,
+    *EXP_MANAGER_RULES,
 )
 
 

@@ -5,13 +5,17 @@ Keys that do not act (not yet, refused, historical) are in `key_table.py`; toget
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ...models.config.block import Block, own
 from ...models.config.gpt import GPTKeys
-from .blocks import DataBlock, ExpManagerBlock, OptimBlock, Text, TokenizerBlock, TrainerBlock, nested
+from .blocks import DataBlock, MemoryProfileBlock, Text, TokenizerBlock, TrainerBlock, nested
+from .exp_manager import ExpManagerBlock
+from .optim import OptimBlock
+
+RampUpBatchSize = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)]
 
 
 class ModelBlock(GPTKeys):
@@ -23,6 +27,18 @@ class ModelBlock(GPTKeys):
     """Samples that go through the model at once, per device."""
     global_batch_size: int = Field(8, ge=1)
     """Samples per optimizer step, over all devices: gradients accumulate over global / (micro * devices) batches."""
+    rampup_batch_size: RampUpBatchSize | None = None
+    """`[start, increment, samples]`: the global batch starts at `start` samples and grows by `increment` at equal
+    intervals until `samples` samples are consumed; null: it is always `global_batch_size`."""
+    fsdp: bool = False
+    """Cut the parameters over all processes (FSDP2); False: each process has them all."""
+    fsdp_sharding_strategy: Literal["full", "hybrid", "grad"] = "full"
+    """`full`: weights are gathered layer by layer (ZeRO-3). `grad`: they stay whole during a micro batch (ZeRO-2).
+    `hybrid`: as `full` inside groups of `fsdp_shard_size` processes, which hold copies of each other."""
+    fsdp_shard_size: int | None = own(None, ge=2)
+    """Processes that share one copy of the parameters with `hybrid`; null: those of one machine."""
+    fsdp_grad_reduce_dtype: Literal[32, "32", "fp32", "bf16"] = "fp32"
+    """In which gradients of bf16 weights are summed over several processes, sharded or not."""
     megatron_amp_O2: bool = True  # noqa: N815
     """With bf16: True keeps bf16 weights and fp32 main weights in the optimizer, False fp32 weights and autocast."""
     do_layer_norm_weight_decay: bool = False
@@ -33,6 +49,8 @@ class ModelBlock(GPTKeys):
     """Where samples come from."""
     optim: OptimBlock = nested(OptimBlock)
     """Optimizer and schedule."""
+    memory_profile: MemoryProfileBlock = nested(MemoryProfileBlock)
+    """A record of the GPU's memory."""
 
 
 class RootBlock(Block):

@@ -107,7 +107,7 @@ def _key(path: str, field: FieldInfo, default: Any) -> Key:
         choices=choices if only_choices else (),
         own=isinstance(extra, dict) and bool(extra.get("own")),
         is_text=kinds == {str},
-        is_open=get_origin(field.annotation) is dict,
+        is_open=any(get_origin(_bare(member)) is dict for member in members),
     )
 
 

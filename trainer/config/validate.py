@@ -39,7 +39,7 @@ def typed(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], se
         try:
             return RootBlock.model_validate(given), problems, wrong
         except ValidationError as error:
-            found = _by_key(error)
+            found = _by_key(error, given)
             for path, detail in found.items():
                 value = paths.get(given, path)
                 wrong.add(path)
@@ -52,14 +52,16 @@ def _too_large(value: Any) -> bool:
     return any(isinstance(item, int) and abs(item) > _LARGEST for item in items)
 
 
-def _by_key(error: ValidationError) -> Mapping[str, str]:
+def _by_key(error: ValidationError, given: Tree) -> Mapping[str, str]:
     """The schema path of each error; several errors of one key (the arms of a union) are one."""
     found: dict[str, str] = {}
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         path = ""
         for step in item["loc"]:
             longer = paths.join(path, str(step))
-            if longer not in schema_keys() and longer not in schema_blocks() and open_block_of(longer) is None:
+            # A step may also name an arm of a union (`model.data.data_prefix`), which is not in the tree.
+            named = open_block_of(longer) is not None and paths.get(given, longer, paths.MISSING) != paths.MISSING
+            if longer not in schema_keys() and longer not in schema_blocks() and not named:
                 break
             path = longer
         found.setdefault(path, item["type"])
@@ -121,7 +123,7 @@ def _fix(key: Key, value: Any, detail: str) -> str:
             if key.default is not None
             else "leave it out"
         )
-    if key.path == "trainer.max_time":
+    if key.path.endswith((".max_time", ".max_time_per_run", ".train_time_interval")):
         return "quote it: days, hours, minutes, seconds"
     if isinstance(value, float) and value.is_integer() and "integer" in key.kind and abs(value) <= _LARGEST:
         return f"write {key.path}={int(value)}"

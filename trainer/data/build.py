@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ from numpy.typing import NDArray
 from ..config.schema import RootBlock
 from ..environment import user_path
 from ..errors import UserError
-from .samples import EvaluationWindows, MockSamples, Samples, TrainingWindows
-from .sources import Corpus, Split, parse_proportions, read_pystd, read_text
+from .documents import NumberedDocuments
+from .installed import BUILT_IN, installed_datasets, installed_samples
+from .samples import EndOfDocumentMasked, EvaluationWindows, MockSamples, Samples, TrainingWindows
+from .sources import SPLITS, Corpus, Split, parse_proportions, read_pystd, read_text
+from .tokenized import choose_tokenizer, open_splits, split_samples
 from .tokenizers import ByteTokenizer, CharTokenizer, Tokenizer
 
 MOCK_TRAINING_SAMPLES = 1 << 40
@@ -30,11 +35,12 @@ class Data:
         train: training samples, endless.
         validation: held-out samples that end, or None where the split is empty.
         test: the same, of the third split.
-        fingerprint: SHA-256 of the text (or a name for mock data): equal data have equal fingerprints.
+        fingerprint: SHA-256 of the text (or a name for mock data): equal data have equal fingerprints. Of tokenized
+            data only places spread over them are read for it.
         description: one paragraph for the reader of a log.
         token_bytes: UTF-8 bytes each token id stands for, int64 [vocab_size]: what turns nats per token into bits per
             byte.
-        corpus: the text itself, by split; None for mock data.
+        corpus: the text itself, by split; None for tokenized, mock and installed data.
     """
 
     tokenizer: Tokenizer
@@ -57,20 +63,30 @@ class Data:
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
 
-def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
+def build_data(root: RootBlock, tokenizer: Tokenizer | None = None, *, documents: bool = False) -> Data:
     """Read the text, tokenize it and cut it into samples.
 
     Args:
         root: the configuration.
         tokenizer: the one of a checkpoint, to go on with; None builds what `model.tokenizer` asks for.
+        documents: whether batches tell which document each token belongs to (`Batch.documents`).
 
     Raises:
         UserError: text that cannot be read or tokenized, a split too short for the sequence length, a vocabulary too
-            small for the tokenizer.
+            small for the tokenizer, or documents to be told apart by a tokenizer that does not end them.
     """
+    data = _data(root, tokenizer)
+    return _numbered(data) if documents else data
+
+
+def _data(root: RootBlock, tokenizer: Tokenizer | None) -> Data:
     keys = root.model
     if keys.data.data_impl == "mock":
         return _mock(root, tokenizer or ByteTokenizer())
+    if keys.data.data_impl == "mmap":
+        return _mapped(root, tokenizer)
+    if keys.data.data_impl not in BUILT_IN:
+        return _installed(root, tokenizer or _named_tokenizer(root) or ByteTokenizer())
     corpus = read_corpus(root)
     tokenizer = tokenizer or build_tokenizer(root, corpus)
     vocab_size = _model_vocabulary(root, tokenizer)
@@ -93,12 +109,15 @@ def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
             f"`model.data.splits_string={keys.data.splits_string}`; give it more files or a larger share, or set "
             "`trainer.limit_val_batches=0`"
         )
+    samples: dict[Split, Samples | None] = {
+        "train": TrainingWindows(streams["train"], length, keys.seed),
+        "validation": evaluation_windows(streams["validation"], length, tokenizer),
+        "test": evaluation_windows(streams["test"], length, tokenizer),
+    }
     return Data(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        train=TrainingWindows(streams["train"], length, keys.seed),
-        validation=evaluation_windows(streams["validation"], length, tokenizer),
-        test=evaluation_windows(streams["test"], length, tokenizer),
+        **_masked(root, samples, tokenizer),
         fingerprint=corpus.fingerprint,
         description=_describe(corpus, streams, tokenizer, length),
         token_bytes=_padded(tokenizer.token_bytes(), vocab_size),
@@ -124,6 +143,10 @@ def build_tokenizer(root: RootBlock, corpus: Corpus) -> Tokenizer:
             return ByteTokenizer()
         case "char":
             return CharTokenizer.of_texts([text for texts in corpus.documents.values() for text in texts])
+        case _:
+            from .tokenizer_files import tokenizer_of_keys
+
+            return tokenizer_of_keys(root.model.tokenizer)
 
 
 def sequence_length(root: RootBlock) -> int:
@@ -168,6 +191,119 @@ def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[
 def evaluation_windows(stream: NDArray[Any], length: int, tokenizer: Tokenizer) -> EvaluationWindows | None:
     """Windows that cover a stream once, or None where there is nothing to predict."""
     return EvaluationWindows(stream, length, tokenizer.pad_id) if len(stream) > 1 else None
+
+
+def _mapped(root: RootBlock, kept: Tokenizer | None) -> Data:
+    """Tokenized data; `kept` is the tokenizer of a checkpoint."""
+    splits = open_splits(root)
+    named_by = "the tokenizer of the checkpoint" if kept else f"`model.tokenizer` ({root.model.tokenizer.library})"
+    tokenizer = choose_tokenizer(splits, kept or _named_tokenizer(root), named_by) or ByteTokenizer()
+    length = sequence_length(root)
+    samples, tokens = split_samples(root, splits, tokenizer, length)
+    prefix = root.model.data.data_prefix
+    if samples["validation"] is None and root.trainer.limit_val_batches:
+        raise UserError(
+            f"`model.data.data_prefix`: the validation split is empty (`model.data.splits_string="
+            f"{root.model.data.splits_string}` cuts between documents); give it a larger share or a set of its own "
+            "(data_prefix.validation), or set `trainer.limit_val_batches=0`"
+        )
+    vocab_size = _model_vocabulary(root, tokenizer)
+    documents = sum(found.reader.documents for found in splits.sets.values())
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        **_masked(root, samples, tokenizer),
+        fingerprint=splits.fingerprint,
+        description=(
+            f"{prefix if isinstance(prefix, str) else f'{len(splits.sets)} sets'}: {documents:,} documents; "
+            + ", ".join(f"{split} {tokens[split]:,} tokens" for split in SPLITS)
+            + f"; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; sequences of "
+            f"{length:,}; fingerprint {splits.fingerprint[:12]}"
+        ),
+        token_bytes=_padded(tokenizer.token_bytes(), vocab_size),
+        corpus=None,
+    )
+
+
+def _installed(root: RootBlock, tokenizer: Tokenizer) -> Data:
+    """The data set of another package."""
+    keys = root.model.data.model_dump(mode="json")
+    name, length = root.model.data.data_impl, sequence_length(root)
+    samples: dict[Split, Samples | None] = {
+        split: installed_samples(keys, split, length, tokenizer, root.model.seed) for split in SPLITS
+    }
+    if samples["validation"] is None and root.trainer.limit_val_batches:
+        raise UserError(f"`model.data.data_impl` ({name}) has no validation split; set `trainer.limit_val_batches=0`")
+    source = installed_datasets()[name]
+    version = source.dist.version if source.dist else ""
+    told = json.dumps([source.value, version, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
+    vocab_size = _model_vocabulary(root, tokenizer)
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        **_masked(root, samples, tokenizer),
+        fingerprint=hashlib.sha256(told.encode()).hexdigest(),
+        description=f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; sequences of {length:,}",
+        token_bytes=_padded(tokenizer.token_bytes(), vocab_size),
+        corpus=None,
+    )
+
+
+def _named_tokenizer(root: RootBlock) -> Tokenizer | None:
+    """The tokenizer that `model.tokenizer` names; None where it has its default, which says nothing about the data.
+
+    Raises:
+        UserError: it is made from the training text, and there is none.
+    """
+    match root.model.tokenizer.library:
+        case "byte-level":
+            return None
+        case "char":
+            raise UserError(
+                f"`model.tokenizer.library` (char) is made from text, which `model.data.data_impl="
+                f"{root.model.data.data_impl}` has none of; use the tokenizer that made the data"
+            )
+        case _:
+            from .tokenizer_files import tokenizer_of_keys
+
+            return tokenizer_of_keys(root.model.tokenizer)
+
+
+def _masked(root: RootBlock, samples: dict[Split, Samples | None], tokenizer: Tokenizer) -> Any:
+    """The samples by split, without the labels that `model.data.eod_mask_loss` leaves out.
+
+    Raises:
+        UserError: labels are to be left out after the end of a document, and the tokenizer has no such token.
+    """
+    eos = tokenizer.eos_id
+    if not root.model.data.eod_mask_loss:
+        return samples
+    if eos is None:
+        raise UserError(
+            f"`model.data.eod_mask_loss` (true) needs a tokenizer with an end-of-document token, which the "
+            f"{tokenizer.to_document()['tokenizer']} tokenizer has not; set it to false"
+        )
+    return {split: found and EndOfDocumentMasked(found, eos) for split, found in samples.items()}
+
+
+def _numbered(data: Data) -> Data:
+    """The same data with the number of each token's document.
+
+    Raises:
+        UserError: the tokenizer has no token that ends documents.
+    """
+    eos = data.tokenizer.eos_id
+    if eos is None:
+        raise UserError(
+            f"documents cannot be told apart: the {data.tokenizer.to_document()['tokenizer']} tokenizer has no "
+            "end-of-document token; use another `model.tokenizer`"
+        )
+    return replace(
+        data,
+        train=NumberedDocuments(data.train, eos),
+        validation=data.validation and NumberedDocuments(data.validation, eos),
+        test=data.test and NumberedDocuments(data.test, eos),
+    )
 
 
 def _mock(root: RootBlock, tokenizer: Tokenizer) -> Data:

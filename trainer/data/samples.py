@@ -21,10 +21,18 @@ _WORD = 1 << 64
 
 
 class Batch(NamedTuple):
-    """Some samples: `labels[i, t]` is the token after `tokens[i, t]`, or `IGNORED_LABEL`; both int64 [count, s]."""
+    """Some samples.
+
+    Attributes:
+        tokens: int64 [count, s].
+        labels: `labels[i, t]` is the token after `tokens[i, t]`, or `IGNORED_LABEL`; int64 [count, s].
+        documents: the number of the document within its sample that each token belongs to, from 0, int32 [count, s];
+            None where documents are not kept apart.
+    """
 
     tokens: Tensor
     labels: Tensor
+    documents: Tensor | None = None
 
 
 class Samples(Protocol):
@@ -77,7 +85,7 @@ class TrainingWindows:
         cached = self._epoch
         if cached is not None and cached[0] == epoch:
             return cached[1]
-        raw = _philox(self._seed, epoch).random_raw(self.samples + 1)
+        raw = philox(self._seed, epoch).random_raw(self.samples + 1)
         offset = int(raw[-1]) % (self._slack + 1)
         # The rank of independent random words is a uniform permutation.
         starts = np.argsort(raw[:-1], kind="stable") * self.sequence_length + offset
@@ -86,14 +94,14 @@ class TrainingWindows:
 
     def batch(self, first: int, count: int) -> Batch:
         """The samples at positions `first` to `first + count - 1` of training, counted from 0."""
-        positions = _positions(first, count)
+        positions = positions_of(first, count)
         epochs = positions // self.samples
         starts = np.empty(count, np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             starts[here] = self.starts(int(epoch))[positions[here] % self.samples]
         windows = self.stream[starts[:, None] + np.arange(self.sequence_length + 1)].astype(np.int64)
-        return _shifted(windows)
+        return shifted(windows)
 
 
 class EvaluationWindows:
@@ -118,14 +126,14 @@ class EvaluationWindows:
         self.sequence_length = sequence_length
         self.samples = -(-(len(stream) - 1) // sequence_length)
         self._pad_id = pad_id
-        self._order = np.argsort(_philox(0, 0).random_raw(self.samples), kind="stable")
+        self._order = np.argsort(philox(0, 0).random_raw(self.samples), kind="stable")
 
     def batch(self, first: int, count: int) -> Batch:
         """The windows `first` to `first + count - 1`; positions past the end give rows of ignored padding.
 
         The fixed shape lets every rank run the same number of equal batches.
         """
-        positions = _positions(first, count)
+        positions = positions_of(first, count)
         tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
         labels = np.full((count, self.sequence_length), IGNORED_LABEL, np.int64)
         for row, position in enumerate(positions[positions < self.samples]):
@@ -161,25 +169,65 @@ class MockSamples:
 
     def batch(self, first: int, count: int) -> Batch:
         """The samples at positions `first` to `first + count - 1`."""
-        positions = _positions(first, count)
+        positions = positions_of(first, count)
         windows = np.empty((count, self.sequence_length + 1), np.int64)
         for row, position in enumerate(positions):
-            raw = _philox(self._seed, int(position) % self.samples, self._part).random_raw(self.sequence_length + 1)
+            raw = philox(self._seed, int(position) % self.samples, self._part).random_raw(self.sequence_length + 1)
             windows[row] = raw % np.uint64(self.vocab_size)
-        return _shifted(windows)
+        return shifted(windows)
 
 
-def _philox(seed: int, index: int, part: int = 0) -> np.random.Philox:
+class EndOfDocumentMasked:
+    """Samples whose labels after an end of document do not count: what follows it is another text.
+
+    Megatron's `eod_mask_loss`: the loss is masked where the input token is the end of a document.
+
+    Args:
+        samples: the samples.
+        eos_id: the token that ends a document.
+    """
+
+    def __init__(self, samples: Samples, eos_id: int) -> None:
+        self.unmasked = samples
+        self._eos_id = eos_id
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a sample."""
+        return self.unmasked.sequence_length
+
+    @property
+    def samples(self) -> int:
+        """How many there are before they repeat or end."""
+        return self.unmasked.samples
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The samples at positions `first` to `first + count - 1`."""
+        batch = self.unmasked.batch(first, count)
+        return batch._replace(labels=batch.labels.masked_fill(batch.tokens == self._eos_id, IGNORED_LABEL))
+
+
+def philox(seed: int, index: int, part: int = 0) -> np.random.Philox:
     """An independent random stream for each (seed, index, part)."""
     return np.random.Philox(key=np.array([seed % _WORD, index], np.uint64), counter=[0, 0, 0, part])
 
 
-def _positions(first: int, count: int) -> NDArray[np.int64]:
+def positions_of(first: int, count: int) -> NDArray[np.int64]:
+    """`first` to `first + count - 1`, int64 [count].
+
+    Raises:
+        ValueError: a negative position, or no sample.
+    """
     if first < 0 or count < 1:
         raise ValueError(f"`first` ({first}) must not be negative and `count` ({count}) must be positive")
     return np.arange(first, first + count, dtype=np.int64)
 
 
-def _shifted(windows: NDArray[np.int64]) -> Batch:
+def shifted(windows: NDArray[np.int64]) -> Batch:
+    """Windows of s + 1 tokens, [count, s + 1], as tokens and the labels one further on."""
     whole = torch.from_numpy(windows)
-    return Batch(whole[:, :-1].contiguous(), whole[:, 1:].contiguous())
+    # Not `contiguous`: of a single sample it would give two views of the same memory, and labels are masked in place.
+    return Batch(
+        whole[:, :-1].clone(memory_format=torch.contiguous_format),
+        whole[:, 1:].clone(memory_format=torch.contiguous_format),
+    )

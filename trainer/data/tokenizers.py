@@ -1,5 +1,6 @@
-"""Tokenizers that need no file: bytes (ByT5's scheme) and characters.
+"""What a tokenizer is, and the two that need no file: bytes (ByT5's scheme) and characters.
 
+Those that come in files are in `tokenizer_json.py` and `tokenizer_sentencepiece.py`; `tokenizer_files.py` opens them.
 A tokenizer travels inside every checkpoint as a small JSON document (`to_document`), which is checked when it is read
 back (`from_document`): a checkpoint may come from anywhere.
 """
@@ -41,6 +42,10 @@ class Tokenizer(Protocol):
         """The token ids of `text`, [n], as uint16 where the vocabulary fits and int32 otherwise."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """The token ids of each text: `encode` for many."""
+        ...
+
     def encode_bytes(self, data: bytes) -> TokenIds:
         """The token ids of UTF-8 encoded text."""
         ...
@@ -54,7 +59,11 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """UTF-8 bytes that each token id stands for, [vocab_size]; 0 for eos, padding and unknown."""
+        """UTF-8 bytes that each token id stands for, int64 [vocab_size]; 0 for eos, padding and unknown.
+
+        All are 0 where the tokens of a text do not add up to its bytes: then no bits per byte are claimed. -1 for eos
+        takes back a space that the tokenizer puts before every document.
+        """
         ...
 
     def to_document(self) -> dict[str, Any]:
@@ -72,7 +81,11 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> NDArray[np.uint16]:
         """Token ids of the UTF-8 bytes of `text`, uint16 [bytes]."""
-        return self.encode_bytes(_utf8(text))
+        return self.encode_bytes(utf8(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Token ids of each text."""
+        return [self.encode(text) for text in texts]
 
     def encode_bytes(self, data: bytes) -> NDArray[np.uint16]:
         """Token ids of `data`, uint16 [len(data)]; any bytes are accepted."""
@@ -84,7 +97,7 @@ class ByteTokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
         """The bytes of `ids`; pad, eos, unk and ids past the vocabulary give nothing."""
-        array = _ids(ids) - self._FIRST_BYTE
+        array = ids_of(ids) - self._FIRST_BYTE
         return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
 
     def token_bytes(self) -> NDArray[np.int64]:
@@ -155,20 +168,21 @@ class CharTokenizer:
             )
         return ids.astype(self._dtype)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Token ids of each text."""
+        return [self.encode(text) for text in texts]
+
     def encode_bytes(self, data: bytes) -> TokenIds:
         """Token ids of UTF-8 encoded text.
 
         Raises:
             UserError: `data` is no UTF-8, or holds a character outside the vocabulary.
         """
-        try:
-            return self.encode(data.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise UserError(f"not UTF-8 text: bad byte at offset {error.start}") from None
+        return self.encode(text_of(data))
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """The text of `ids`; ids past the vocabulary give nothing."""
-        array = _ids(ids)
+        array = ids_of(ids)
         return "".join(self.characters[i] for i in array[array < self.vocab_size])
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
@@ -205,11 +219,49 @@ def from_document(document: object) -> Tokenizer:
             return CharTokenizer(characters)
         case "byte-level" | "char", keys:
             raise ValueError(f"unexpected keys in a tokenizer document: {', '.join(sorted(map(repr, keys)))[:200]}")
+        case "huggingface", _:
+            from .tokenizer_json import json_from_document
+
+            return json_from_document(document)
+        case "sentencepiece", _:
+            from .tokenizer_sentencepiece import sentencepiece_from_document
+
+            return sentencepiece_from_document(document)
         case name, _:
-            raise ValueError(f"unknown tokenizer {str(name)[:40]!r}; known are byte-level and char")
+            known = "byte-level, char, huggingface and sentencepiece"
+            raise ValueError(f"unknown tokenizer {str(name)[:40]!r}; known are {known}")
 
 
-def _utf8(text: str) -> bytes:
+def ids_of(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """Token ids in one row, int64 [n].
+
+    Raises:
+        ValueError: a negative one.
+    """
+    array = np.asarray(ids, np.int64).reshape(-1)
+    if array.size and array.min() < 0:
+        raise ValueError(f"token ids ({int(array.min())}) must not be negative")
+    return array
+
+
+def text_of(data: bytes) -> str:
+    """UTF-8 bytes as text.
+
+    Raises:
+        UserError: they are no UTF-8.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 text: bad byte at offset {error.start}") from None
+
+
+def utf8(text: str) -> bytes:
+    """The UTF-8 bytes of a text.
+
+    Raises:
+        UserError: it holds a lone surrogate.
+    """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -222,10 +274,3 @@ def _surrogate(position: int) -> str:
 
 def _code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), np.dtype("<u4"))
-
-
-def _ids(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-    array = np.asarray(ids, np.int64).reshape(-1)
-    if array.size and array.min() < 0:
-        raise ValueError(f"token ids ({int(array.min())}) must not be negative")
-    return array

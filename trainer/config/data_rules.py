@@ -1,0 +1,132 @@
+"""Cross-field rules of `model.data`: where samples come from, and which keys have an effect there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ...models.config.block import Finding
+from ..data.installed import BUILT_IN, installed_datasets
+from ..data.prefixes import is_per_split, parse_prefixes
+from ..data.sources import SPLITS
+from .blocks import DataBlock
+from .schema_index import show_value
+from .suggest import closest
+
+if TYPE_CHECKING:
+    from .rules import Facts
+
+_AT = "model.data"
+_IMPL = f"{_AT}.data_impl"
+_PREFIX = f"{_AT}.data_prefix"
+
+
+def source_is_known(facts: Facts) -> Iterator[Finding]:
+    """`data_impl` is a source of stoker's or the name of an installed one; packages are looked at for the latter."""
+    name = facts.root.model.data.data_impl
+    if name in BUILT_IN:
+        return
+    installed = sorted(installed_datasets())
+    if name not in installed:
+        near = closest(name, [*BUILT_IN, *installed])
+        yield Finding(
+            "error",
+            (_IMPL,),
+            f"`data_impl` must be one of {', '.join(BUILT_IN)}, or the name of an installed data set "
+            f"({', '.join(installed[:10]) or 'there is none'})",
+            f"did you mean {_IMPL}={near}?" if near else "",
+        )
+
+
+def prefixes_are_for_mmap(facts: Facts) -> Iterator[Finding]:
+    """`data_impl: mmap` reads the tokens of `data_prefix`, the other sources none."""
+    data = facts.root.model.data
+    if data.data_impl == "mmap" and not data.data_prefix:
+        yield Finding(
+            "error",
+            (_PREFIX, _IMPL),
+            "`data_impl: mmap` needs the path of a .bin/.idx pair, without suffix",
+            f"{_PREFIX}=PATH, or data=pystd to train on the Python standard library",
+        )
+    elif data.data_prefix and data.data_impl in BUILT_IN and data.data_impl != "mmap":
+        yield Finding(
+            "error",
+            (_PREFIX, _IMPL),
+            f"`data_prefix` is read with `data_impl: mmap` only, but it is `{data.data_impl}`",
+            f"{_IMPL}=mmap, or ~{_PREFIX}",
+        )
+    elif data.data_prefix and data.data_impl == "mmap":
+        yield from _parsed(data)
+
+
+def _parsed(data: DataBlock) -> Iterator[Finding]:
+    assert data.data_prefix
+    try:
+        blends = parse_prefixes(data.data_prefix)
+    except ValueError as error:
+        yield Finding("error", (_PREFIX,), f"`data_prefix` ({show_value(data.data_prefix)}) {error}")
+        return
+    if is_per_split(data.data_prefix):
+        weighted = [split for split, blend in blends.items() if split != "train" and blend.weighted]
+        if weighted:
+            yield Finding(
+                "warning",
+                (f"{_PREFIX}.{weighted[0]}",),
+                f"the weights of `{weighted[0]}` have no effect: it takes every token of its sets once",
+                "leave them out",
+            )
+
+
+def validation_has_data(facts: Facts) -> Iterator[Finding]:
+    """A block of prefixes has no `splits_string` to cut a validation set from."""
+    data, trainer = facts.root.model.data, facts.root.trainer
+    # A block with other names in it is refused as a whole.
+    if data.data_impl != "mmap" or not isinstance(data.data_prefix, dict) or set(data.data_prefix) - set(SPLITS):
+        return
+    if not data.data_prefix.get("validation") and trainer.limit_val_batches:
+        yield Finding(
+            "error",
+            (_PREFIX, "trainer.limit_val_batches"),
+            "`data_prefix` has no `validation` while validation is on",
+            f"{_PREFIX}.validation=PATH, or trainer.limit_val_batches=0",
+        )
+
+
+def settings_have_an_effect(facts: Facts) -> Iterator[Finding]:
+    """Settings of one source that are set beside another."""
+    model = facts.root.model
+    data = model.data
+    for name in ("index_mapping_dir", "shuffle_documents"):
+        if data.data_impl in BUILT_IN and data.data_impl != "mmap" and _is_set(facts, name):
+            yield _without_effect(name, "data_impl", f"with `data_impl: {data.data_impl}`")
+    if data.data_impl in BUILT_IN and _is_set(facts, "dataset_kwargs"):
+        yield _without_effect("dataset_kwargs", "data_impl", f"with `data_impl: {data.data_impl}`, which takes none")
+    if data.eod_mask_loss and data.data_impl == "mock":
+        yield _without_effect("eod_mask_loss", "data_impl", "with `data_impl: mock`: random tokens are no documents")
+    elif data.eod_mask_loss and model.tokenizer.library == "char":
+        yield Finding(
+            "error",
+            (f"{_AT}.eod_mask_loss", "model.tokenizer.library"),
+            "`eod_mask_loss` needs a token that ends documents, and `char` has none",
+            f"tokenizer=byte, or {_AT}.eod_mask_loss=false",
+        )
+
+
+def _is_set(facts: Facts, name: str) -> bool:
+    value = getattr(facts.root.model.data, name)
+    key = f"{_AT}.{name}"
+    # A block is given by the keys in it.
+    given = key in facts.own or any(path.startswith(f"{key}.") for path in facts.own)
+    return given and value != DataBlock.model_fields[name].default
+
+
+def _without_effect(name: str, other: str, when: str) -> Finding:
+    return Finding("warning", (f"{_AT}.{name}", f"{_AT}.{other}"), f"`{name}` has no effect {when}", f"~{_AT}.{name}")
+
+
+DATA_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    source_is_known,
+    prefixes_are_for_mmap,
+    validation_has_data,
+    settings_have_an_effect,
+)

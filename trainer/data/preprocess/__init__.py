@@ -1,0 +1,1 @@
+"""Documents to tokenized data: inputs, reading, parts, workers, journal, result."""

@@ -1,0 +1,344 @@
+"""One command of `stoker preprocess`: from inputs to `P.bin`, `P.idx` and `P.json`, in parts that survive a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import EXIT_IO, UserError
+from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
+from ..tokenizers import Tokenizer, from_document
+from .documents import DAMAGED, Reading, line_number
+from .inputs import Source, find_sources
+from .journal import TOKENIZER, Journal, parts_folder
+from .plan import Unit, make_units, part_bytes
+from .pool import Pool, Task
+from .streams import chunks_of_stream
+from .train_tokenizer import train_tokenizer
+from .worker import Tally
+
+FORMAT = 1
+MAX_SIDE_FILE = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a command asks for.
+
+    Attributes:
+        inputs: files, folders, patterns, `hf:NAME`.
+        prefix: P.
+        tokenizer: turns text into ids; None trains one.
+        vocab_size: of the tokenizer to train; 0 trains none.
+        reading: how documents are written.
+        append_eod: end each document with the tokenizer's eos.
+        workers: processes.
+        stop: the first document that cannot be used ends the command.
+        overwrite: replace a result that is there.
+    """
+
+    inputs: Sequence[str]
+    prefix: Path
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    reading: Reading
+    append_eod: bool
+    workers: int
+    stop: bool
+    overwrite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a command is.
+
+    Attributes:
+        documents: documents done by this command.
+        text_bytes: bytes of their text.
+        fraction: part of the inputs that is done, 0 to 1, with what an earlier command did.
+        resumed: the fraction at the start.
+    """
+
+    documents: int
+    text_bytes: int
+    fraction: float
+    resumed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a command gave.
+
+    Attributes:
+        summary: the content of P.json.
+        rejects: one line for each kind of reject, with its first place.
+        did_nothing: the result was there already.
+        resumed_parts: parts that an earlier command had finished.
+    """
+
+    summary: Mapping[str, Any]
+    rejects: Sequence[str]
+    did_nothing: bool = False
+    resumed_parts: int = 0
+
+
+def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[[str], None]) -> Outcome:
+    """Run a command to its end, or go on with what an earlier one has left.
+
+    Args:
+        job: the command.
+        on_progress: called about twice a second.
+        say: takes a line about what happens.
+
+    Raises:
+        UserError: inputs, tokenizer or output that cannot be used; the finished parts stay.
+    """
+    sources = find_sources(job.inputs)
+    size, chunk = part_bytes(sources)
+    identity = _identity(job, sources)
+    done = _finished(job, identity)
+    if done is not None:
+        return done
+    units = make_units(sources, job.reading, size)
+    with Journal(job.prefix, identity, start_over=job.overwrite) as journal:
+        resumed = len(journal.parts)
+        if resumed:
+            say(f"going on from {journal.folder}: {resumed:,} finished part{'s' * (resumed != 1)}")
+        tokenizer = job.tokenizer or _trained(job, sources, units, journal, say)
+        if job.append_eod and tokenizer.eos_id is None:
+            raise UserError(
+                "the tokenizer has no end-of-document token under a usual name; name it with --eod-token TOKEN, "
+                "or use --no-append-eod"
+            )
+        tally = _Work(job, sources, units, chunk, tokenizer, journal, on_progress).run()
+        _refuse_useless(tally, sources)
+        summary = {
+            "format": FORMAT,
+            "tokenizer": tokenizer.to_document(),
+            "documents": tally.documents,
+            "tokens": tally.tokens,
+            "bytes": tally.bytes,
+            "skipped": {kind: count for kind, (count, _) in sorted(tally.skipped.items())},
+            "inputs": identity["inputs"],
+            "options": identity["options"],
+        }
+        say(f"joining {len(journal.parts):,} parts")
+        _publish(job, tokenizer, journal, summary)
+    return Outcome(summary, _reject_lines(tally, sources), resumed_parts=resumed)
+
+
+class _Work:
+    """The parts of a command, handed to the workers; what they answer goes into the journal."""
+
+    def __init__(
+        self,
+        job: Job,
+        sources: Sequence[Source],
+        units: Sequence[Unit],
+        chunk: int,
+        tokenizer: Tokenizer,
+        journal: Journal,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._job = job
+        self._sources = sources
+        self._units = units
+        self._chunk = chunk
+        self._tokenizer = tokenizer
+        self._journal = journal
+        self._on_progress = on_progress
+        self._total = max(1, sum(source.size for source in sources))
+        self._weight = self._resumed_weight = 0
+        self._now = Tally()
+
+    def run(self) -> Tally:
+        """Do what is not done yet; the tally of all parts."""
+        for number, unit in enumerate(self._units):
+            self._weight += sum(span.weight for span in unit.spans) if (number, 0) in self._journal.parts else 0
+            self._weight += self._sources[unit.stream].size if self._stream_is_done(number) else 0
+        self._resumed_weight = self._weight
+        settings = {
+            "tokenizer": self._tokenizer.to_document(),
+            "eod_id": self._tokenizer.eos_id if self._job.append_eod else None,
+            "stop": self._job.stop,
+            "reading": asdict(self._job.reading),
+            "paths": [source.path for source in self._sources],
+            "kinds": [source.kind for source in self._sources],
+        }
+        with Pool(self._job.workers, settings) as pool:
+            pool.run(self._tasks(), self._take, self._report)
+        tally = Tally()
+        for key in sorted(self._journal.parts):
+            tally.add(self._journal.parts[key])
+        if self._job.stop and tally.skipped:  # of parts done before, by a command that did not stop
+            raise UserError(_reject_lines(tally, self._sources))
+        return tally
+
+    def _stream_is_done(self, number: int) -> bool:
+        count = self._journal.chunks.get(number)
+        return count is not None and all((number, part) in self._journal.parts for part in range(count))
+
+    def _tasks(self) -> Iterator[Task]:
+        for number, unit in enumerate(self._units):
+            if unit.stream >= 0:
+                if not self._stream_is_done(number):
+                    yield from self._chunks(number, unit.stream)
+            elif (number, 0) not in self._journal.parts:
+                spans = [{"source": span.source, "start": span.start, "end": span.end} for span in unit.spans]
+                yield self._task((number, 0), {"spans": spans}, None, sum(span.weight for span in unit.spans))
+
+    def _chunks(self, number: int, source: int) -> Iterator[Task]:
+        before = count = 0
+        for count, chunk in enumerate(chunks_of_stream(self._sources[source], self._job.reading, self._chunk), 1):
+            key = (number, count - 1)
+            weight, before = chunk.consumed - before, chunk.consumed
+            if chunk.damaged:
+                if self._job.stop:
+                    raise UserError(f"{self._sources[source].path}:{chunk.first_line}: {DAMAGED}")
+                self._journal.add_damage(key, source, chunk.first_line)
+            elif key in self._journal.parts:
+                self._weight += weight
+                self._resumed_weight += weight
+            else:
+                yield self._task(key, {"source": source, "first_line": chunk.first_line}, chunk.data, weight)
+        self._journal.add_end(number, count)
+
+    def _task(self, key: tuple[int, int], message: dict[str, Any], data: bytes | None, weight: int) -> Task:
+        return Task(key, {**message, "prefix": str(self._journal.part_prefix(key))}, data, weight)
+
+    def _take(self, task: Task, answer: Mapping[str, Any]) -> None:
+        match answer:
+            case {"done": tally}:
+                self._journal.add_part(task.key, tally)
+                self._now.add(tally)
+                self._weight += task.weight
+            case {"stopped": [source, kind, place, is_offset]}:
+                raise UserError(f"{_place(self._sources[source], place, is_offset)}: {kind}")
+            case {"refused": lines, "exit_code": code}:
+                raise UserError(lines, code)
+            case _:
+                raise RuntimeError(f"a worker process failed:\n{answer.get('bug')}")
+
+    def _report(self) -> None:
+        fractions = (min(1.0, weight / self._total) for weight in (self._weight, self._resumed_weight))
+        self._on_progress(Progress(self._now.documents, self._now.bytes, *fractions))
+
+
+def _identity(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
+    document = None if job.tokenizer is None else json.dumps(job.tokenizer.to_document(), sort_keys=True)
+    return {
+        "format": FORMAT,
+        "inputs": [source.to_document() for source in sources],
+        "options": {
+            "json_key": job.reading.json_key,
+            "text_lines": job.reading.text_lines,
+            "append_eod": job.append_eod,
+            "train_tokenizer": job.vocab_size,
+        },
+        "tokenizer": None if document is None else hashlib.sha256(document.encode()).hexdigest(),
+    }
+
+
+def _finished(job: Job, identity: Mapping[str, Any]) -> Outcome | None:
+    """The outcome of an earlier command, if it was the same; None where there is none, or it may be replaced."""
+    if parts_folder(job.prefix).is_dir() or job.overwrite:
+        return None
+    side = side_file(job.prefix)
+    results = [side, bin_path(job.prefix), idx_path(job.prefix), tokenizer_file(job.prefix)]
+    there = [path for path in (results if job.vocab_size else results[:3]) if os.path.lexists(path)]
+    if not there:
+        return None
+    if side.is_file() and side.stat().st_size <= MAX_SIDE_FILE and len(there) >= 3:
+        summary: dict[str, Any] = {}
+        try:
+            summary = json.loads(side.read_bytes())
+            same = all(summary[name] == json.loads(json.dumps(identity[name])) for name in ("inputs", "options"))
+            known = job.tokenizer is None or summary["tokenizer"] == job.tokenizer.to_document()
+        except (ValueError, KeyError, TypeError):
+            same = known = False
+        if same and known:
+            return Outcome(summary, [], did_nothing=True)
+    raise UserError(f"{there[0]} is there already, of another command; use another --output-prefix, or --overwrite")
+
+
+def _trained(
+    job: Job, sources: Sequence[Source], units: Sequence[Unit], journal: Journal, say: Callable[[str], None]
+) -> Tokenizer:
+    """The tokenizer that an earlier command has trained, or a new one."""
+    path = journal.folder / TOKENIZER
+    if path.is_file():
+        try:
+            return from_document(json.loads(path.read_bytes()))
+        except ValueError as error:
+            raise UserError(f"{path}: {error}; remove {journal.folder} to start over") from None
+    say(f"training a byte-level BPE of {job.vocab_size:,} tokens on a sample of at most 128 MiB")
+    tokenizer = train_tokenizer(job.vocab_size, sources, units, job.reading)
+    _write_atomically(path, json.dumps(tokenizer.to_document()).encode())
+    return tokenizer
+
+
+def _refuse_useless(tally: Tally, sources: Sequence[Source]) -> None:
+    """An input of many lines whose every line is bad is a wrong key or a wrong file, not bad luck."""
+    lines = []
+    for number, source in enumerate(sources):
+        documents, rejects = tally.sources.get(str(number), [0, 0])
+        if documents == 0 and rejects > 0 and not (rejects == 1 and source.kind == "text" and len(sources) > 1):
+            lines.append(f"{source.path}: none of {rejects:,} gives a document")
+    if not tally.documents and not lines:
+        lines = ["the inputs hold no document"]
+    if lines:
+        raise UserError([*lines, *_reject_lines(tally, sources)])
+
+
+def _reject_lines(tally: Tally, sources: Sequence[Source]) -> list[str]:
+    lines = []
+    for kind, (count, (source, place, is_offset)) in sorted(tally.skipped.items(), key=lambda item: -item[1][0]):
+        lines.append(f"{kind}: {count:,}, first at {_place(sources[source], place, is_offset)}")
+    return lines
+
+
+def _place(source: Source, place: int, is_offset: bool) -> str:
+    name = f"hf:{source.path}" if source.kind == "hf" else source.path
+    return f"{name}:{line_number(Path(source.path), place) if is_offset else place}"
+
+
+def _publish(job: Job, tokenizer: Tokenizer, journal: Journal, summary: Mapping[str, Any]) -> None:
+    """Join the parts and give the results their names; P.json, which makes them whole, comes last."""
+    side_file(job.prefix).unlink(missing_ok=True)
+    with IndexedWriter(job.prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for key in sorted(journal.parts):
+            if journal.parts[key]["documents"]:
+                writer.add_index(journal.part_prefix(key))
+        writer.finish()
+    if job.vocab_size:
+        _write_atomically(tokenizer_file(job.prefix), tokenizer.to_document()["definition"].encode())
+    _write_atomically(side_file(job.prefix), json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
+    journal.remove()
+
+
+def side_file(prefix: Path) -> Path:
+    """P.json, what is known of a set of tokenized data."""
+    return prefix.with_name(prefix.name + ".json")
+
+
+def tokenizer_file(prefix: Path) -> Path:
+    """P-tokenizer.json, the tokenizer that was trained for a set."""
+    return prefix.with_name(prefix.name + "-tokenizer.json")
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}", EXIT_IO) from None

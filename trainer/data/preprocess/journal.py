@@ -1,0 +1,178 @@
+"""What is done already: the folder of finished parts, and a journal that says which those are and of which command.
+
+The journal is JSON, one object a line, each flushed to the disk: first the identity of the command, then a line for
+each finished part. A torn last line, of a process that was killed while it wrote, is dropped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from ...errors import EXIT_IO, UserError
+from ..indexed import bin_path, idx_path
+from .documents import DAMAGED
+
+_JOURNAL, _LOCK, TOKENIZER = "journal.jsonl", "lock", "tokenizer.json"
+_MAX_LINE = 256 << 20
+PartKey = tuple[int, int]
+
+
+class Journal:
+    """The folder `P.parts` of one command, locked while it is open.
+
+    Args:
+        prefix: the output prefix P.
+        identity: inputs and options, JSON: parts of another identity are of no use.
+        start_over: drop the parts of another command, instead of refusing.
+
+    Attributes:
+        folder: where the parts are.
+        parts: finished parts and their tallies.
+        chunks: the number of chunks of each compressed input that was read to its end.
+
+    Raises:
+        UserError: the folder belongs to another command, is in use, or cannot be written.
+    """
+
+    def __init__(self, prefix: Path, identity: Mapping[str, Any], *, start_over: bool) -> None:
+        self.folder = parts_folder(prefix)
+        self.parts: dict[PartKey, dict[str, Any]] = {}
+        self.chunks: dict[int, int] = {}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / _LOCK).open("wb")
+        except OSError as error:
+            raise UserError(f"cannot write {self.folder}: {error.strerror}", EXIT_IO) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise UserError(f"{self.folder} is in use by another stoker preprocess") from None
+        try:
+            good = self._read(json.loads(json.dumps(identity)), start_over)
+            self._remove_unfinished()
+            self._file: IO[bytes] = (self.folder / _JOURNAL).open("ab")
+            self._file.truncate(good)
+            if good == 0:
+                self._write({"command": identity})
+        except OSError as error:
+            self._lock.close()
+            raise UserError(f"cannot write {self.folder}: {error.strerror}", EXIT_IO) from None
+        except UserError:
+            self._lock.close()
+            raise
+
+    def part_prefix(self, key: PartKey) -> Path:
+        """Where a part is written."""
+        return self.folder / f"{key[0]:07d}-{key[1]:07d}"
+
+    def add_part(self, key: PartKey, tally: Mapping[str, Any]) -> None:
+        """A part is written."""
+        self.parts[key] = dict(tally)
+        self._write({"part": list(key), **tally})
+
+    def add_damage(self, key: PartKey, source: int, line: int) -> None:
+        """A compressed input cannot be read beyond a line: a part without data."""
+        if key not in self.parts:
+            skipped = {DAMAGED: [1, [source, line, False]]}
+            self.add_part(
+                key, {"documents": 0, "tokens": 0, "bytes": 0, "skipped": skipped, "sources": {str(source): [0, 1]}}
+            )
+
+    def add_end(self, unit: int, chunks: int) -> None:
+        """A compressed input was read to its end."""
+        self.chunks[unit] = chunks
+        self._write({"end": [unit, chunks]})
+
+    def remove(self) -> None:
+        """All is done: nothing of the folder is needed any more."""
+        self._file.close()
+        shutil.rmtree(self.folder)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._lock.close()
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _read(self, identity: Any, start_over: bool) -> int:
+        """Take in the journal; the number of its bytes that are good."""
+        entries, good = _entries(self.folder / _JOURNAL)
+        if not entries:
+            return 0
+        if entries[0].get("command") != identity:
+            if start_over:
+                (self.folder / TOKENIZER).unlink(missing_ok=True)
+                return 0
+            raise UserError(
+                f"{self.folder} holds parts of another command ({_difference(entries[0].get('command'), identity)}); "
+                "repeat that one to go on, or add --overwrite to start over"
+            )
+        for entry in entries[1:]:
+            if "part" in entry:
+                key = tuple(entry.pop("part"))
+                prefix = self.part_prefix(key)
+                if entry["documents"] == 0 or (bin_path(prefix).is_file() and idx_path(prefix).is_file()):
+                    self.parts[key] = entry
+            elif "end" in entry:
+                unit, chunks = entry["end"]
+                self.chunks[unit] = chunks
+        return good
+
+    def _remove_unfinished(self) -> None:
+        prefixes = [self.part_prefix(key) for key in self.parts]
+        kept = {_JOURNAL, _LOCK, TOKENIZER, *(path.name for one in prefixes for path in (bin_path(one), idx_path(one)))}
+        for path in self.folder.iterdir():
+            if path.name not in kept and path.is_file():
+                path.unlink()
+
+
+def parts_folder(prefix: Path) -> Path:
+    """The folder of the parts of an output prefix."""
+    return prefix.with_name(prefix.name + ".parts")
+
+
+def _entries(path: Path) -> tuple[list[dict[str, Any]], int]:
+    entries: list[dict[str, Any]] = []
+    good = 0
+    if path.is_file():
+        with path.open("rb") as file:
+            while (line := file.readline(_MAX_LINE)).endswith(b"\n"):
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    break
+                if not isinstance(entry, dict):
+                    break
+                entries.append(entry)
+                good += len(line)
+    return entries, good
+
+
+def _difference(before: Any, now: Any) -> str:
+    """The first thing that differs, in words."""
+    if not isinstance(before, dict):
+        return "its journal is of another version"
+    for name, value in now["options"].items():
+        was = before.get("options", {}).get(name)
+        if was != value:
+            return f"{name} was {was}, is {value}"
+    for was, is_now in zip(before.get("inputs", []), now["inputs"], strict=False):
+        if was != is_now:
+            return f"{is_now['path']} was changed" if was["path"] == is_now["path"] else "other inputs"
+    return "other inputs" if before.get("inputs") != now["inputs"] else "another tokenizer"

@@ -1,0 +1,99 @@
+"""Inputs that can only be read from their beginning: compressed files and data sets, as chunks of JSON lines."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import UserError
+from .documents import (
+    DAMAGED,
+    Reading,
+    Reject,
+    cut_into_chunks,
+    decompression_errors,
+    documents_of_lines,
+    open_compressed,
+)
+from .inputs import Source, load_data_set
+
+_SAMPLE_CHUNK = 4 << 20
+_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Lines of one input.
+
+    Attributes:
+        data: whole JSON lines.
+        first_line: the number of the first, from 1.
+        consumed: bytes of the file (rows of the data set) that were read up to here.
+        damaged: the input could not be read beyond this point.
+    """
+
+    data: bytes
+    first_line: int
+    consumed: int
+    damaged: bool = False
+
+
+def chunks_of_stream(source: Source, reading: Reading, size: int) -> Iterator[Chunk]:
+    """The chunks of an input, always cut at the same lines.
+
+    Args:
+        source: a compressed file or a data set.
+        reading: how documents are written.
+        size: bytes of a chunk, about.
+
+    Raises:
+        UserError: it cannot be read, or a package for it is missing.
+    """
+    if source.kind == "hf":
+        yield from _chunks_of_data_set(source, reading, size)
+        return
+    path = Path(source.path)
+    line = 1
+    try:
+        with path.open("rb") as file, open_compressed(path, file, source.kind) as lines:
+            try:
+                for data in cut_into_chunks(lines, size):
+                    yield Chunk(data, line, file.tell())
+                    line += data.count(b"\n")
+            except decompression_errors():
+                yield Chunk(b"", line, source.size, damaged=True)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def documents_of_stream(source: Source, reading: Reading) -> Iterator[str | Reject]:
+    """The documents of such an input, read in this process."""
+    for chunk in chunks_of_stream(source, reading, _SAMPLE_CHUNK):
+        yield from documents_of_lines(
+            io.BytesIO(chunk.data), 0, len(chunk.data), reading, is_json=True, first_line=chunk.first_line
+        )
+        if chunk.damaged:
+            yield Reject(DAMAGED, chunk.first_line)
+
+
+def _chunks_of_data_set(source: Source, reading: Reading, size: int) -> Iterator[Chunk]:
+    data = load_data_set(source.path)
+    if reading.json_key not in data.column_names:
+        names = ", ".join(data.column_names)[:200]
+        raise UserError(f"hf:{source.path} has no column {reading.json_key!r}; --json-key is one of {names}")
+    gathered: list[bytes] = []
+    held, first = 0, 1
+    for row in range(0, len(data), _ROWS):
+        for text in data[row : row + _ROWS][reading.json_key]:
+            line = json.dumps({reading.json_key: text}, default=str).encode() + b"\n"
+            gathered.append(line)
+            held += len(line)
+        if held >= size:
+            yield Chunk(b"".join(gathered), first, row + _ROWS)
+            first += len(gathered)
+            gathered, held = [], 0
+    if gathered:
+        yield Chunk(b"".join(gathered), first, len(data))

@@ -1,0 +1,80 @@
+"""GPT-2's tokenizer from its own two files, `vocab.json` and `merges.txt`, as a `tokenizer.json` says the same.
+
+Radford et al. 2019, section 2.2: byte pair encoding over bytes, which are written as printable characters, after a
+regular expression has cut the text into words.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def byte_level_definition(model: dict[str, Any], added: dict[str, int]) -> str:
+    """The canonical `tokenizer.json` of byte-level BPE with GPT-2's words.
+
+    Args:
+        model: the `model` part.
+        added: special tokens with their ids.
+    """
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    parsed = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": id_, "content": token, **flags} for token, id_ in added.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    return json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
+
+
+def gpt2_definition(vocab: str, merges: str) -> str:
+    """The definition that GPT-2's files stand for.
+
+    Args:
+        vocab: text of `vocab.json`: id by token.
+        merges: text of `merges.txt`: two tokens a line, the most frequent pair first; a first line with `#version` is
+            skipped.
+
+    Raises:
+        ValueError: a text is not of this kind, or the two are not of one tokenizer.
+    """
+    try:
+        vocabulary = json.loads(vocab)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the vocabulary is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(vocabulary, dict) or not all(type(id_) is int for id_ in vocabulary.values()):
+        raise ValueError("the vocabulary must be an object of ids by token")
+    pairs: list[list[str]] = []
+    for number, line in enumerate(merges.split("\n"), 1):  # tokens may hold characters that `splitlines` cuts at
+        line = line.removesuffix("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2 or not all(pair):
+            raise ValueError(f"line {number} of the merges ({line[:60]!r}) must be two tokens with a space between")
+        if not {*pair, "".join(pair)} <= vocabulary.keys():
+            raise ValueError(f"line {number} of the merges ({line[:60]!r}) has tokens that the vocabulary lacks")
+        pairs.append(pair)
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary,
+        "merges": pairs,
+    }
+    # Without its end of text a vocabulary has no other token to end documents with; GPT-2's is its last.
+    added = {END_OF_TEXT: vocabulary.get(END_OF_TEXT, max(vocabulary.values(), default=-1) + 1)}
+    return byte_level_definition(model, added)

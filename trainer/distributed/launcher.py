@@ -1,0 +1,215 @@
+"""Starts one process per device on this machine, watches them, and tells how the run ended. No torch here.
+
+The launcher is the one voice of a run: workers send how they ended through a pipe, and the launcher prints it once.
+Workers live in sessions of their own, so a signal reaches them once, through the launcher. Their standard input is a
+pipe from the launcher: when it closes, because the launcher was killed, they end themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..config.run_config import RunConfig
+from ..environment import worker_environment
+from ..errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from .placement import Placement
+
+GRACE_SECONDS = 8.0
+"""Time for the others to end by themselves once one rank is gone."""
+_POLL_SECONDS = 0.05
+_STOPPED = {signal.SIGTERM: EXIT_TERMINATED, signal.SIGINT: EXIT_INTERRUPTED}
+
+
+@dataclass
+class Worker:
+    """One process and how it ended."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    outcome_pipe: int
+    ended_at: float | None = None
+    outcome: dict[str, Any] | None = None
+
+    def poll(self) -> bool:
+        """Whether it has ended; reads its outcome when it has."""
+        if self.ended_at is None and self.process.poll() is not None:
+            self.ended_at = time.monotonic()
+            with os.fdopen(self.outcome_pipe, "rb") as pipe:
+                text = pipe.read()
+            with contextlib.suppress(ValueError):
+                self.outcome = json.loads(text)
+        return self.ended_at is not None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code it wanted, or minus the signal that killed it; None while it runs."""
+        if self.ended_at is None:
+            return None
+        return self.process.returncode if self.outcome is None else self.outcome["code"]
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is suspended (SIGSTOP), as far as the system tells."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in "Tt"
+
+    def kill(self) -> None:
+        """End it and everything it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def launch(config: RunConfig, placement: Placement) -> int:
+    """Run the training on all devices of this machine; returns the exit code of the run.
+
+    Raises:
+        UserError: what the workers could not do, in their words.
+    """
+    with _Launch(config, placement) as run:
+        return run.wait()
+
+
+class _Launch:
+    def __init__(self, config: RunConfig, placement: Placement) -> None:
+        self._config = config
+        self._placement = placement
+        self._workers: list[Worker] = []
+        self._signal: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Launch:
+        for number in _STOPPED:
+            self._previous[number] = signal.signal(number, self._forward)
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.process.wait()
+            if worker.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    worker.process.stdin.close()
+            worker.poll()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def wait(self) -> int:
+        """Watch the workers until the last has ended."""
+        while True:
+            ended = [worker for worker in self._workers if worker.poll()]
+            if len(ended) == len(self._workers):
+                break
+            failed = [worker.ended_at for worker in ended if worker.ended_at is not None and not _went_well(worker)]
+            if failed and time.monotonic() - min(failed) > GRACE_SECONDS:
+                break
+            time.sleep(_POLL_SECONDS)
+        return self._conclude()
+
+    def _conclude(self) -> int:
+        if all(worker.code == EXIT_DONE for worker in self._workers):
+            return EXIT_DONE
+        codes = {worker.code for worker in self._workers}
+        if len(codes) == 1 and (code := codes.pop()) in _STOPPED.values():
+            return code or EXIT_BUG
+        if self._signal is not None and all(
+            worker.code in (-self._signal, -signal.SIGKILL, _STOPPED[self._signal]) for worker in self._workers
+        ):
+            return _STOPPED[self._signal]
+        raise UserError(*self._blame())
+
+    def _blame(self) -> tuple[list[str], int]:
+        """Of all that ended badly, the one that the others only suffered from."""
+        where = f" on {socket.gethostname()}" if self._placement.nodes > 1 else ""
+        for worker in self._workers:
+            if worker.code is None:
+                how = "was stopped (SIGSTOP) and did not answer" if worker.is_stopped else "did not answer"
+                return [f"rank {worker.rank}{where} (process {worker.process.pid}) {how}; the run was ended"], EXIT_BUG
+        for worker in self._workers:
+            if worker.code is not None and worker.code < 0:
+                name = signal.Signals(-worker.code).name
+                return [f"rank {worker.rank}{where} (process {worker.process.pid}) was killed by {name}"], EXIT_BUG
+        told = [worker for worker in self._workers if worker.outcome and worker.outcome["lines"]]
+        told.sort(key=lambda worker: (worker.outcome or {})["kind"] == "lost")
+        if not told:
+            worker = next(worker for worker in self._workers if not _went_well(worker))
+            return [f"rank {worker.rank}{where} ended with exit code {worker.code} and said nothing"], EXIT_BUG
+        first = told[0]
+        assert first.outcome is not None
+        lines = list(first.outcome["lines"])
+        if first.outcome["kind"] != "user":
+            lines[0] = f"rank {first.rank}{where}: {lines[0]}"
+        return lines, first.outcome["code"]
+
+    def _start(self) -> None:
+        place = self._placement
+        listener = None
+        if place.address is None:  # a run on this machine alone: nobody else may connect
+            listener = socket.create_server(("127.0.0.1", 0))
+            address = listener.getsockname()[:2]
+        else:
+            address = place.address
+        for local_rank in range(place.per_node):
+            rank = place.node * place.per_node + local_rank
+            read_end, write_end = os.pipe()
+            shared = [write_end] + ([listener.fileno()] if listener and rank == 0 else [])
+            process = subprocess.Popen(
+                [sys.executable, "-m", "stoker.trainer.distributed.worker"],
+                stdin=subprocess.PIPE,
+                env=worker_environment(
+                    rank=rank,
+                    world_size=place.world_size,
+                    local_rank=local_rank,
+                    per_node=place.per_node,
+                    address=address,
+                ),
+                pass_fds=shared,
+                start_new_session=True,
+            )
+            os.close(write_end)
+            self._workers.append(Worker(rank, process, read_end))
+            order = {
+                "document": self._config.document,
+                "digest": self._config.digest,
+                "rank": rank,
+                "world_size": place.world_size,
+                "local_rank": local_rank,
+                "address": address,
+                "listener": listener.fileno() if listener and rank == 0 else None,
+                "outcome": write_end,
+            }
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended already: that will be told
+                process.stdin.write(json.dumps(order).encode() + b"\n")
+                process.stdin.flush()
+        if listener is not None:
+            listener.close()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number)
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.send_signal(number)
+
+
+def _went_well(worker: Worker) -> bool:
+    return worker.code in (EXIT_DONE, *_STOPPED.values())

@@ -1,0 +1,108 @@
+"""Where the processes of a run are: who starts them, how many, and which one this is. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..config.blocks import TrainerBlock
+from ..errors import UserError
+
+_SLURM_RANK, _SLURM_TASKS = "SLURM_PROCID", "SLURM_NTASKS"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The processes of a run as this process sees them.
+
+    Attributes:
+        world_size: processes in the run.
+        per_node: processes on this machine.
+        node: number of this machine.
+        nodes: machines.
+        rank: of this process, where somebody else (torchrun, srun) started one process per device; None: they are
+            still to be started.
+        address: host and port where the processes meet, or None for a run on one machine that we start.
+    """
+
+    world_size: int
+    per_node: int
+    node: int = 0
+    nodes: int = 1
+    rank: int | None = None
+    address: tuple[str, int] | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether this one process is the whole run."""
+        return self.world_size == 1
+
+    @property
+    def local_rank(self) -> int:
+        """Of this process, which knows its rank."""
+        return (self.rank or 0) % self.per_node
+
+
+def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
+    """Read `trainer.devices` and `trainer.num_nodes`, and what torchrun or SLURM say.
+
+    Args:
+        trainer: the keys.
+        environ: of this process.
+
+    Raises:
+        UserError: they contradict each other, or the machines have no place to meet.
+    """
+    per_node = _devices(trainer)
+    world = per_node * trainer.num_nodes
+    keys = f"`trainer.devices` ({trainer.devices}) on `trainer.num_nodes` ({trainer.num_nodes})"
+    started = "RANK" in environ and "WORLD_SIZE" in environ
+    if started or (world > 1 and _SLURM_RANK in environ and environ.get(_SLURM_TASKS) == str(world)):
+        rank, size = ("RANK", "WORLD_SIZE") if started else (_SLURM_RANK, _SLURM_TASKS)
+        if _number(environ, size) != world:
+            raise UserError(
+                f"{keys} make {world} processes, but {environ[size]} were started ({size}); "
+                f"set trainer.devices and trainer.num_nodes to what was started"
+            )
+        if world == 1:
+            return Placement(1, 1)
+        place = _number(environ, rank)
+        return Placement(world, per_node, place // per_node, trainer.num_nodes, place, _address(environ))
+    if trainer.num_nodes == 1:
+        return Placement(world, per_node)
+    node = _number(environ, "NODE_RANK" if "NODE_RANK" in environ else "SLURM_NODEID")
+    if not 0 <= node < trainer.num_nodes:
+        raise UserError(f"machine number {node} (NODE_RANK) must be below `trainer.num_nodes` ({trainer.num_nodes})")
+    return Placement(world, per_node, node, trainer.num_nodes, address=_address(environ))
+
+
+def _devices(trainer: TrainerBlock) -> int:
+    if trainer.devices != "auto":
+        return trainer.devices
+    if trainer.accelerator in ("cpu", "mps"):
+        return 1
+    import torch  # seconds, and only where nobody said how many
+
+    return max(1, torch.cuda.device_count())
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise UserError(
+            f"`trainer.num_nodes` is more than 1 and {name} is not set: each machine must know its number; "
+            "set NODE_RANK, or start with srun (scripts/slurm.sh)"
+        )
+    if not text.isdecimal():
+        raise UserError(f"{name} ({text[:40]}) must be a number; it comes from the environment")
+    return int(text)
+
+
+def _address(environ: Mapping[str, str]) -> tuple[str, int]:
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if not host or not port or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UserError(
+            "MASTER_ADDR and MASTER_PORT must name the first machine and a free port there; "
+            "set them (scripts/slurm.sh does)"
+        )
+    return host, int(port)

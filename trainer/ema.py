@@ -1,0 +1,80 @@
+"""An exponential moving average of the weights (Polyak averaging; NeMo's `exp_manager.ema`).
+
+After an update, average = decay * average + (1 - decay) * weight, starting from the weights at the start of training.
+The average is fp32 (fp64 for fp64 weights), taken from the optimizer's fp32 main weights where there are some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .distributed.pieces import Piece, local_tensor, piece_of
+
+
+class EMA:
+    """Averages of named parameters.
+
+    Args:
+        parameters: the weights by name, on their device; of a DTensor this rank averages its own rows.
+        main_weights: fp32 copies of some of them on this rank, which are averaged instead.
+        decay: weight of the old average at each update.
+        every_n_steps: steps between two updates.
+        cpu_offload: keep the averages in host memory.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        main_weights: Mapping[str, Tensor] | None = None,
+        decay: float,
+        every_n_steps: int = 1,
+        cpu_offload: bool = False,
+    ) -> None:
+        self._decay = decay
+        self._every_n_steps = every_n_steps
+        self._pieces = {name: piece_of(parameter) for name, parameter in parameters.items()}
+        self._parameters = {name: piece.local for name, piece in self._pieces.items()}
+        self._sources = self._parameters | {name: local_tensor(weight) for name, weight in (main_weights or {}).items()}
+        device = torch.device("cpu") if cpu_offload else None
+        self._averages = {
+            name: source.to(device=device, dtype=torch.promote_types(source.dtype, torch.float32), copy=True)
+            for name, source in self._sources.items()
+        }
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after `step` completed steps, if an update is due then."""
+        if step % self._every_n_steps:
+            return
+        averages = [self._averages[name] for name in self._sources]
+        sources = [
+            source.to(average) for source, average in zip(self._sources.values(), averages, strict=True)
+        ]  # no copy where dtype and device are the same
+        torch._foreach_lerp_(averages, sources, 1.0 - self._decay)  # pyright: ignore[reportPrivateImportUsage]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within it the parameters hold the averages, in their own dtype; after it their own bits again.
+
+        Values are copied, not exchanged: compiled code and sharded parameters keep the addresses they know.
+        """
+        kept = {name: parameter.clone() for name, parameter in self._parameters.items()}
+        self._fill(self._averages)
+        try:
+            yield
+        finally:
+            self._fill(kept)
+
+    def pieces(self) -> dict[str, Piece]:
+        """The averages by parameter name, as a checkpoint reads and writes them: this rank's rows."""
+        return {name: self._pieces[name].of(average) for name, average in self._averages.items()}
+
+    @torch.no_grad()
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(values[name])

@@ -1,0 +1,99 @@
+"""The optimizer of a run from its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from ...models.config.counting import count_layer, count_norm, count_parameters
+from ...models.config.slices import gpt_slice
+from ..config.optim import OptimBlock, optimizer_kind, optimizer_settings
+from ..config.schema import ModelBlock
+from ..schedule import build_schedule
+from .adafactor import Adafactor
+from .adamw import AdamW
+from .base import Optimizer
+from .muon import Muon
+from .sgd import SGD
+
+_KINDS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor, "muon": Muon, "sgd": SGD}
+
+
+def build_optimizer(keys: ModelBlock, named_parameters: Iterable[tuple[str, nn.Parameter]], **common: Any) -> Optimizer:
+    """The optimizer of `model.optim` over the parameters of the model.
+
+    Args:
+        keys: the configuration of the model; `optim` is read, and the geometry of fused weights.
+        named_parameters: name and parameter.
+        common: arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, and how to reach
+            the rows of other ranks.
+    """
+    optim = keys.optim
+    kind = optimizer_kind(optim.name)
+    settings = optimizer_settings(optim)
+    if kind == "muon":
+        settings["fused"] = fused_rows(keys)
+    build: Any = _KINDS[kind]
+    return build(
+        named_parameters,
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        norms_decay=keys.do_layer_norm_weight_decay,
+        **settings,
+        **common,
+    )
+
+
+def fused_rows(keys: ModelBlock) -> dict[str, tuple[int, ...]]:
+    """The weights that hold several projections one below the other: end of their names to the rows of each part."""
+    stack = gpt_slice(keys, vocab_size=1).stack
+    attention, mlp = stack.attention, stack.mlp
+    key_rows = attention.groups * attention.head_dim
+    rows: dict[str, tuple[int, ...]] = {
+        "attention.qkv.weight": (attention.heads * attention.head_dim, key_rows, key_rows)
+    }
+    if mlp.gated:
+        rows["mlp.up.weight"] = (mlp.ffn_hidden_size, mlp.ffn_hidden_size)
+    return rows
+
+
+def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float | None]:
+    """What a checkpoint records of optimizer and schedule: the keys that act, below `model`, with their values.
+
+    Args:
+        optim: the keys.
+        max_steps: of the trainer.
+    """
+    found: dict[str, Any] = {"optim.name": optimizer_kind(optim.name), "optim.weight_decay": optim.weight_decay}
+    found |= {f"optim.{key}": value for key, value in optimizer_settings(optim).items()}
+    schedule = build_schedule(optim, max_steps)
+    for field in fields(schedule):
+        below = "optim" if field.name == "lr" or hasattr(schedule, "warmup_init") else "optim.sched"
+        found[f"{below}.{field.name}"] = getattr(schedule, field.name)
+    if hasattr(schedule, "warmup_init"):
+        found["optim.relative_step"] = True
+    else:
+        found["optim.sched.name"] = optim.sched.name
+    return {key: str(value) if isinstance(value, list | bool) else value for key, value in found.items()}
+
+
+def count_state(keys: ModelBlock, vocab_size: int) -> int:
+    """Numbers an optimizer keeps for a model besides main weights, at least: its small vectors are left out.
+
+    Args:
+        keys: the configuration of the model.
+        vocab_size: tokens of the tokenizer.
+    """
+    parameters = count_parameters(keys, vocab_size)
+    kind, chosen = optimizer_kind(keys.optim.name), optimizer_settings(keys.optim)
+    if kind == "adamw":
+        return 2 * parameters
+    if kind == "muon":
+        stack = gpt_slice(keys, vocab_size=vocab_size).stack
+        tables = parameters - stack.num_layers * count_layer(stack) - count_norm(stack)
+        return parameters + tables
+    kept = chosen["momentum"] if kind == "sgd" else chosen["beta1"] is not None
+    return parameters if kept else 0

@@ -1,0 +1,153 @@
+"""Muon: hidden matrices move along their orthogonalised momentum, all other parameters by AdamW.
+
+Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) and Liu et al. 2025 (arXiv 2502.16982), with the numbers
+of torch.optim.Muon. Embeddings, the output head, norms and biases are AdamW's, as both papers advise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.pieces import piece_of
+from .adamw import AdamW
+from .base import arithmetic_dtype, overwrite, write_weight
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b, c of X <- a X + (b A + c A A) X with A = X X^T: steepest at 0 (Jordan et al. 2024)."""
+EPS = 1e-7
+
+
+def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether Muon moves a parameter: a matrix that is neither an embedding table nor the output head."""
+    parts = name.split(".")
+    return len(shape) == 2 and not any(part == "head" or part.endswith("embedding") for part in parts)
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Bring all singular values of a matrix near 1 (between about 0.7 and 1.2) by Newton-Schulz iteration.
+
+    Args:
+        matrix: (rows, columns); the arithmetic is in its dtype.
+        steps: iterations.
+    """
+    a, b, c = COEFFICIENTS
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / wide.norm().clamp(min=EPS)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        wide = torch.addmm(wide, polynomial, wide, beta=a)
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+
+
+def rate_factor(rule: str, rows: int, columns: int) -> float:
+    """What the learning rate of a matrix is multiplied by.
+
+    Args:
+        rule: `match_rms_adamw`: the step has the root mean square of AdamW's, so AdamW's learning rates fit;
+            `original`: sqrt(rows / columns) for matrices that are taller than wide.
+        rows: of the matrix.
+        columns: of the matrix.
+    """
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+class Muon(AdamW):
+    """Muon over the hidden matrices of a model, AdamW over the rest, at one learning rate.
+
+    A weight that holds several projections one below the other (`fused`) is orthogonalised part by part, as if each
+    were a weight of its own: together they would share their singular values, and one would press the others down.
+
+    Where parameters are cut over ranks, each matrix is gathered whole, orthogonalised by every rank, and each rank
+    keeps its rows. The iteration is in bf16, as torch's, and in fp64 for fp64 weights.
+
+    Args:
+        named_parameters: name and parameter.
+        lr: learning rate until `set_lr` is called.
+        momentum: decay of the running mean of gradients.
+        nesterov: look one step ahead.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: see `rate_factor`.
+        fused: end of a parameter's name to the rows of its parts.
+        adamw: the arguments of `AdamW`, for the rest and for all.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        fused: Mapping[str, tuple[int, ...]] | None = None,
+        **adamw: Any,
+    ) -> None:
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.ns_steps = ns_steps
+        self.adjust_lr_fn = adjust_lr_fn
+        self.fused = dict(fused or {})
+        super().__init__(named_parameters, lr=lr, **adamw)
+
+    def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """The running mean of gradients of a hidden matrix, AdamW's moments of the others; zero."""
+        if is_hidden_matrix(name, shape):
+            return {"momentum_buffer": torch.zeros_like(main)}
+        return super().initial_state(name, main, shape)
+
+    def update(
+        self, group: dict[str, Any], gradients: list[Tensor], states: list[dict[str, Tensor]], scale: Tensor
+    ) -> None:
+        """Matrices one after the other, then AdamW on the rest; see `Optimizer.update`."""
+        rest = []
+        for index, (name, parameter) in enumerate(zip(group["names"], group["params"], strict=True)):
+            if "momentum_buffer" in states[index]:
+                self._update_matrix(name, parameter, gradients[index], states[index], group, scale)
+            else:
+                rest.append(index)
+        others = {**group, "params": [group["params"][index] for index in rest]}
+        super().update(others, [gradients[index] for index in rest], [states[index] for index in rest], scale)
+
+    def _update_matrix(
+        self,
+        name: str,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+        scale: Tensor,
+    ) -> None:
+        live = scale >= 0
+        main = state["main"]
+        dtype = arithmetic_dtype(main)
+        gradient = gradient.to(dtype) * scale.to(dtype)
+        mean = torch.lerp(state["momentum_buffer"].to(dtype), gradient, 1 - self.momentum)
+        overwrite(state["momentum_buffer"], mean, live)
+        direction = torch.lerp(gradient, mean, self.momentum) if self.nesterov else mean
+        narrow = direction.to(torch.float64 if dtype == torch.float64 else torch.bfloat16)
+
+        rows = parameter.shape[0]
+        parts = self.gather_rows(narrow, rows).split(self._parts(name, rows))
+        steps = [
+            orthogonalize(part, self.ns_steps).to(dtype) * rate_factor(self.adjust_lr_fn, *part.shape) for part in parts
+        ]
+        start = piece_of(parameter).start
+        step = torch.cat(steps)[start : start + main.shape[0]]
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        write_weight(parameter, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)
+
+    def _parts(self, name: str, rows: int) -> list[int]:
+        """Rows of the projections that a weight holds."""
+        for end, parts in self.fused.items():
+            if name.endswith(end):
+                return list(parts)
+        return [rows]

@@ -1,0 +1,67 @@
+"""Stochastic gradient descent with momentum, as torch.optim.SGD: weight decay is added to the gradient (L2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base import Optimizer, arithmetic_dtype, overwrite, write_weight
+
+
+class SGD(Optimizer):
+    """Gradient descent: g' = g + weight_decay * w; m = momentum * m + g'; w -= lr * m.
+
+    With `nesterov` the step is g' + momentum * m (Sutskever et al. 2013); without momentum it is g'.
+
+    Args:
+        named_parameters: name and parameter.
+        lr: learning rate until `set_lr` is called.
+        momentum: decay of the running sum of gradients; 0 keeps none.
+        nesterov: look one step ahead.
+        weight_decay: added to the gradient, times the weight, after clipping.
+        common: the other arguments of `Optimizer`.
+
+    Raises:
+        ValueError: `nesterov` without momentum.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        **common: Any,
+    ) -> None:
+        if nesterov and not momentum:
+            raise ValueError(f"`momentum` ({momentum}) must be larger than 0 with `nesterov`; use 0.9")
+        self.momentum = momentum
+        self.nesterov = nesterov
+        super().__init__(named_parameters, {"lr": lr}, weight_decay=weight_decay, **common)
+
+    def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """The running sum of gradients, zero, in the dtype of the weight; nothing without momentum."""
+        return {"momentum_buffer": torch.zeros_like(main)} if self.momentum else {}
+
+    def update(
+        self, group: dict[str, Any], gradients: list[Tensor], states: list[dict[str, Tensor]], scale: Tensor
+    ) -> None:
+        """One weight after the other; see `Optimizer.update`."""
+        live = scale >= 0
+        for parameter, gradient, state in zip(group["params"], gradients, states, strict=True):
+            main = state["main"]
+            dtype = arithmetic_dtype(main)
+            weight = main.to(dtype)
+            step = gradient.to(dtype) * scale.to(dtype)
+            if group["weight_decay"]:
+                step.add_(weight, alpha=group["weight_decay"])
+            if self.momentum:
+                total = state["momentum_buffer"].to(dtype) * self.momentum + step
+                overwrite(state["momentum_buffer"], total, live)
+                step = step.add_(total, alpha=self.momentum) if self.nesterov else total
+            write_weight(parameter, main, weight - group["lr"] * step, live)
