@@ -31,7 +31,8 @@ def apply_rotary(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bo
 
     Args:
         heads: (batch, tokens, heads, head_dim).
-        cosine: (tokens, dim / 2) with dim <= head_dim, fp32 (fp64 for fp64 heads).
+        cosine: (tokens, dim / 2), or (batch, tokens, dim / 2) for rows of different positions, with dim <= head_dim;
+            fp32 (fp64 for fp64 heads).
         sine: like `cosine`.
         interleaved: turn the pairs (2i, 2i + 1); otherwise channel i with channel i + dim / 2.
 
@@ -41,7 +42,7 @@ def apply_rotary(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bo
     dim = 2 * cosine.shape[-1]
     passing = heads[..., dim:]
     turning = heads[..., :dim].to(cosine.dtype)
-    cosine, sine = cosine[:, None], sine[:, None]  # (tokens, 1, dim / 2)
+    cosine, sine = cosine.unsqueeze(-2), sine.unsqueeze(-2)  # (tokens, 1, dim / 2)
     if interleaved:
         first, second = turning.unflatten(-1, (dim // 2, 2)).unbind(-1)
     else:

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from ..kernels.attention.backends import AttentionFunction
+from ..kernels.attention.packed import PackedSequences
 from ..kernels.rope import apply_rotary
 
 CallKind = Literal["training", "evaluation", "generation"]
@@ -59,13 +60,20 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(hidden_size, (heads + 2 * groups) * head_dim, bias=qkv_bias)
         self.output = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, kind: CallKind) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        kind: CallKind,
+        packed: PackedSequences | None = None,
+    ) -> Tensor:
         """Attend within each sequence.
 
         Args:
             hidden: (batch, tokens, hidden_size).
-            rotary: cosine and sine, each (tokens, dim / 2), or None.
+            rotary: cosine and sine, each (tokens, dim / 2) or (batch, tokens, dim / 2), or None.
             kind: the kind of call, which selects the backend.
+            packed: the documents of the rows, where they must not see each other.
 
         Returns:
             (batch, tokens, hidden_size).
@@ -78,5 +86,7 @@ class SelfAttention(nn.Module):
             turned = apply_rotary(turning, *rotary, interleaved=self.rotary_interleaved)
             query, key = turned.split((self.heads, self.groups), dim=2)
         dropout = self.dropout if self.training else 0.0
-        context = self.backends[kind](query, key, value, scale=self.scale, causal=self.causal, dropout=dropout)
+        context = self.backends[kind](
+            query, key, value, scale=self.scale, causal=self.causal, dropout=dropout, packed=packed
+        )
         return self.output(context.flatten(2))

@@ -55,6 +55,8 @@ def build_gpt(
     seq_length: int | None = None,
     compute_dtype: torch.dtype | None = None,
     kinds: Collection[CallKind] = ("training", "evaluation", "generation"),
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
     sharding: Sharding | None = None,
 ) -> GPT:
     """Build a GPT with its initial weights.
@@ -69,6 +71,8 @@ def build_gpt(
         seq_length: tokens in a sample; None is `encoder_seq_length`.
         compute_dtype: the dtype of the arithmetic where it is not that of the parameters.
         kinds: the kinds of call the run can make; the model raises on any other.
+        reset_position_ids: in training and evaluation the positions of each document of a sample begin at 0.
+        reset_attention_mask: in training and evaluation a token sees no earlier document of its sample.
         sharding: cuts the parameters over processes; None leaves them whole.
 
     Raises:
@@ -79,7 +83,7 @@ def build_gpt(
     gpt = gpt_slice(keys, vocab_size=vocab_size)
     length = seq_length or gpt.seq_length
     if device.type == "meta":
-        return _assemble(gpt, length, {}, {}).to(dtype)
+        return _assemble(gpt, length, {}, {}, reset_position_ids, reset_attention_mask).to(dtype)
     decisions, (use_compile, reason) = plan_gpt(
         gpt,
         device=device,
@@ -88,9 +92,10 @@ def build_gpt(
         micro_batch_size=micro_batch_size,
         seq_length=length,
         kinds=kinds,
+        packed=reset_attention_mask,
     )
-    model = _assemble(gpt, length, decisions, {kind: FUNCTIONS[made.backend] for kind, made in decisions.items()})
-    model = model.to(dtype)
+    backends: Backends = {kind: FUNCTIONS[made.backend] for kind, made in decisions.items()}
+    model = _assemble(gpt, length, decisions, backends, reset_position_ids, reset_attention_mask).to(dtype)
     model.compiled, model.compile_reason = use_compile, reason
     if use_compile:
         model.decoder.compile_parts(hooked=sharding is not None)
@@ -113,6 +118,7 @@ def plan_gpt(
     micro_batch_size: int,
     seq_length: int,
     kinds: Collection[CallKind] = ("training", "evaluation", "generation"),
+    packed: bool = False,
 ) -> tuple[dict[CallKind, Decision], tuple[bool, str]]:
     """What `build_gpt` decides before it builds: the attention of each kind of call, and whether to compile and why.
 
@@ -124,6 +130,7 @@ def plan_gpt(
         micro_batch_size: samples in a call.
         seq_length: tokens in a sample.
         kinds: the kinds of call the run can make.
+        packed: samples of training and evaluation hold several documents, which do not see each other.
 
     Raises:
         ValueError: compilation cannot be had.
@@ -137,6 +144,7 @@ def plan_gpt(
         batch=micro_batch_size,
         seq_length=seq_length,
         longest=gpt.max_positions or seq_length,
+        packed=packed,
         deterministic=not flags.allow_nondeterministic,
     )
     decisions = decide(attention, {kind: call for kind, call in calls.items() if kind in kinds}, flags)
@@ -159,9 +167,12 @@ def attention_calls(
     batch: int,
     seq_length: int,
     longest: int,
+    packed: bool,
     deterministic: bool,
 ) -> dict[CallKind, AttentionCall]:
     """Every kind of call a causal stack makes: training, evaluation without dropout, generation of any length.
+
+    A text that is generated is one document, even where those of a sample are `packed`.
 
     Raises:
         ValueError: `dtype` is not fp64, fp32, bf16 or fp16.
@@ -183,6 +194,7 @@ def attention_calls(
             keys=length,
             any_length=any_length,
             causal=attention.causal,
+            packed=packed and not any_length,
             dropout=attention.dropout if training else 0.0,
             training=training,
             deterministic=deterministic,
@@ -255,7 +267,14 @@ def init_rules(gpt: GPTSlice) -> InitRules:
 # ---------------------------------------------------------------- modules
 
 
-def _assemble(gpt: GPTSlice, seq_length: int, decisions: dict[CallKind, Decision], backends: Backends) -> GPT:
+def _assemble(
+    gpt: GPTSlice,
+    seq_length: int,
+    decisions: dict[CallKind, Decision],
+    backends: Backends,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+) -> GPT:
     """All modules of a GPT on the meta device: nothing is allocated yet."""
     hidden_size = gpt.stack.hidden_size
     with torch.device("meta"):
@@ -268,6 +287,8 @@ def _assemble(gpt: GPTSlice, seq_length: int, decisions: dict[CallKind, Decision
             seq_length=seq_length,
             max_positions=gpt.max_positions,
             dropout=gpt.stack.hidden_dropout,
+            reset_position_ids=reset_position_ids,
+            reset_attention_mask=reset_attention_mask,
             attention_decisions=decisions,
         )
 

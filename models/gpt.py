@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import Decision
+from ..kernels.attention.packed import PackedSequences, positions_in_documents
 from ..kernels.cross_entropy import linear_cross_entropy
 from .attention import CallKind
 from .stack import Stack
@@ -26,6 +27,8 @@ class GPT(nn.Module):
         seq_length: tokens of a training or evaluation sample.
         max_positions: the longest sequence, None for any.
         dropout: dropout of the embeddings, in training.
+        reset_position_ids: samples hold several documents, and the positions of each begin at 0.
+        reset_attention_mask: samples hold several documents, and a token sees none of an earlier one.
         attention_decisions: for each kind of call, what the dispatcher chose and why.
     """
 
@@ -45,6 +48,8 @@ class GPT(nn.Module):
         seq_length: int,
         max_positions: int | None,
         dropout: float,
+        reset_position_ids: bool,
+        reset_attention_mask: bool,
         attention_decisions: dict[CallKind, Decision],
     ) -> None:
         super().__init__()
@@ -56,6 +61,8 @@ class GPT(nn.Module):
         self.seq_length = seq_length
         self.max_positions = max_positions
         self.dropout = dropout
+        self.reset_position_ids = reset_position_ids
+        self.reset_attention_mask = reset_attention_mask
         self.attention_decisions = attention_decisions
 
     @property
@@ -63,48 +70,63 @@ class GPT(nn.Module):
         """The matrix that turns hidden states into logits, (padded_vocab_size, hidden_size)."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    @property
+    def needs_documents(self) -> bool:
+        """Whether training and evaluation ask which document each token belongs to."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Logits of every next token.
 
         Args:
             tokens: (batch, tokens) int64.
+            documents: the number of each token's document within its row, never falling, int32 (batch, tokens). A model
+                that `needs_documents` takes it in training and evaluation; without it a row is one document.
 
         Returns:
             (batch, tokens, padded_vocab_size) in the dtype of the model; -inf behind `vocab_size`.
         """
-        logits = F.linear(self.hidden_states(tokens), self.output_weight)
+        logits = F.linear(self.hidden_states(tokens, documents), self.output_weight)
         logits[..., self.vocab_size :] = float("-inf")
         return logits
 
-    def loss(self, tokens: Tensor, labels: Tensor, denominator: Tensor | float) -> Tensor:
+    def loss(
+        self, tokens: Tensor, labels: Tensor, denominator: Tensor | float, documents: Tensor | None = None
+    ) -> Tensor:
         """Sum of the cross-entropies of all labels, divided by `denominator`.
 
         Args:
             tokens: (batch, tokens) int64.
             labels: (batch, tokens) int64, the token that follows each; -100 counts nothing.
             denominator: usually the number of labels in the whole global batch, so that micro batches add up.
+            documents: as in `forward`.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
         """
-        hidden, weight = self.hidden_states(tokens), self.output_weight
-        if torch.is_autocast_enabled(hidden.device.type):  # the fused operation is opaque to autocast
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden, weight = self.hidden_states(tokens, documents), self.output_weight
+        dtype = _dtype_of_products(hidden)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)  # the fused operation is opaque to autocast
         total = linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), valid_vocab=self.vocab_size)
         return total / denominator
 
-    def hidden_states(self, tokens: Tensor) -> Tensor:
-        """The normed output of the last layer, (batch, tokens, hidden_size), for tokens (batch, tokens) int64."""
+    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The normed output of the last layer, (batch, tokens, hidden_size); arguments as in `forward`."""
         length = tokens.shape[1]
-        kind = self._kind_of_call(length)
+        kind = self._kind_of_call(length, documents)
         if kind not in self.attention_decisions:
             raise ValueError(
                 f"a {kind} call ({length} tokens) must be among those the model was built for "
                 f"({', '.join(self.attention_decisions) or 'none, on the meta device'}); name it in `kinds`."
             )
         if kind != "generation":
-            return self.decoder(self._embed(tokens), kind)
+            positions, packed = None, None
+            if documents is not None and self.reset_position_ids:
+                positions = positions_in_documents(documents)
+            hidden = self._embed(tokens, positions)
+            if documents is not None and self.reset_attention_mask:
+                packed = PackedSequences.of(documents, dtype=_dtype_of_products(hidden), causal=True)
+            return self.decoder(hidden, kind, positions=positions, packed=packed)
         if length == 1:  # no backend has to take a single token: a causal model does not see the one behind it
             tokens = F.pad(tokens, (0, 1))
         # lengths come and go here: compiling each of them would take longer than running it
@@ -112,8 +134,17 @@ class GPT(nn.Module):
         with eager:
             return self.decoder(self._embed(tokens), kind)[:, :length]
 
-    def _kind_of_call(self, length: int) -> CallKind:
-        """Training and evaluation come in one length; everything else is as in generation, of any length."""
+    def _kind_of_call(self, length: int, documents: Tensor | None) -> CallKind:
+        """Training and evaluation come in one length; everything else is as in generation, of any length.
+
+        Where documents are kept apart, a text that comes without them is one of generation, as long as it may be.
+        """
+        if documents is not None and not self.needs_documents:
+            raise ValueError(
+                "`documents` must be None: the model was built without reset_position_ids and reset_attention_mask."
+            )
+        if self.training and documents is None and self.needs_documents:
+            raise ValueError("`documents` must not be None in training: the model was built to keep them apart.")
         if self.training:
             if length != self.seq_length:
                 raise ValueError(
@@ -121,8 +152,13 @@ class GPT(nn.Module):
                     f"({self.seq_length}); pad the sample, or set encoder_seq_length={length}."
                 )
             return "training"
-        if length == self.seq_length:
+        if length == self.seq_length and (documents is not None or not self.needs_documents):
             return "evaluation"
+        if documents is not None:
+            raise ValueError(
+                f"`documents` must come with samples of {self.seq_length} tokens, as the model was built for, "
+                f"not with {length}."
+            )
         if length < 1 or (self.max_positions is not None and length > self.max_positions):
             raise ValueError(
                 f"`tokens` ({length} per sample) must be from 1 to {self.max_positions} tokens long; "
@@ -130,10 +166,17 @@ class GPT(nn.Module):
             )
         return "generation"
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         hidden = self.token_embedding(tokens)
         if self.position_embedding is not None:
-            hidden = hidden + self.position_embedding.weight[: tokens.shape[1]]
+            table = self.position_embedding
+            hidden = hidden + (table.weight[: tokens.shape[1]] if positions is None else table(positions))
         if self.training and self.dropout:
             hidden = F.dropout(hidden, self.dropout)
         return hidden
+
+
+def _dtype_of_products(hidden: Tensor) -> torch.dtype:
+    """The dtype in which the layers multiply: that of the stream, or autocast's."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

@@ -55,9 +55,18 @@ class RotaryEmbedding(nn.Module):
         self._fill()
         return self
 
-    def forward(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the first `tokens` positions, each (tokens, dim / 2)."""
-        return self.cosine[:tokens], self.sine[:tokens]
+    def forward(self, positions: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of positions.
+
+        Args:
+            positions: how many, from 0 on, or which, int64 (batch, tokens).
+
+        Returns:
+            Each (tokens, dim / 2), or (batch, tokens, dim / 2).
+        """
+        if isinstance(positions, int):
+            return self.cosine[:positions], self.sine[:positions]
+        return self.cosine[positions], self.sine[positions]
 
     def extra_repr(self) -> str:
         """The angles in words, for the printed model."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.attention.packed import PackedSequences
 from .attention import CallKind, SelfAttention
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
@@ -44,9 +45,15 @@ class Layer(nn.Module):
         self.mlp = mlp
         self.dropout = dropout
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, kind: CallKind) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        kind: CallKind,
+        packed: PackedSequences | None = None,
+    ) -> Tensor:
         """(batch, tokens, hidden_size) to the same shape; other arguments as in `SelfAttention.forward`."""
-        hidden = self._add(hidden, self.attention(self.attention_norm(hidden), rotary, kind))
+        hidden = self._add(hidden, self.attention(self.attention_norm(hidden), rotary, kind, packed))
         return self._add(hidden, self.mlp(self.mlp_norm(hidden)))
 
     def _add(self, hidden: Tensor, update: Tensor) -> Tensor:
@@ -72,11 +79,28 @@ class Stack(nn.Module):
         self.final_norm = final_norm
         self.rotary = rotary
 
-    def forward(self, hidden: Tensor, kind: CallKind) -> Tensor:
-        """(batch, tokens, hidden_size) to the same shape, normed."""
-        rotary = None if self.rotary is None else self.rotary(hidden.shape[1])
+    def forward(
+        self,
+        hidden: Tensor,
+        kind: CallKind,
+        *,
+        positions: Tensor | None = None,
+        packed: PackedSequences | None = None,
+    ) -> Tensor:
+        """Run all layers.
+
+        Args:
+            hidden: (batch, tokens, hidden_size).
+            kind: the kind of call, which selects the attention backend.
+            positions: of the tokens, int64 (batch, tokens); None counts each row from 0.
+            packed: the documents of the rows, where they must not see each other.
+
+        Returns:
+            (batch, tokens, hidden_size), normed.
+        """
+        rotary = None if self.rotary is None else self.rotary(hidden.shape[1] if positions is None else positions)
         for layer in self.layers:
-            hidden = layer(hidden, rotary, kind)
+            hidden = layer(hidden, rotary, kind, packed)
         return self.final_norm(hidden)
 
     def compile_parts(self, *, hooked: bool = False) -> None:

@@ -201,6 +201,33 @@ def test_exit_codes(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "exp_manager.wandb_logger_kwargs.api_key=hush",
+        "env_vars.API_KEY=hush",
+        "+env_vars={API_KEY: hush, B: 1}",
+        "exp_manager.mlflow_logger_kwargs.tracking_uri=http://me:hush@host",
+        "no.such.secret='hush hush'",
+        "my.password=(hush",
+    ],
+)
+def test_a_refused_secret_is_not_shown(override: str, capsys: Captured) -> None:
+    for form in ([], ["--json"]):
+        assert cli.main(["config", "exp_manager.create_mlflow_logger=true", override, *form]) == 2
+        out, err = capsys.readouterr()
+        assert "hush" not in out + err
+        assert "***" in err
+
+
+def test_a_crash_file_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_config", failing(RuntimeError("x")))
+    assert cli.main(["config", "a.api_key=hush", "b=1"]) == 1
+    (file,) = tmp_path.glob("stoker-crash-*.txt")
+    assert "stoker config a.api_key=*** b=1" in file.read_text()
+
+
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m stoker config --all | head -1; echo ${{PIPESTATUS[0]}}"],

@@ -115,19 +115,23 @@ def test_text_and_tokenized_data_are_numbered_when_asked(tmp_path: Path) -> None
         {"data_impl": "text", "path": str(folder), "splits_string": "1,1,1"},
         {"data_impl": "mmap", "data_prefix": str(tmp_path / "set"), "splits_string": "1,1,1"},
     ):
-        built = build_data(_root(data=data), documents=True)
+        apart = {**data, "reset_attention_mask": True}
+        built = build_data(_root(data=apart))
         for samples in (built.train, built.validation, built.test):
             assert samples is not None
             batch = samples.batch(0, 3)
             assert torch.equal(_numbers(batch), document_numbers(batch.tokens, EOS))
             assert _numbers(batch).max() > 0
-        masked = build_data(_root(data={**data, "eod_mask_loss": True}), documents=True).train.batch(0, 9)
+        masked = build_data(_root(data={**apart, "eod_mask_loss": True})).train.batch(0, 9)
         assert torch.equal(masked.labels == -100, masked.tokens == EOS)
+        positions = build_data(_root(data={**data, "reset_position_ids": True})).train.batch(0, 9)
+        assert torch.equal(_numbers(positions), _numbers(masked))
         assert build_data(_root(data=data)).train.batch(0, 1).documents is None
 
 
 def test_characters_do_not_end_documents(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 20)
     data = {"data_impl": "text", "path": str(tmp_path / "text.txt"), "splits_string": "8,1,1"}
-    with pytest.raises(UserError, match="char tokenizer has no end-of-document token"):
-        build_data(_root(data=data, tokenizer={"library": "char"}), documents=True)
+    for key in ("reset_attention_mask", "reset_position_ids"):
+        with pytest.raises(UserError, match=f"`model.data.{key}`.*end-of-document token, which the char tokenizer"):
+            build_data(_root(data=data | {key: True}, tokenizer={"library": "char"}))

@@ -44,6 +44,17 @@ def test_order_of_preference() -> None:
     assert chosen(dataclasses.replace(HOPPER, dtype="fp64")) == "unfused"
 
 
+def test_packed_documents_go_to_kernels_that_take_a_mask() -> None:
+    packed = {"packed": True}
+    assert chosen(dataclasses.replace(HOPPER, **packed)) == "sdpa_cudnn"
+    assert chosen(dataclasses.replace(AMPERE, **packed)) == "sdpa_efficient"
+    assert chosen(dataclasses.replace(CPU, **packed)) == "sdpa_flash"
+    decision = choose(dataclasses.replace(HOPPER, **packed), flags=ON, installed=NEW)
+    assert decision.call.mask_bytes == 4 * 4096 * 4096 * 2
+    assert decision.notes[0].startswith("one mask of 0.12 GiB for all layers")
+    assert (HOPPER.mask_bytes, choose(HOPPER, flags=ON, installed=NEW).notes) == (0, ())
+
+
 def test_generation_does_not_plan_every_length_with_cudnn() -> None:
     assert chosen(dataclasses.replace(HOPPER, any_length=True, training=False)) == "sdpa_flash"
     assert chosen(dataclasses.replace(HOPPER, any_length=True), attention_backend="fused") == "sdpa_cudnn"
@@ -58,6 +69,7 @@ def test_generation_does_not_plan_every_length_with_cudnn() -> None:
         ({"deterministic": True}, "sdpa_cudnn", "not deterministic"),
         ({"deterministic": True}, "sdpa_flash", "use_deterministic_algorithms"),
         ({"bias": "dense"}, "sdpa_flash", "no bias"),
+        ({"packed": True}, "sdpa_flash", "no mask"),
         ({"bias": "dense_with_gradient"}, "sdpa_cudnn", "no gradient for a bias"),
         ({"window": (127, 0)}, "sdpa_flash", "no window"),
         ({"queries": 1}, "sdpa_flash", "top-left"),

@@ -98,7 +98,7 @@ BAD = {
     b'{"text": 1}': "text is not a string",
     b'{"text": null}': "text is not a string",
     b'{"text": ""}': "empty text",
-    b'{"text": " \\n"}': "empty text",
+    b'{"text": " \\n"}': "only white space",
     b'{"text": "a\\u0000b"}': "NUL character in the text",
     b'{"text": "\\ud800"}': "lone surrogate in the text",
     b"": "blank line",
@@ -223,6 +223,44 @@ def test_parquet_and_zstandard(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "p") == texts * 3
     skipped = json.loads((tmp_path / "p.json").read_text())["skipped"]
     assert skipped == {"text is not a string": 1, "empty text": 1}
+
+
+ENDLESS = """
+import sys
+from dataclasses import asdict
+from stoker.trainer.data.preprocess.documents import Reading
+from stoker.trainer.data.preprocess.pool import Pool, Task
+from stoker.trainer.data.tokenizers import ByteTokenizer
+
+if __name__ == "__main__":
+    settings = {"tokenizer": ByteTokenizer().to_document(), "reading": asdict(Reading("text", False)), "stop": False}
+    settings |= {"eod_id": None, "paths": [sys.argv[1] + "/fifo"], "kinds": ["text"]}
+    span = {"source": 0, "start": 0, "end": 9}
+    task = Task((0, 0), {"prefix": sys.argv[1] + "/part", "spans": [span]}, None, 0)
+    with Pool(1, settings) as pool:
+        pool.run(iter([task]), print, lambda: print(pool._workers[0].process.pid, flush=True))
+"""
+
+
+@pytest.mark.multi
+def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
+    """Also in the middle of a part: this one reads a pipe that nobody writes to."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "main.py").write_text(ENDLESS)
+    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as main_process:
+        assert main_process.stdout is not None
+        number = main_process.stdout.readline().strip()
+        assert number
+        worker = Path("/proc") / number
+        writer = os.open(tmp_path / "fifo", os.O_WRONLY)  # waits for the worker to read
+        assert worker.exists()
+        main_process.kill()
+    deadline = time.monotonic() + 10
+    while worker.exists() and "zombie" not in (worker / "status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.close(writer)
 
 
 def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:

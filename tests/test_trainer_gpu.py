@@ -25,6 +25,7 @@ LLAMA = {
     "model__position_embedding_type": "rope",
     "model__share_embeddings_and_output_weights": False,
 }
+PACKED = {"data_impl": "mock", "reset_position_ids": True, "reset_attention_mask": True}
 
 
 def losses(directory):
@@ -35,7 +36,8 @@ def losses(directory):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "bf16-true", "32"])
 @pytest.mark.parametrize("global_batch", [2, 6])
-def test_a_step_never_waits_for_the_device(tmp_path, monkeypatch, precision, global_batch):
+@pytest.mark.parametrize("data", ["whole", "packed"])
+def test_a_step_never_waits_for_the_device(tmp_path, monkeypatch, precision, global_batch, data):
     step = LanguageModule.training_step
     seen = []
 
@@ -52,6 +54,8 @@ def test_a_step_never_waits_for_the_device(tmp_path, monkeypatch, precision, glo
 
     monkeypatch.setattr(LanguageModule, "training_step", watched)
     settings = GPU | LLAMA | NO_DROPOUT | {"model__global_batch_size": global_batch, "trainer__precision": precision}
+    if data == "packed":
+        settings["model__data"] = PACKED
     result = run_training(tiny_config(tmp_path, **settings))
     assert seen == [3, 4, 5, 6, 7, 8]
     assert result.step == 8
@@ -71,6 +75,20 @@ def test_train_2n_equals_train_n_resume_train_n(tmp_path, monkeypatch, precision
 def test_gpu_trains_like_the_cpu(tmp_path):
     """The same weights, samples and schedule; fp32 differs by rounding, bf16 by its precision."""
     settings = LLAMA | NO_DROPOUT | {"model__optim__lr": 1e-3}
+    cpu, fp32, bf16 = tmp_path / "cpu", tmp_path / "fp32", tmp_path / "bf16"
+    run_training(tiny_config(cpu, **settings))
+    run_training(tiny_config(fp32, **settings, **GPU, trainer__precision="32"))
+    run_training(tiny_config(bf16, **settings, **GPU, trainer__precision="bf16"))
+    for on_cpu, in_fp32, in_bf16 in zip(losses(cpu), losses(fp32), losses(bf16), strict=True):
+        assert in_fp32 == pytest.approx(on_cpu, rel=1e-5)
+        assert in_bf16 == pytest.approx(on_cpu, rel=5e-3)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_packed_documents_train_like_on_the_cpu(tmp_path, positions):
+    """End tokens that chance draws; compiled, in fp32 and bf16."""
+    settings = LLAMA | NO_DROPOUT | {"model__optim__lr": 1e-3, "model__data": PACKED}
+    settings["model__position_embedding_type"] = positions
     cpu, fp32, bf16 = tmp_path / "cpu", tmp_path / "fp32", tmp_path / "bf16"
     run_training(tiny_config(cpu, **settings))
     run_training(tiny_config(fp32, **settings, **GPU, trainer__precision="32"))

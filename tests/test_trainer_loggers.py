@@ -169,6 +169,16 @@ def test_wandb_gets_the_run_and_its_figures_over_our_step(wandb, tmp_path):
     assert rest[-2:] == [("log", {"train/loss": 1.0, "trainer/global_step": 5}), ("finish", 0)]
 
 
+def test_wandb_sees_no_secret_of_the_command_line(wandb, tmp_path, monkeypatch):
+    """Its client takes `sys.argv` down when it starts."""
+    monkeypatch.setattr(sys, "argv", ["stoker", "train", "a.api_key=hush", "b=1"])
+    real, seen = wandb.init, []
+    wandb.init = lambda **settings: seen.append(sys.argv) or real(**settings)
+    open_wandb(tmp_path).close(failed=False)
+    assert seen == [["stoker", "train", "a.api_key=***", "b=1"]]
+    assert sys.argv[2] == "a.api_key=hush"
+
+
 def test_only_a_resumed_run_is_the_same_run_in_wandb(wandb, tmp_path):
     for name, resumed_at in (("a", 0), ("a", 4), ("b", 0), ("a", 0)):
         open_wandb(tmp_path / name, resumed_at).close(failed=False)

@@ -6,6 +6,7 @@ from tiny_run import tiny_config
 
 from stoker.trainer import memory, restore
 from stoker.trainer.data import build
+from stoker.trainer.distributed.layout import DataLayout
 from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_IO, UserError
 from stoker.trainer.memory import check_memory, host_memory, is_out_of_memory
 from stoker.trainer.parts import build_model
@@ -58,6 +59,28 @@ def test_the_bound_is_that_of_weights_gradients_and_optimizer(tmp_path, monkeypa
     check_memory(root, plan, CPU)
     monkeypatch.setattr(memory, "host_memory", lambda: None)
     check_memory(root, plan, CPU)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bytes_per_parameter"),
+    [
+        (DataLayout("data parallel", 4, 1, whole_weights=True), 16 + 4),
+        (DataLayout("distributed optimizer", 1, 4, whole_weights=True), 4 + 12 / 4 + 4 / 4),
+        (DataLayout("fsdp full", 1, 4), (16 + 4) / 4),
+        (DataLayout("fsdp hybrid", 2, 2), (16 + 4) / 2),
+    ],
+)
+def test_each_process_needs_what_it_holds(tmp_path, monkeypatch, layout, bytes_per_parameter):
+    changes = {"model__num_layers": 50, "model__override_vocab_size": 256, "exp_manager__ema": {"enable": True}}
+    root = tiny_config(tmp_path, trainer__precision="bf16", model__global_batch_size=8, **changes).root
+    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
+    need = memory.count_parameters(root.model, 256) * bytes_per_parameter
+    monkeypatch.setattr(memory, "host_memory", lambda: 4 * int(need - 100))  # four processes share a host
+    with pytest.raises(UserError, match=r"parameters with their gradients .* in each process"):
+        check_memory(root, plan, CPU, layout)
+    monkeypatch.setattr(memory, "host_memory", lambda: 4 * int(need + 100))
+    with pytest.raises(UserError, match="activations of one micro batch"):
+        check_memory(root, plan, CPU, layout)
 
 
 def test_the_memory_of_this_machine_is_known():

@@ -2,16 +2,18 @@
 
 import gzip
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_run import tiny_document
+from tiny_run import tiny_config, tiny_document
 
 from stoker.trainer import profiling
 from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.errors import UserError
 from stoker.trainer.profiling import MemoryRecorder, Observers, PhaseTimes, TraceProfiler, operations_table
+from stoker.trainer.run import run_training
 
 CPU = torch.device("cpu")
 
@@ -104,6 +106,7 @@ def test_the_memory_of_some_steps_is_recorded(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **k: calls.append(k.get("enabled", "on")))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     said = []
     device = torch.device("cuda", 0)
     recorder = MemoryRecorder(tmp_path, 2, 3, device, said.append, rank=1)
@@ -122,6 +125,27 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path):
     assert len(said) == 1
     assert said[0].startswith("warning: cannot write the profile: ")
     assert (tmp_path / "times.txt").exists()
+
+
+def test_writing_a_profile_is_no_part_of_a_step(tmp_path, monkeypatch):
+    """Neither of the step after which it is written, nor of the next one."""
+    for name in ("start", "finish"):
+        real = getattr(TraceProfiler, name)
+        monkeypatch.setattr(TraceProfiler, name, lambda *a, real=real: (time.sleep(1.0), real(*a)))
+    settings = {"trainer__profiler": "pytorch", "trainer__profile_steps": [3, 4], "trainer__log_every_n_steps": 1}
+    run_training(tiny_config(tmp_path, **settings))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    times = {line["step"]: line["step_seconds"] for line in lines if "step_seconds" in line}
+    assert {3, 4, 5} < times.keys()
+    assert max(times.values()) < 0.9
+
+
+def test_an_observer_that_is_dropped_still_took_its_time(tmp_path):
+    (tmp_path / "file").write_text("")
+    profiler = TraceProfiler(tmp_path / "file", 1, 1, CPU, print)
+    observers = Observers([profiler], lambda line: None)
+    run_steps(observers, 2, mark)
+    assert observers.aside == profiler.aside > 0
 
 
 def root(tmp_path, **changes):

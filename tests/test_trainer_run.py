@@ -174,10 +174,10 @@ def test_a_diverged_run_names_the_step_and_the_last_good_checkpoint(tmp_path, mo
 
     real, calls = GPT.loss, 0
 
-    def loss(self, tokens, labels, denominator):
+    def loss(self, *inputs):
         nonlocal calls
         calls += self.training
-        value = real(self, tokens, labels, denominator)
+        value = real(self, *inputs)
         return value * float("nan") if calls == 11 and self.training else value  # the first half of step 6
 
     monkeypatch.setattr(GPT, "loss", loss)
@@ -194,8 +194,8 @@ def test_a_validation_that_is_not_finite_is_divergence_and_saves_nothing(tmp_pat
 
     real = GPT.loss
 
-    def loss(self, tokens, labels, denominator):
-        value = real(self, tokens, labels, denominator)
+    def loss(self, *inputs):
+        value = real(self, *inputs)
         return value if self.training else value * float("nan")
 
     monkeypatch.setattr(GPT, "loss", loss)

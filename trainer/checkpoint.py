@@ -275,6 +275,8 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
     except ValidationError as error:
         first = error.errors()[0]
         raise DamagedFileError(f"{STATE}: `{'.'.join(map(str, first['loc']))}`: {first['msg']}") from None
+    if (named := _NAME.fullmatch(path.name)) and int(named[1]) != state.step:
+        raise DamagedFileError(f"it holds step {state.step}, not the step it is named after")
     return Checkpoint(path, state, tuple(records))
 
 

@@ -15,14 +15,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import environment
 from .errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, UserError
+from .redaction import words_without_secrets
 
 if TYPE_CHECKING:
     from .config.run_config import RunConfig
+    from .distributed.placement import Placement
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -34,17 +37,19 @@ class Verb:
     Attributes:
         about: one line for the overview.
         module: the module of this package that has `add_arguments(parser)` and `run(args) -> int`; empty: this one.
+        takes_code: whether `--import` makes sense.
     """
 
     about: str
     module: str = ""
+    takes_code: bool = False
 
 
 VERBS = {
-    "train": Verb("train a model"),
-    "config": Verb("show every effective value and where it comes from"),
+    "train": Verb("train a model", takes_code=True),
+    "config": Verb("show every effective value and where it comes from", takes_code=True),
     "generate": Verb("continue a text with a trained model", "generate"),
-    "evaluate": Verb("loss, perplexity and bits per byte of a trained model", "evaluate"),
+    "evaluate": Verb("loss, perplexity and bits per byte of a trained model", "evaluate", takes_code=True),
     "preprocess": Verb("turn text, JSON lines or tables into tokenized data", "preprocess"),
     "quickstart": Verb("train a small GPT on this machine in about a minute", "quickstart"),
     "doctor": Verb("what this machine has, and what it can do", "doctor"),
@@ -108,7 +113,21 @@ def _dispatch(arguments: list[str]) -> int:
     )
     add_arguments, run = _parts(name, verb)
     add_arguments(parser)
-    return run(parser.parse_intermixed_args(arguments[1:]))
+    if verb.takes_code:
+        parser.add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="import a module of your own first, which registers a data set; may be given several times",
+        )
+    args = parser.parse_intermixed_args(arguments[1:])
+    if verb.takes_code and args.imports:
+        from .user_code import import_modules
+
+        import_modules(args.imports)
+    return run(args)
 
 
 def _no_verb(name: str) -> list[str]:
@@ -141,6 +160,12 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser)
     parser.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="train with each combination of values: key=1,2 key=range(1,4) group=glob(gpt*), one run after another",
+    )
+    parser.add_argument(
         "--restart",
         type=int,
         default=0,
@@ -165,6 +190,10 @@ def _load(args: argparse.Namespace) -> RunConfig:
 
 
 def _train(args: argparse.Namespace) -> int:
+    if args.multirun:
+        from .multirun import sweep
+
+        return sweep(args.config_name, args.config_dir, args.overrides, partial(_start, args), _say)
     config = _load(args)
     _say_findings(config.findings)
     from .distributed.placement import place
@@ -173,17 +202,22 @@ def _train(args: argparse.Namespace) -> int:
     if placement.rank is not None:
         environment.prepare_process(config.root.env_vars)
         return importlib.import_module(".distributed.started", __package__).train(config, placement)
-    if args.restart:
-        from .distributed.supervisor import supervise
-
-        return supervise(config, placement, args.restart, _say)
-    if not placement.is_single:
-        from .distributed.launcher import launch
-
-        return launch(config, placement)
+    if args.restart or not placement.is_single:
+        return _start(args, config, placement)
     environment.prepare_process(config.root.env_vars)
     train: Callable[[RunConfig], int] = importlib.import_module(".run", __package__).train
     return train(config)
+
+
+def _start(args: argparse.Namespace, config: RunConfig, placement: Placement) -> int:
+    """Train in processes of their own."""
+    if args.restart:
+        from .distributed.supervisor import supervise
+
+        return supervise(config, placement, args.restart, _say, args.imports)
+    from .distributed.launcher import launch
+
+    return launch(config, placement, args.imports)
 
 
 def _config(args: argparse.Namespace) -> int:
@@ -231,7 +265,7 @@ def _crash(error: Exception, arguments: list[str]) -> int:
     summary = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     path = Path(time.strftime("stoker-crash-%Y%m%d-%H%M%S.txt"))
     try:
-        path.write_text(f"stoker {' '.join(arguments)}\nPython {sys.version}\n\n{trace}")
+        path.write_text(f"stoker {' '.join(words_without_secrets(arguments))}\nPython {sys.version}\n\n{trace}")
     except OSError:
         _say(trace)
         _say(f"stoker stopped on an error of its own: {summary}")

@@ -6,7 +6,7 @@ The average is fp32 (fp64 for fp64 weights), taken from the optimizer's fp32 mai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -19,11 +19,13 @@ class EMA:
     """Averages of named parameters.
 
     Args:
-        parameters: the weights by name, on their device; of a DTensor this rank averages its own rows.
+        parameters: the weights by name, on their device.
         main_weights: fp32 copies of some of them on this rank, which are averaged instead.
         decay: weight of the old average at each update.
         every_n_steps: steps between two updates.
         cpu_offload: keep the averages in host memory.
+        piece_of: the rows of a weight that this rank averages.
+        spread: called when this rank's rows of the weights have changed: brings them to the other ranks.
     """
 
     def __init__(
@@ -34,9 +36,12 @@ class EMA:
         decay: float,
         every_n_steps: int = 1,
         cpu_offload: bool = False,
+        piece_of: Callable[[Tensor], Piece] = piece_of,
+        spread: Callable[[], None] = lambda: None,
     ) -> None:
         self._decay = decay
         self._every_n_steps = every_n_steps
+        self._spread = spread
         self._pieces = {name: piece_of(parameter) for name, parameter in parameters.items()}
         self._parameters = {name: piece.local for name, piece in self._pieces.items()}
         self._sources = self._parameters | {name: local_tensor(weight) for name, weight in (main_weights or {}).items()}
@@ -78,3 +83,4 @@ class EMA:
     def _fill(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
+        self._spread()

@@ -54,26 +54,24 @@ class EvaluationResult:
 class ScoringModel(Protocol):
     """What a model must offer to be evaluated; `models.gpt.GPT` does."""
 
-    def loss(self, tokens: Tensor, labels: Tensor, denominator: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, labels: Tensor, denominator: Tensor, documents: Tensor | None = None) -> Tensor:
         """Sum of the losses of the labels that count, divided by `denominator`; a scalar."""
         ...
 
 
-def summed_loss(
-    model: ScoringModel, precision: PrecisionPlan, device: torch.device
-) -> Callable[[Tensor, Tensor], Tensor]:
+def summed_loss(model: ScoringModel, precision: PrecisionPlan, device: torch.device) -> Callable[..., Tensor]:
     """The sum of a model's losses over a batch, in the arithmetic of its precision: what `evaluate` takes."""
 
-    def total(tokens: Tensor, labels: Tensor) -> Tensor:
+    def total(tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
         with precision.context(device):
-            return model.loss(tokens, labels, torch.ones((), device=device))
+            return model.loss(tokens, labels, torch.ones((), device=device), documents)
 
     return total
 
 
 @torch.no_grad()  # not inference mode: FSDP2 keeps the weights it gathers here
 def evaluate(
-    loss: Callable[[Tensor, Tensor], Tensor],
+    loss: Callable[..., Tensor],
     samples: Samples,
     *,
     token_bytes: NDArray[np.int64],
@@ -86,7 +84,7 @@ def evaluate(
 
     Args:
         loss: tokens and labels, int64 [batch, s], to the sum of the cross-entropies of the labels that count, in
-            nats, a scalar; without dropout.
+            nats, a scalar; without dropout. Samples with documents give theirs as a third argument.
         samples: what to evaluate on.
         token_bytes: bytes each token id stands for, [vocabulary].
         batch_size: samples that go through the model at once; the result depends on it by rounding only.
@@ -110,7 +108,7 @@ def evaluate(
     for turn in range(-(-batches // ranks.world_size)):
         number = turn * ranks.world_size + ranks.rank
         count = min(batch_size, samples.samples - number * batch_size) if number < batches else 0
-        batch_tokens, labels, _ = samples.batch(min(number, batches - 1) * batch_size, max(count, 1))
+        batch_tokens, labels, documents = samples.batch(min(number, batches - 1) * batch_size, max(count, 1))
         if count == 0:
             labels = torch.full_like(labels, IGNORED_LABEL)
         counted = labels[labels != IGNORED_LABEL].numpy()
@@ -118,7 +116,9 @@ def evaluate(
         if len(labels) < batch_size and (number > 0 or ranks.world_size > 1):
             rows = (0, 0, 0, batch_size - len(labels))
             batch_tokens, labels = F.pad(batch_tokens, rows), F.pad(labels, rows, value=IGNORED_LABEL)
-        losses.append(loss(batch_tokens.to(device), labels.to(device)))
+            documents = documents if documents is None else F.pad(documents, rows)
+        inputs = (batch_tokens, labels) if documents is None else (batch_tokens, labels, documents)
+        losses.append(loss(*(tensor.to(device) for tensor in inputs)))
         tokens += len(counted)
         text_bytes += int(token_bytes[counted].sum())
     total = sum(torch.stack(losses).tolist())

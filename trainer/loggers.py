@@ -13,9 +13,11 @@ import os
 import queue
 import re
 import secrets
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ from .config.exp_manager import ExpManagerBlock, MlflowBlock, SummaryWriterBlock
 from .config.run_config import RunConfig
 from .environment import snapshot, user_path
 from .errors import UserError
+from .redaction import without_secrets, words_without_secrets
 
 _WAITING_RECORDS = 4096
 _SECONDS_TO_FINISH = 60.0
@@ -173,22 +176,23 @@ class WandbSink:
         identity = keys.id or (_identity_of(directory, "wandb") if goes_on else None) or secrets.token_hex(4)
         save_dir = user_path(keys.save_dir, "exp_manager.wandb_logger_kwargs.save_dir") if keys.save_dir else directory
         try:
-            self._run: Any = wandb.init(
-                project=keys.project,
-                name=keys.name or directory.name,
-                entity=keys.entity,
-                group=keys.group,
-                job_type=keys.job_type,
-                tags=keys.tags or None,
-                notes=keys.notes,
-                dir=str(save_dir),
-                id=identity,
-                resume="allow",
-                mode="offline" if keys.offline else None,
-                config=dict(document),
-                # The terminal is ours; the client's own lines, and a copy of ours, would only be in the way.
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+            with _command_line_without_secrets():
+                self._run: Any = wandb.init(
+                    project=keys.project,
+                    name=keys.name or directory.name,
+                    entity=keys.entity,
+                    group=keys.group,
+                    job_type=keys.job_type,
+                    tags=keys.tags or None,
+                    notes=keys.notes,
+                    dir=str(save_dir),
+                    id=identity,
+                    resume="allow",
+                    mode="offline" if keys.offline else None,
+                    config=dict(document),
+                    # The terminal is ours; the client's own lines, and a copy of ours, would only be in the way.
+                    settings=wandb.Settings(silent=True, console="off"),
+                )
         except Exception as error:
             cure = "export WANDB_API_KEY, or WANDB_MODE=offline to sync later"
             raise _cannot_start("wandb", "W&B", error, cure) from error
@@ -331,6 +335,17 @@ class Background:
             self._error = self._error or error
 
 
+@contextmanager
+def _command_line_without_secrets() -> Iterator[None]:
+    """For a client that takes `sys.argv` down: it has no setting for that."""
+    words = sys.argv
+    sys.argv = words_without_secrets(words)
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
 def _cannot_start(package: str, name: str, error: Exception, fix: str) -> UserError:
     text = " ".join(str(error).split())[:300] or type(error).__name__
     return UserError(
@@ -340,8 +355,6 @@ def _cannot_start(package: str, name: str, error: Exception, fix: str) -> UserEr
 
 
 def _shown(uri: str) -> str:
-    from .redaction import without_secrets
-
     return without_secrets(uri)
 
 

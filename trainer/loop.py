@@ -69,6 +69,7 @@ class RunLoop(pl.Callback):
         consumed_samples: completed steps to samples trained on.
         state: where an earlier process left off.
         agree: combines the flags of all processes; called once after every step.
+        answers_late: what it returns is the answer to the call before.
         average: a moving average of the weights, or None.
         observers: profilers.
 
@@ -92,6 +93,7 @@ class RunLoop(pl.Callback):
         consumed_samples: Callable[[int], int],
         state: LoopState | None = None,
         agree: Agree = alone,
+        answers_late: bool = False,
         average: EMA | None = None,
         observers: Observers | None = None,
     ) -> None:
@@ -108,6 +110,7 @@ class RunLoop(pl.Callback):
         self._checkpoints = checkpoints
         self._consumed_samples = consumed_samples
         self._agree = agree
+        self._answers_late = answers_late
         self._average = average
         self._validates_average = average is not None and not manager.ema.validate_original_weights
         self._observers = observers or Observers([], journal.say)
@@ -176,7 +179,7 @@ class RunLoop(pl.Callback):
             if saves:
                 self._write(pl_module, figures)
             if validates or saves:
-                self._window = _Window(step)
+                self._window = self._new_window(step)
         if reason is not None:
             self.stopped_by = reason
             trainer.should_stop = True
@@ -191,7 +194,7 @@ class RunLoop(pl.Callback):
         if self._interval is not None and time.monotonic() - self._saved_at >= seconds_of(self._interval):
             flags |= Flag.SAVE
         told = self._agree(flags)
-        if self._saved_just_now:  # the answer may be to a question from before that save
+        if self._saved_just_now and self._answers_late:  # to a question from before that save
             told &= ~Flag.SAVE
         self._saved_just_now = False
         return told
@@ -239,8 +242,12 @@ class RunLoop(pl.Callback):
                 )
             )
         # The first step of a process compiles and allocates, so the clock starts after it.
-        self._window = _Window(step)
+        self._window = self._new_window(step)
         return {"loss": loss, "grad_norm": grad_norm}
+
+    def _new_window(self, step: int) -> _Window:
+        """A window from now on, by a clock that stands still while a profile is written."""
+        return _Window(step, lambda: time.perf_counter() - self._observers.aside)
 
     def _run_validation(self, step: int) -> dict[str, float]:
         self.validation = self._evaluate(None)
@@ -304,13 +311,19 @@ def _is_finite(module: LanguageModule) -> bool:
 
 
 class _Window:
-    """Time since a step, with nothing but steps in it."""
+    """Time since a step, with nothing but steps in it.
 
-    def __init__(self, step: int) -> None:
+    Args:
+        step: that step.
+        clock: seconds.
+    """
+
+    def __init__(self, step: int, clock: Callable[[], float]) -> None:
         self.step = step
-        self._start = time.perf_counter()
+        self._clock = clock
+        self._start = clock()
 
     @property
     def seconds(self) -> float:
         """Since then."""
-        return time.perf_counter() - self._start
+        return self._clock() - self._start

@@ -10,14 +10,14 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .redaction import REDACTED, is_secret, without_secrets
+from .redaction import REDACTED, is_secret, without_secrets, words_without_secrets
 
 _PACKAGES = (
     "torch",
@@ -35,17 +35,6 @@ _VARIABLES = re.compile(
 )
 """Variables that can change what is computed, or say where."""
 _GIT_SECONDS = 10
-
-
-def command_line(arguments: Sequence[str] | None = None) -> list[str]:
-    """The words this process was started with (`sys.argv`), without secrets; also after `--api-key VALUE`."""
-    words: list[str] = []
-    hides_next = False
-    for word in sys.argv if arguments is None else arguments:
-        is_option = word.startswith("-")
-        words.append(REDACTED if hides_next and not is_option else without_secrets(word))
-        hides_next = is_option and "=" not in word and is_secret(word)
-    return words
 
 
 def describe_environment(device: torch.device, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -71,7 +60,7 @@ def describe_environment(device: torch.device, variables: Mapping[str, str] | No
         "device": device_name(device),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "command": command_line(),
+        "command": words_without_secrets(sys.argv),
         "project": describe_project(Path.cwd()),
         "variables": {
             name: REDACTED if is_secret(name) else without_secrets(value)

@@ -12,6 +12,7 @@ from ..models.config.counting import count_parameters
 from ..models.config.slices import gpt_slice
 from .config.schema import RootBlock
 from .data.build import sequence_length
+from .distributed.layout import DataLayout
 from .errors import UserError
 from .feed import BATCHES_AHEAD
 from .optim.build import count_state
@@ -21,11 +22,20 @@ _GIB = 2**30
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def check_memory(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> None:
+def check_memory(
+    root: RootBlock, precision: PrecisionPlan, device: torch.device, layout: DataLayout | None = None
+) -> None:
     """Refuse a run that needs more memory than its device, or its host, has.
 
     The bound holds for any run: weights, gradients and the optimizer's state; the input of each layer, which the
-    backward pass needs; the prepared batches. A run that passes may still be too large.
+    backward pass needs; the mask that keeps packed documents apart; the prepared batches. A run that passes may still
+    be too large.
+
+    Args:
+        root: the keys.
+        precision: of the run.
+        device: of this process.
+        layout: what each process holds; None for one process.
 
     Raises:
         UserError: it cannot fit; names the keys that decide it.
@@ -38,17 +48,27 @@ def check_memory(root: RootBlock, precision: PrecisionPlan, device: torch.device
     width = precision.weights.itemsize
     main = 4 if precision.main_weights else 0
     kept = count_state(keys, keys.override_vocab_size or 1)
-    state = parameters * (2 * width + main) + kept * (main or width) + table
+    average = root.exp_manager.ema
+    averaged = parameters * max(width, 4) if average.enable and not average.cpu_offload else 0
+    shards = layout.shards if layout else 1
+    ranks = layout.replicas * shards if layout else 1
+    weights = parameters * 2 * width // (1 if layout is None or layout.whole_weights else shards)
+    state = weights + (parameters * main + kept * (main or width) + averaged) // shards + table
     narrow = (precision.autocast or precision.weights).itemsize
     activations = keys.micro_batch_size * length * keys.hidden_size * keys.num_layers * narrow
-    batches = keys.global_batch_size * length * 2 * 8 * BATCHES_AHEAD
+    mask = keys.micro_batch_size * length * length * narrow if keys.data.reset_attention_mask else 0
+    numbered = keys.data.reset_attention_mask or keys.data.reset_position_ids
+    batches = keys.global_batch_size // ranks * length * (2 * 8 + 4 * numbered) * BATCHES_AHEAD
     host = host_memory()
+    if host is not None:
+        host //= max(1, ranks // root.trainer.num_nodes)
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
+    each = " in each process" if ranks > 1 else ""
     for need, has, what, names in (
         (
             state,
             available,
-            f"{parameters:,} parameters with their gradients and optimizer state need",
+            f"{parameters:,} parameters with their gradients and optimizer state need{each}",
             "num_layers hidden_size ffn_hidden_size encoder_seq_length max_position_embeddings override_vocab_size "
             "make_vocab_size_divisible_by",
         ),
@@ -57,6 +77,12 @@ def check_memory(root: RootBlock, precision: PrecisionPlan, device: torch.device
             available,
             "the model and the activations of one micro batch need",
             "micro_batch_size encoder_seq_length num_layers hidden_size",
+        ),
+        (
+            state + activations + mask,
+            available,
+            "the model, the activations of one micro batch and the mask of `data.reset_attention_mask` need",
+            "micro_batch_size encoder_seq_length",
         ),
         (batches, host, "the batches prepared ahead need", "global_batch_size encoder_seq_length"),
     ):

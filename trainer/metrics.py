@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,7 +161,8 @@ class Journal:
         self._sinks = {}
         for file in (self._metrics, self._log):
             if file is not None:
-                file.close()
+                with suppress(OSError):  # what it holds still was refused before, and that was told
+                    file.close()
         self._metrics = self._log = None
 
     def _write(self, step: int, figures: dict[str, float], group: str) -> None:

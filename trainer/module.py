@@ -28,7 +28,7 @@ class LanguageModule(pl.LightningModule):
     """Trains a language model by manual optimization.
 
     Args:
-        model: has `loss(tokens, labels, denominator)`, as `models.gpt.GPT` does.
+        model: has `loss(tokens, labels, denominator, documents)`, as `models.gpt.GPT` does.
         optimizer: over the parameters of `model`.
         schedule: completed steps to learning rate.
         feed: the global batches, from `step` on.
@@ -69,6 +69,8 @@ class LanguageModule(pl.LightningModule):
         self.step = step
         self.ranks = ranks or Ranks()
         self.data_parallel = data_parallel
+        if data_parallel is not None:
+            data_parallel.attach(self.model, optimizer)
         self.lr = schedule(step)
         self.unread: list[tuple[Tensor, Tensor]] = []
 
@@ -91,21 +93,26 @@ class LanguageModule(pl.LightningModule):
         device = batch.tokens.device
         targets = self.ranks.sum_(batch.targets).clamp(min=1)
         losses: list[Tensor] = []
-        last = max(batch.numbers)
-        for number, tokens, labels in batch.micro_batches():
+        first, last = min(batch.numbers), max(batch.numbers)
+        accumulates = len(batch.numbers) > 1 and not (self.data_parallel and self.data_parallel.takes_gradients)
+        for number, tokens, labels, documents in batch.micro_batches():
             seed_generators(micro_batch_seed(self.seed, self.step, number), device)
             if self.data_parallel is not None:
-                self.data_parallel.before_micro_batch(last=number == last)
+                self.data_parallel.before_micro_batch(first=number == first, last=number == last)
             with self.precision.context(device):
-                loss = self.model.loss(tokens, labels, targets)
+                loss = self.model.loss(tokens, labels, targets, documents)
             # Not `manual_backward`: its hooks and scaling do nothing here, and cost as much as a small kernel's work.
             loss.backward()
-            if len(batch.numbers) > 1:
+            if accumulates:
                 state.accumulate()
             losses.append(loss.detach())
         self.lr = self.schedule(self.step)
         state.set_lr(self.lr)
+        if self.data_parallel is not None:
+            self.data_parallel.before_update()
         optimizer.step()
+        if self.data_parallel is not None:
+            self.data_parallel.after_update()
         self.step += 1
         assert state.grad_norm is not None
         self.unread.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))

@@ -13,6 +13,7 @@ from ..models.gpt import GPT
 from .config.schema import RootBlock
 from .data.build import Data
 from .data.samples import IGNORED_LABEL
+from .feed import GlobalBatch
 from .parts import build_model, build_optimizer
 from .precision import plan_precision
 
@@ -98,13 +99,13 @@ def _trainable(root: RootBlock, data: Data, device: torch.device) -> tuple[GPT, 
     model.train()
 
     def step() -> None:
-        batch = data.train.batch(0, keys.global_batch_size)
-        targets = (batch.labels != IGNORED_LABEL).sum().to(device, torch.float32)
-        size = keys.micro_batch_size
-        micro_batches = zip(batch.tokens.split(size), batch.labels.split(size), strict=True)
-        for tokens, labels in micro_batches:
+        tokens, labels, documents = data.train.batch(0, keys.global_batch_size)
+        targets = (labels != IGNORED_LABEL).sum().to(torch.float32)
+        numbers = tuple(range(keys.global_batch_size // keys.micro_batch_size))
+        batch = GlobalBatch(numbers, tokens, labels, targets, documents).to(device)
+        for _, tokens, labels, documents in batch.micro_batches():
             with precision.context(device):
-                loss = model.loss(tokens.to(device), labels.to(device), targets)
+                loss = model.loss(tokens, labels, batch.targets, documents)
             loss.backward()
             if keys.global_batch_size > keys.micro_batch_size:
                 optimizer.accumulate()

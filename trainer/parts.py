@@ -18,9 +18,9 @@ from .config.schema import RootBlock
 from .data.build import Data, sequence_length
 from .data.samples import Samples
 from .determinism import attention_flags
-from .distributed.data_parallel import DataParallel
+from .distributed.data_parallel import DataParallel, data_parallel
 from .distributed.layout import DataLayout, plan_layout
-from .distributed.pieces import Piece, piece_of
+from .distributed.pieces import piece_of
 from .distributed.ranks import Ranks
 from .ema import EMA
 from .errors import UserError
@@ -66,17 +66,20 @@ def build_data_parallel(
     root: RootBlock, precision: PrecisionPlan, device: torch.device, ranks: Ranks
 ) -> DataParallel | None:
     """What cuts the model over the ranks, or None for one process."""
+    layout = layout_of(root, ranks.world_size)
+    return None if layout is None else data_parallel(layout, device, reduce_dtype(root, precision.weights))
+
+
+def layout_of(root: RootBlock, world_size: int) -> DataLayout | None:
+    """What each of the processes of a run holds, or None for one process."""
     keys = root.model
-    layout = plan_layout(
-        ranks.world_size,
+    return plan_layout(
+        world_size,
         optimizer=keys.optim.name,
         fsdp=keys.fsdp,
         strategy=keys.fsdp_sharding_strategy,
-        shard_size=keys.fsdp_shard_size or ranks.world_size // root.trainer.num_nodes,
+        shard_size=keys.fsdp_shard_size or world_size // root.trainer.num_nodes,
     )
-    if layout is None:
-        return None
-    return DataParallel(layout, device.type, precision, reduce_dtype=reduce_dtype(root, precision.weights))
 
 
 def reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
@@ -100,6 +103,7 @@ def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.dev
             flags=attention_flags(root),
             micro_batch_size=keys.micro_batch_size,
             seq_length=sequence_length(root),
+            packed=keys.data.reset_attention_mask,
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
@@ -117,17 +121,19 @@ def build_model(
     Raises:
         UserError: it cannot fit, no attention backend may run, or `model.compile` cannot be had.
     """
-    check_memory(root, precision, device)
+    check_memory(root, precision, device, data_parallel.layout if data_parallel else None)
     try:
         return build_gpt(
             root.model,
             vocab_size=data.vocab_size,
             device=device,
-            dtype=data_parallel.parameter_dtype if data_parallel else precision.weights,
+            dtype=precision.weights,
             flags=attention_flags(root),
             micro_batch_size=root.model.micro_batch_size,
             seq_length=sequence_length(root),
             compute_dtype=precision.autocast or precision.weights,
+            reset_position_ids=root.model.data.reset_position_ids,
+            reset_attention_mask=root.model.data.reset_attention_mask,
             sharding=data_parallel,
         )
     except ValueError as error:
@@ -138,13 +144,12 @@ def build_optimizer(
     root: RootBlock, model: GPT, precision: PrecisionPlan, data_parallel: DataParallel | None = None
 ) -> Optimizer:
     """The optimizer of `model.optim` over all parameters of the model."""
-    shards = {} if data_parallel is None else data_parallel.over_shards
     return build.build_optimizer(
         root.model,
         model.named_parameters(),
         main_weights=precision.main_weights,
         clip_norm=root.trainer.gradient_clip_val,
-        **shards,
+        **({} if data_parallel is None else data_parallel.optimizer_arguments),
     )
 
 
@@ -227,7 +232,7 @@ def build_save(
             }
         )
         tensors = {
-            WEIGHTS: weight_pieces(module.model, module.precision),
+            WEIGHTS: {name: piece_of(parameter) for name, parameter in module.model.named_parameters()},
             OPTIMIZER: module.optimizer_state.pieces(),
         }
         if average is not None:
@@ -253,7 +258,9 @@ def build_clean(root: RootBlock, checkpoints: Path, stop: StopRequest) -> Callab
     return clean
 
 
-def build_average(root: RootBlock, model: GPT, optimizer: Optimizer) -> EMA | None:
+def build_average(
+    root: RootBlock, model: GPT, optimizer: Optimizer, data_parallel: DataParallel | None = None
+) -> EMA | None:
     """The moving average of the weights that `exp_manager.ema` asks for, of the weights as they are now."""
     keys = root.exp_manager.ema
     if not keys.enable:
@@ -267,13 +274,8 @@ def build_average(root: RootBlock, model: GPT, optimizer: Optimizer) -> EMA | No
         decay=keys.decay,
         every_n_steps=keys.every_n_steps,
         cpu_offload=keys.cpu_offload,
+        **({} if data_parallel is None else {"piece_of": data_parallel.piece_of, "spread": data_parallel.after_update}),
     )
-
-
-def weight_pieces(model: GPT, precision: PrecisionPlan) -> dict[str, Piece]:
-    """This rank's rows of every weight, in the dtype the model computes with: a checkpoint's, whoever casts."""
-    pieces = {name: piece_of(parameter) for name, parameter in model.named_parameters()}
-    return {name: piece.of(piece.local.to(precision.weights)) for name, piece in pieces.items()}
 
 
 def describe(
@@ -294,7 +296,10 @@ def describe(
         yield f"{ranks} processes, {layout.name}: the parameters lie on {cut}"
     yield f"data {data.description}"
     yield f"model {parameter_count(model):,} parameters, {keys.num_layers} layers, hidden size {keys.hidden_size}"
-    attention = ", ".join(f"{kind} {decision.backend}" for kind, decision in model.attention_decisions.items())
+    attention = ", ".join(
+        f"{kind} {decision.backend}{' (packed)' * decision.call.packed}"
+        for kind, decision in model.attention_decisions.items()
+    )
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
     yield (

@@ -27,7 +27,13 @@ Say = Callable[[str], None]
 
 
 class StepObserver(Protocol):
-    """Sees the steps of a process go by."""
+    """Sees the steps of a process go by.
+
+    Attributes:
+        aside: seconds it has taken for itself so far, while the device had nothing to do.
+    """
+
+    aside: float
 
     def before(self, number: int) -> None:
         """Step `number` of this process is about to run."""
@@ -58,6 +64,12 @@ class Observers:
     def __init__(self, observers: Sequence[StepObserver], say: Say) -> None:
         self._observers = list(observers)
         self._say = say
+        self._aside = 0.0
+
+    @property
+    def aside(self) -> float:
+        """Seconds that the observers have taken for themselves, such as to write a trace: no part of any step."""
+        return self._aside + sum(observer.aside for observer in self._observers)
 
     def before(self, number: int) -> None:
         """Step `number` of this process is about to run."""
@@ -78,6 +90,7 @@ class Observers:
     def close(self) -> None:
         """The run ends; a second call does nothing."""
         self._each(lambda observer: observer.close())
+        self._aside = self.aside
         self._observers = []
 
     def _each(self, act: Callable[[StepObserver], None]) -> None:
@@ -86,6 +99,7 @@ class Observers:
                 act(observer)
             except OSError as error:
                 self._observers.remove(observer)
+                self._aside += observer.aside
                 self._say(f"warning: cannot write the profile: {error}; the run goes on without it")
 
 
@@ -132,17 +146,20 @@ def build_observers(
 class _StepRange:
     """Starts before the first step of a range and finishes after its last one, or when the run ends within it."""
 
-    def __init__(self, first: int, last: int, steps_before: int) -> None:
+    def __init__(self, first: int, last: int, steps_before: int, device: torch.device) -> None:
         self._first, self._last = first, last
         self._steps_before = steps_before
+        self._device = device
         self._reached = 0
         self._running = False
+        self.aside = 0.0
 
     def before(self, number: int) -> None:
         """Start, if this is the first step of the range."""
         if number == self._first:
             self._running = True
-            self.start()
+            with self._aside():
+                self.start()
 
     def after(self, number: int) -> None:
         """Finish, if this was the last step of the range."""
@@ -159,7 +176,19 @@ class _StepRange:
         """Finish, if the range has begun."""
         if self._running:
             self._running = False
-            self.finish(f"steps-{self._steps_before + self._first}-{self._steps_before + self._reached}")
+            with self._aside():
+                self.finish(f"steps-{self._steps_before + self._first}-{self._steps_before + self._reached}")
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Count what happens within as no part of a step, once the device has done the steps before it."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.aside += time.perf_counter() - began
 
     def start(self) -> None:
         raise NotImplementedError
@@ -183,9 +212,8 @@ class TraceProfiler(_StepRange):
     def __init__(
         self, directory: Path, first: int, last: int, device: torch.device, say: Say, steps_before: int = 0
     ) -> None:
-        super().__init__(first, last, steps_before)
+        super().__init__(first, last, steps_before, device)
         self._directory = directory
-        self._device = device
         self._say = say
         self._profile: Any = None
 
@@ -201,8 +229,6 @@ class TraceProfiler(_StepRange):
 
     def finish(self, steps: str) -> None:
         """Write trace and table."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         self._profile.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"trace-{steps}.json.gz"
@@ -248,6 +274,7 @@ class PhaseTimes:
     """
 
     def __init__(self, directory: Path, say: Say, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.aside = 0.0
         self._directory = directory
         self._say = say
         self._clock = clock
@@ -323,9 +350,8 @@ class MemoryRecorder(_StepRange):
         rank: int = 0,
         steps_before: int = 0,
     ) -> None:
-        super().__init__(first, last, steps_before)
+        super().__init__(first, last, steps_before, device)
         self._directory = directory
-        self._device = device
         self._say = say
         self._rank = rank
 

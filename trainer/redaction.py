@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 REDACTED = "***"
 """What is written in the place of a secret."""
 
-_SECRET_WORDS = frozenset({"secret", "password", "passwd", "credential", "credentials", "apikey", "token"})
+_SECRET_WORDS = frozenset({"secret", "password", "passwd", "credential", "credentials", "apikey"})
+_LAST_WORDS = frozenset({"key", "token"})
+"""Secret at the end of a name only: `HF_TOKEN` is, `model.moe_token_dropping` is not."""
 _SPECIAL_TOKENS = "special_tokens."
 _ASSIGNMENT = re.compile(r"(?P<name>[+~-]*[\w.@/-]+)=(?P<value>.*)", re.DOTALL)
+_IN_BLOCK = re.compile(r"(?<=[{,\s])([\w.\-]+)(\s*:\s*)[^,{}\s][^,{}]*")
+"""`name: value` in a block that is typed as one override, `env_vars={A: 1, B: 2}`."""
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
 
 
@@ -22,7 +27,7 @@ def is_secret(name: str) -> bool:
     if _SPECIAL_TOKENS in name:
         return False
     words = re.split(r"[^a-z0-9]+", name.lower())
-    return words[-1] == "key" or not _SECRET_WORDS.isdisjoint(words)
+    return words[-1] in _LAST_WORDS or not _SECRET_WORDS.isdisjoint(words)
 
 
 def without_secrets(text: str) -> str:
@@ -30,7 +35,24 @@ def without_secrets(text: str) -> str:
     assignment = _ASSIGNMENT.fullmatch(text)
     if assignment and is_secret(assignment["name"]):
         return f"{assignment['name']}={REDACTED}"
+    text = _IN_BLOCK.sub(lambda match: match[0] if not is_secret(match[1]) else f"{match[1]}{match[2]}{REDACTED}", text)
     return _USER_INFO.sub(f"{REDACTED}@", text)
+
+
+def shown_value(name: str, text: str) -> str:
+    """The value of a key or variable as it may be shown: `***` for a secret, unless it only says where one is."""
+    return REDACTED if is_secret(name) and "${" not in text else without_secrets(text)
+
+
+def words_without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line; also `VALUE` in `--api-key VALUE` becomes `***`."""
+    kept: list[str] = []
+    hides_next = False
+    for word in words:
+        is_option = word.startswith("-")
+        kept.append(REDACTED if hides_next and not is_option else without_secrets(word))
+        hides_next = is_option and "=" not in word and is_secret(word)
+    return kept
 
 
 def has_user(url: str) -> bool:

@@ -104,6 +104,8 @@ def restore(path: Path, device_name: str = "auto") -> Restored:
             seq_length=sequence_length(config.root),
             compute_dtype=precision.autocast,
             kinds=("evaluation", "generation"),
+            reset_position_ids=keys.data.reset_position_ids,
+            reset_attention_mask=keys.data.reset_attention_mask,
         )
     except ValueError as error:
         raise UserError([f"checkpoint {checkpoint.path} cannot run here:", *str(error).splitlines()]) from None

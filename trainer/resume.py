@@ -12,7 +12,7 @@ from .config.exp_manager import ExpManagerBlock
 from .config.schema import RootBlock
 from .data.build import Data, sequence_length
 from .environment import user_path
-from .errors import UserError
+from .errors import EXIT_IO, UserError
 from .manifest import stoker_version
 from .optim.build import settings
 from .precision import PrecisionPlan
@@ -33,9 +33,17 @@ def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkp
     A checkpoint of this run (`resume_if_exists`) goes before `resume_from_checkpoint`, as in NeMo: it is further on.
 
     Raises:
-        UserError: nothing usable where a checkpoint must be.
+        UserError: nothing usable where a checkpoint must be, or the disk is read-only (exit code 74).
     """
-    lines = [f"removed {path}, left by an interrupted save" for path in remove_leftovers(directory.checkpoints)]
+    lines: list[str] = []
+    if keys.create_checkpoint_callback:  # otherwise the directory may be that of a run that saves right now
+        try:
+            removed = remove_leftovers(directory.checkpoints)
+        except OSError as error:
+            raise UserError(
+                f"cannot remove {error.filename}, left by an interrupted save: {error.strerror or error}", EXIT_IO
+            ) from error
+        lines += [f"removed {path}, left by an interrupted save" for path in removed]
     if keys.resume_if_exists:
         checkpoint, complaints = newest_checkpoint(directory.checkpoints)
         if checkpoint is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from .parts import (
     check_attention,
     choose_device,
     describe,
+    layout_of,
 )
 from .precision import PrecisionPlan, plan_precision
 from .profiling import build_observers, check_profiling
@@ -97,19 +99,26 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
         raise UserError("the ranks have different configurations; start them with the same files and overrides")
     device = choose_device(root, ranks)
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
-    check_memory(root, precision, device)
+    check_memory(root, precision, device, layout_of(root, ranks.world_size))
     check_attention(root, precision, device)
     check_loggers(root.exp_manager)
     check_profiling(root, device)
+    with determinism(root.trainer.deterministic), _memory_told(device):
+        return _prepare_and_train(config, device, precision, ranks)
+
+
+@contextmanager
+def _memory_told(device: torch.device) -> Iterator[None]:
+    """Turn an allocation that failed into lines for the user."""
     try:
-        with determinism(root.trainer.deterministic):
-            return _prepare_and_train(config, device, precision, ranks)
+        yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        said = " ".join(str(error).split())[:200]
         raise UserError(
             [
-                f"out of memory on {device.type}: {' '.join(str(error).split())[:200]}",
+                f"out of memory on {device.type}" + (f": {said}" if said else ""),
                 "use a smaller model.micro_batch_size, model.encoder_seq_length or model",
             ]
         ) from error
@@ -133,9 +142,11 @@ def _prepare_and_train(
             for line in [f"run directory {directory.path}", *lines]:
                 journal.say(line)
             try:
-                return _train(config, device, precision, data, directory, resumed, journal, stop, ranks)
+                with _memory_told(device):
+                    return _train(config, device, precision, data, directory, resumed, journal, stop, ranks)
             except UserError as error:
-                journal.note("\n".join(error.lines))
+                with suppress(UserError):  # a disk that takes no log line either: the first error says more
+                    journal.note("\n".join(error.lines))
                 raise
 
 
@@ -168,7 +179,7 @@ def _first_then_others(
     told = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
     path, checkpoints, start = json.loads(ranks.from_first(json.dumps(told)))
     if directory is None:
-        directory = RunDirectory(Path(path), Path(checkpoints), None)
+        directory = RunDirectory(Path(path), Path(checkpoints))
         resumed = open_checkpoint(Path(start), verify=False) if start else None
     return directory, resumed, lines
 
@@ -193,7 +204,7 @@ def _train(
     if resumed is not None:
         for warning in check_resumed(resumed, start, data.tokenizer.to_document()):
             journal.say(f"warning: {warning}")
-        resumed.load_weights(model, cast=data_parallel is not None and precision.main_weights)
+        resumed.load_weights(model)
         resumed.load_optimizer(optimizer)
         journal.say(f"going on from {resumed.path}, {resumed.state.consumed_samples:,} samples seen")
         start = start.model_copy(
@@ -203,7 +214,7 @@ def _train(
                 "loop": resumed.state.loop,
             }
         )
-    average = build_average(root, model, optimizer)
+    average = build_average(root, model, optimizer, data_parallel)
     if average is not None and resumed is not None:
         if resumed.has_average:
             resumed.load_average(average.pieces())
@@ -251,6 +262,7 @@ def _train(
         consumed_samples=plan.consumed,
         state=start.loop,
         agree=ranks.agree,
+        answers_late=ranks.world_size > 1,
         average=average,
         observers=observers,
     )

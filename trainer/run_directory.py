@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ import torch
 from .checkpoint import checkpoint_paths
 from .config.exp_manager import ExpManagerBlock
 from .config.run_config import RunConfig
-from .config.schema import RootBlock
 from .environment import snapshot, user_path
 from .errors import EXIT_IO, UserError
 from .manifest import describe_environment
+from .places import absolute_path, checkpoint_place, create_place
 
 try:
     import fcntl
@@ -36,37 +35,40 @@ class RunDirectory:
         path: holds config.resolved.json, environment.json, metrics.jsonl, run.log, and what the keys ask for:
             tensorboard/, metrics.csv, files/, profile/.
         checkpoints: holds the `step-N` directories.
-        lock: keeps other processes out for as long as it is open; None where files cannot be locked.
+        locks: keep other processes out of the run directory, and of a `checkpoints` elsewhere, for as long as they are
+            open; None where files cannot be locked.
     """
 
     path: Path
     checkpoints: Path
-    lock: int | None
+    locks: tuple[int | None, ...] = ()
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Let other processes write here again."""
-        if self.lock is not None:
-            os.close(self.lock)
+        _unlock(self.locks)
 
 
 def open_run_directory(config: RunConfig) -> RunDirectory:
     """Choose, create and lock the run directory.
 
     Raises:
-        UserError: it cannot be written (exit code 74), another process trains in it, or it holds checkpoints of another
-            run that were not asked for.
+        UserError: it cannot be written (exit code 74), another process trains in it or saves to the same place, or it
+            holds checkpoints of another run that were not asked for.
     """
     keys = config.root.exp_manager
     dirpath = keys.checkpoint_callback_params.dirpath
     _check_places(keys)
     try:
-        path = _create(config.root)
-        checkpoints = _absolute(dirpath, "checkpoint_callback_params.dirpath") if dirpath else path / "checkpoints"
+        path = create_place(config.root)
+        checkpoints = checkpoint_place(config.root, path)
+        locks = [_lock(path, "trains", "exp_dir")]
         with ExitStack() as unless_done:
-            directory = unless_done.enter_context(RunDirectory(path, checkpoints, _lock(path)))
+            unless_done.callback(_unlock, locks)
+            if dirpath and keys.create_checkpoint_callback:
+                locks.append(_lock(checkpoints, "saves its checkpoints", "checkpoint_callback_params.dirpath"))
             existing = checkpoint_paths(checkpoints)
             if existing and not keys.resume_if_exists:
                 raise UserError(
@@ -76,7 +78,7 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
             unless_done.pop_all()
     except OSError as error:
         raise _cannot_write(error, keys.explicit_log_dir or keys.exp_dir or "runs") from error
-    return directory
+    return RunDirectory(path, checkpoints, tuple(locks))
 
 
 def record_start(
@@ -135,7 +137,7 @@ def _check_places(keys: ExpManagerBlock) -> None:
     dirpath = keys.checkpoint_callback_params.dirpath
     if not dirpath or not keys.create_checkpoint_callback:
         return
-    path = _absolute(dirpath, "checkpoint_callback_params.dirpath")
+    path = absolute_path(dirpath, "checkpoint_callback_params.dirpath")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -146,46 +148,7 @@ def _check_places(keys: ExpManagerBlock) -> None:
         ) from error
 
 
-def _create(root: RootBlock) -> Path:
-    keys = root.exp_manager
-    if keys.explicit_log_dir:
-        path = _absolute(keys.explicit_log_dir, "explicit_log_dir")
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    parent = _absolute(keys.exp_dir or "runs", "exp_dir") / (keys.name or root.name)
-    parent.mkdir(parents=True, exist_ok=True)
-    if keys.resume_if_exists:
-        return parent
-    if keys.version is not None:
-        path = parent / (f"version_{keys.version}" if isinstance(keys.version, int) else keys.version)
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    number = 0 if keys.use_datetime_version else _next_version(parent)
-    while True:
-        # Two runs may start in the same second: mkdir decides, and the second one counts up.
-        if keys.use_datetime_version:
-            path = parent / (stamp if number == 0 else f"{stamp}_{number}")
-        else:
-            path = parent / f"version_{number}"
-        try:
-            path.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return path
-
-
-def _absolute(text: str, key: str) -> Path:
-    return user_path(text, f"exp_manager.{key}").absolute()
-
-
-def _next_version(parent: Path) -> int:
-    taken = [int(match[1]) for path in parent.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))]
-    return max(taken, default=-1) + 1
-
-
-def _lock(path: Path) -> int | None:
+def _lock(path: Path, does: str, key: str) -> int | None:
     if fcntl is None:
         return None
     descriptor = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -193,7 +156,15 @@ def _lock(path: Path) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(f"another process trains in {path}; wait for it, or write elsewhere") from None
+        raise UserError(
+            f"another process {does} in {path}; wait for it, or write elsewhere with another exp_manager.{key}"
+        ) from None
     except OSError:
         pass  # a filesystem without locks
     return descriptor
+
+
+def _unlock(locks: Iterable[int | None]) -> None:
+    for descriptor in locks:
+        if descriptor is not None:
+            os.close(descriptor)

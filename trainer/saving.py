@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .checkpoint import Content, write_checkpoint
 from .distributed.ranks import Ranks
+from .errors import EXIT_IO, UserError
 from .tensor_files import on_host
 
 
@@ -61,5 +62,16 @@ class Saver:
 
     def _write(self, content: Content) -> None:
         write_checkpoint(self._directory, content, self._ranks)
+        problem = None
         if self._ranks.is_first:
-            self._clean()
+            try:
+                self._clean()
+            except OSError as error:
+                problem = UserError(
+                    [
+                        f"cannot delete old checkpoints in {self._directory}: {error.strerror or error}",
+                        f"step {content.state.step:,} is saved",
+                    ],
+                    EXIT_IO,
+                )
+        self._ranks.raise_together(problem)

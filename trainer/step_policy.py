@@ -103,7 +103,7 @@ class StepPolicy:
         )
 
     def _diverged(self, step: int, loss: float, grad_norm: float) -> str:
-        in_a_row = f", the {self.skipped_in_a_row}th step in a row" if self._max_skipped_steps else ""
+        in_a_row = f", number {self.skipped_in_a_row} in a row" if self._max_skipped_steps else ""
         return f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}{in_a_row}"
 
     def _spike(self, step: int) -> str | None:

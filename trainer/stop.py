@@ -17,6 +17,8 @@ from typing import Any
 
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED
 
+_ECHO_SECONDS = 2.0
+"""A scheduler sends SIGTERM to every process of a job, and the launcher hands on its own: twice is once then."""
 _EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
 
 Agree = Callable[[int], int]
@@ -61,6 +63,7 @@ class StopRequest:
             if text is not None
         }
         self._start = time.monotonic()
+        self._signal_at = self._start
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -119,10 +122,14 @@ class StopRequest:
         return EXIT_DONE if self.signal is None else _EXIT_CODES[self.signal]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.signal is not None:
+            if number == self.signal == signal.SIGTERM and now - self._signal_at < _ECHO_SECONDS:
+                return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = signal.Signals(number)
+        self._signal_at = now
 
 
 def seconds_of(duration: str) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .call import Installed
+from .packed import PackedSequences
 from .reference import reference_attention
 from .sdpa import sdpa_cudnn, sdpa_efficient, sdpa_flash, sdpa_math
 from .unfused import unfused_attention
@@ -27,6 +28,7 @@ class AttentionFunction(Protocol):
         dropout: float = 0.0,
         bias: Tensor | None = None,
         window: tuple[int, int] | None = None,
+        packed: PackedSequences | None = None,
     ) -> Tensor:
         """Attend from (batch, queries, heads, head_dim) to (batch, keys, groups, head_dim)."""
         ...

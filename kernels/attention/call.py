@@ -42,6 +42,7 @@ class AttentionCall:
         any_length: the call comes in every length from 2 tokens on, not in one.
         causal: a query sees no later key; both sequences end at the same token (bottom-right aligned).
         window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
+        packed: a row may hold several documents, which do not see each other.
         bias: an additive term of the scores, and whether it wants a gradient.
         dropout: probability of dropping an attention weight in this call.
         training: gradients are wanted.
@@ -60,6 +61,7 @@ class AttentionCall:
     any_length: bool = False
     causal: bool = True
     window: tuple[int, int] | None = None
+    packed: bool = False
     bias: Bias = "none"
     dropout: float = 0.0
     training: bool = False
@@ -69,6 +71,11 @@ class AttentionCall:
     def score_bytes(self) -> int:
         """Bytes of one layer's matrix of attention weights, (batch, heads, queries, keys) in `dtype`."""
         return self.batch * self.heads * self.queries * self.keys * BYTES[self.dtype]
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the mask that keeps documents apart, (batch, 1, queries, keys) in `dtype`; 0 without them."""
+        return self.batch * self.queries * self.keys * BYTES[self.dtype] if self.packed else 0
 
     def __str__(self) -> str:
         where = self.device if self.capability is None else f"{self.device} sm_{self.capability[0]}{self.capability[1]}"
@@ -84,6 +91,8 @@ class AttentionCall:
         ]
         if self.window is not None:
             parts.append(f"window {list(self.window)}")
+        if self.packed:
+            parts.append("packed documents")
         if self.bias != "none":
             parts.append(f"{self.bias.replace('_', ' ')} bias")
         if self.dropout:

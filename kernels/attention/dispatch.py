@@ -67,6 +67,8 @@ def why_not_sdpa_flash(call: AttentionCall, installed: Installed) -> str | None:
         return reason
     if call.bias != "none":
         return "takes no bias"
+    if call.packed:
+        return "takes no mask, which packed documents need"
     if call.head_dim > 256:
         return f"takes heads up to 256 wide, not {call.head_dim}"
     sm = call.capability or FIRST_SM
@@ -276,7 +278,13 @@ def choose(
 
 
 def _memory_notes(call: AttentionCall, chosen: Row) -> tuple[str, ...]:
-    if chosen.family != "unfused" or call.score_bytes < LONG_SCORES_BYTES:
-        return ()
-    gibibytes = call.score_bytes / 2**30
-    return (f"{chosen.backend} holds the whole score matrix: {gibibytes:.1f} GiB per layer and copy.",)
+    notes: list[str] = []
+    if call.packed:
+        notes.append(
+            f"one mask of {call.mask_bytes / 2**30:.2f} GiB for all layers keeps packed documents apart; the scores "
+            "between them are computed and thrown away."
+        )
+    if chosen.family == "unfused" and call.score_bytes >= LONG_SCORES_BYTES:
+        gibibytes = call.score_bytes / 2**30
+        notes.append(f"{chosen.backend} holds the whole score matrix: {gibibytes:.1f} GiB per layer and copy.")
+    return tuple(notes)

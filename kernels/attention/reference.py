@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .packed import PackedSequences
+
 
 def visible_keys(
     queries: int, keys: int, *, causal: bool, window: tuple[int, int] | None, device: torch.device
@@ -32,6 +34,7 @@ def reference_attention(
     dropout: float = 0.0,
     bias: Tensor | None = None,
     window: tuple[int, int] | None = None,
+    packed: PackedSequences | None = None,
 ) -> Tensor:
     """softmax(scale * Q K^T + bias + mask) V, in fp32 (fp64 for fp64 inputs).
 
@@ -44,6 +47,7 @@ def reference_attention(
         dropout: probability of dropping an attention weight.
         bias: added to the scaled scores, broadcastable to (batch, heads, queries, keys).
         window: keys visible to the left and right, inclusive; -1 for all.
+        packed: documents that do not see each other, where a row holds several; `causal` is as they were prepared.
 
     Returns:
         (batch, queries, heads, head_dim) in the dtype of `query`. A query that may see no key gives 0, gradients 0.
@@ -56,6 +60,9 @@ def reference_attention(
     if bias is not None:
         scores = scores + bias.to(accumulate)
     visible = visible_keys(query.shape[1], key.shape[1], causal=causal, window=window, device=query.device)
+    if packed is not None:
+        numbers = packed.documents
+        visible = visible & (numbers[:, None, :, None] == numbers[:, None, None, :])
     scores = scores.masked_fill(~visible, float("-inf"))
     empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
     # an empty row is made finite before the softmax, so that neither it nor its gradient is NaN

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .packed import PackedSequences
 from .reference import visible_keys
 
 
@@ -34,6 +35,7 @@ class ForcedSDPA:
         dropout: float = 0.0,
         bias: Tensor | None = None,
         window: tuple[int, int] | None = None,
+        packed: PackedSequences | None = None,
     ) -> Tensor:
         """Attend, with the arguments of `reference_attention`.
 
@@ -51,6 +53,8 @@ class ForcedSDPA:
             if causal:  # SDPA takes a mask or the causal flag, not both
                 visible = visible_keys(queries, keys, causal=True, window=None, device=query.device)
                 bias, causal = bias.masked_fill(~visible, float("-inf")), False
+        if packed is not None:  # its mask is causal already
+            bias, causal = packed.mask if bias is None else bias + packed.mask, False
         per_group = query.shape[2] // key.shape[2]
         if self.repeat_groups and per_group > 1:
             key, value = key.repeat_interleave(per_group, dim=2), value.repeat_interleave(per_group, dim=2)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .packed import PackedSequences
 from .reference import visible_keys
 
 
@@ -19,6 +20,7 @@ def unfused_attention(
     dropout: float = 0.0,
     bias: Tensor | None = None,
     window: tuple[int, int] | None = None,
+    packed: PackedSequences | None = None,
 ) -> Tensor:
     """Like `reference_attention`, with the products in the dtype of the inputs and the softmax in fp32.
 
@@ -38,7 +40,9 @@ def unfused_attention(
     scores = scores.to(torch.promote_types(query.dtype, torch.float32)).view(batch, heads, queries, keys)
     if bias is not None:
         scores = scores + bias
-    if causal or window is not None:
+    if packed is not None:
+        scores = scores + packed.mask
+    if (causal and packed is None) or window is not None:
         visible = visible_keys(queries, keys, causal=causal, window=window, device=query.device)
         scores = scores.masked_fill(~visible, float("-inf"))
     may_be_empty = bias is not None or window is not None or (causal and queries > keys)

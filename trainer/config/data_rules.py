@@ -103,12 +103,52 @@ def settings_have_an_effect(facts: Facts) -> Iterator[Finding]:
         yield _without_effect("dataset_kwargs", "data_impl", f"with `data_impl: {data.data_impl}`, which takes none")
     if data.eod_mask_loss and data.data_impl == "mock":
         yield _without_effect("eod_mask_loss", "data_impl", "with `data_impl: mock`: random tokens are no documents")
-    elif data.eod_mask_loss and model.tokenizer.library == "char":
+    for name in ("reset_position_ids", "reset_attention_mask"):
+        if getattr(data, name) and data.data_impl == "mock":
+            yield Finding(
+                "warning",
+                (f"{_AT}.{name}", f"{_AT}.data_impl"),
+                f"`{name}` with `data_impl: mock` ends a document wherever chance draws the end token: for timing only",
+                f"~{_AT}.{name}",
+            )
+
+
+def documents_end(facts: Facts) -> Iterator[Finding]:
+    """What is done at the end of a document needs a token that says so."""
+    model = facts.root.model
+    data = model.data
+    mock = data.data_impl == "mock"
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        if getattr(data, name) and model.tokenizer.library == "char" and not mock:
+            yield Finding(
+                "error",
+                (f"{_AT}.{name}", "model.tokenizer.library"),
+                f"`{name}` needs a token that ends documents, and `char` has none",
+                f"tokenizer=byte, or {_AT}.{name}=false",
+            )
+
+
+def positions_can_restart(facts: Facts) -> Iterator[Finding]:
+    """`reset_position_ids` acts on positions a token has of its own."""
+    model = facts.root.model
+    kind = model.position_embedding_type
+    if not model.data.reset_position_ids:
+        return
+    keys = (f"{_AT}.reset_position_ids", "model.position_embedding_type")
+    if kind == "none":
         yield Finding(
-            "error",
-            (f"{_AT}.eod_mask_loss", "model.tokenizer.library"),
-            "`eod_mask_loss` needs a token that ends documents, and `char` has none",
-            f"tokenizer=byte, or {_AT}.eod_mask_loss=false",
+            "warning",
+            keys,
+            "`reset_position_ids` has no effect with `position_embedding_type: none`, which has no positions",
+            f"~{keys[0]}",
+        )
+    elif kind == "rope" and model.data.reset_attention_mask:
+        yield Finding(
+            "info",
+            (*keys, f"{_AT}.reset_attention_mask"),
+            "`reset_position_ids` changes nothing but rounding with `position_embedding_type: rope`, which knows only "
+            "distances: with `reset_attention_mask` all of them are within a document",
+            f"~{keys[0]}",
         )
 
 
@@ -129,4 +169,6 @@ DATA_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     prefixes_are_for_mmap,
     validation_has_data,
     settings_have_an_effect,
+    documents_end,
+    positions_can_restart,
 )

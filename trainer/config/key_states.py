@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from ...models.config.block import Finding
+from ..redaction import shown_value
 from . import paths
 from .key_table import KEY_TABLE, VALUES, Row, State, is_block_of_rows, row_of
 from .paths import MISSING, Tree
@@ -102,7 +103,9 @@ class KeyStates:
             yield self._family
         for (refusal, fix, _), verdicts in grouped.items():
             first, *more = verdicts
-            also = tuple(f"{v.path} = {show_value(v.value)} ({self._origin_of(v.path)})" for v in more[:5])
+            also = tuple(
+                f"{v.path} = {shown_value(v.path, show_value(v.value))} ({self._origin_of(v.path)})" for v in more[:5]
+            )
             if len(more) > 5:
                 also = (*also, f"{len(more) - 5} more")
             yield Problem(first.path, show_value(first.value), self._origin_of(first.path), refusal, fix, also)

@@ -451,8 +451,6 @@ def _data() -> Iterator[Row]:
     yield _refused(
         at, "dataloader_type", "each sample is seen once per epoch, in an order drawn from model.seed", "single"
     )
-    yield _off(at, "reset_position_ids", "documents packed into one sample", False)
-    yield _off(at, "reset_attention_mask", "documents packed into one sample", False)
     yield _refused(at, "validation_drop_last", "validation sees whole batches", True)
     yield _refused(at, "drop_last", "training sees whole batches", True)
     yield _refused(at, "no_seqlen_plus_one_input_tokens", "a sample is sequence + 1 tokens: input and target", False)

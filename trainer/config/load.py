@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...models.config.block import Finding
 from .. import environment
 from ..errors import UserError
+from ..redaction import shown_value, without_secrets
 from . import nemo_spellings, paths, rules, validate
 from .interpolation import InterpolationError, Resolver, holds_interpolation
 from .key_states import KeyStates, Verdict
@@ -189,7 +190,7 @@ class _Draft:
         while path:
             if path in self.origins:
                 origin = self.origins[path]
-                return f"{origin.text} (command line)" if origin.kind == "override" else origin.text
+                return f"{without_secrets(origin.text)} (command line)" if origin.kind == "override" else origin.text
             path = paths.parent_of(path)
         return DEFAULT.text
 
@@ -258,7 +259,7 @@ class _Draft:
         if value is None:
             key = schema_keys().get(path)
             value = paths.get(self._resolved, path, key.default if key else None)
-        return show_value(value)
+        return shown_value(path, show_value(value))
 
     def _account(self, verdict: Verdict) -> KeyAccount:
         raw = paths.get(self._raw, verdict.path, verdict.value)

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 
+from ..redaction import is_secret
 from .problems import Problem
 from .schema_index import schema_keys
 
@@ -60,7 +61,7 @@ def parse(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOv
     problems: list[Problem] = []
     for typed in overrides:
         try:
-            override = _parse_one(parser, typed)
+            override = parse_one(parser, typed)
             if is_group(override.key_or_group) and not isinstance(override.value(), dict):
                 choices.append(_checked_choice(override))
             else:
@@ -79,7 +80,12 @@ class UnreadableError(Exception):
         self.fix = fix
 
 
-def _parse_one(parser: OverridesParser, typed: str) -> Override:
+def parse_one(parser: OverridesParser, typed: str) -> Override:
+    """Read one override.
+
+    Raises:
+        UnreadableError: it cannot be read.
+    """
     if len(typed) > MAX_LENGTH:
         raise UnreadableError(f"is longer than {MAX_LENGTH // 1024} KiB", "write it into a YAML file")
     if "=" not in typed and not typed.startswith("~"):
@@ -92,7 +98,7 @@ def _parse_one(parser: OverridesParser, typed: str) -> Override:
         text = _as_typed(typed)
         if text is not None:
             return text
-        said = " ".join(str(error).split())[:200]
+        said = "its value" if is_secret(typed.partition("=")[0]) else " ".join(str(error).split())[:200]
         raise UnreadableError(
             f"cannot be read: {said}", "quote values with spaces or signs, key='\"a value\"', and write lists as [1,2]"
         ) from None
@@ -113,7 +119,7 @@ def _as_typed(typed: str) -> Override | None:
 def _checked_choice(override: Override) -> Override:
     value = override.value()
     if override.is_sweep_override():
-        raise UnreadableError("names several choices", "choose one; a run has one configuration")
+        raise UnreadableError("names several choices", "choose one, or train with each: stoker train -m")
     if not override.is_delete() and not isinstance(value, (str, list, type(None))):
         raise UnreadableError("must name a file of the group", "such as model=gpt_125m")
     return override
@@ -136,5 +142,7 @@ def _edit(override: Override, typed: str) -> Edit:
         raw = typed.partition("=")[2]
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and known is not None and known.is_text:
             return Edit(path, raw, False, typed)
-        raise UnreadableError("holds several values", f"write a list as {path}=[{raw}], or quote text")
+        raise UnreadableError(
+            "holds several values", f"write a list as {path}=[{raw}], quote text, or train with each: stoker train -m"
+        )
     return Edit(path, override.value(), override.is_delete(), typed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...models.config.block import Finding
 from ..errors import UserError
+from ..redaction import shown_value, without_secrets
 from .key_table import State
 
 
@@ -28,6 +29,10 @@ class KeyAccount:
     origin: str
     note: str = ""
 
+    def __post_init__(self) -> None:
+        """Keep no secret."""
+        object.__setattr__(self, "value", shown_value(self.path, self.value))
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -48,6 +53,12 @@ class Problem:
     rule: str
     fix: str = ""
     also: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Keep no secret."""
+        if self.value is not None:
+            object.__setattr__(self, "value", shown_value(self.key, self.value))
+        object.__setattr__(self, "key", without_secrets(self.key))
 
     def lines(self) -> list[str]:
         """The problem for a terminal: where and what, then the rule, then the way out."""

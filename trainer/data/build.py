@@ -63,20 +63,26 @@ class Data:
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
 
-def build_data(root: RootBlock, tokenizer: Tokenizer | None = None, *, documents: bool = False) -> Data:
+def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
     """Read the text, tokenize it and cut it into samples.
+
+    With `reset_position_ids` or `reset_attention_mask` batches tell which document each token belongs to.
 
     Args:
         root: the configuration.
         tokenizer: the one of a checkpoint, to go on with; None builds what `model.tokenizer` asks for.
-        documents: whether batches tell which document each token belongs to (`Batch.documents`).
 
     Raises:
         UserError: text that cannot be read or tokenized, a split too short for the sequence length, a vocabulary too
             small for the tokenizer, or documents to be told apart by a tokenizer that does not end them.
     """
     data = _data(root, tokenizer)
-    return _numbered(data) if documents else data
+    return replace(
+        data,
+        train=_numbered(root, data.train, data.tokenizer),
+        validation=data.validation and _numbered(root, data.validation, data.tokenizer),
+        test=data.test and _numbered(root, data.test, data.tokenizer),
+    )
 
 
 def _data(root: RootBlock, tokenizer: Tokenizer | None) -> Data:
@@ -175,8 +181,10 @@ def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> NDArray[
     return np.concatenate([eos, *(part for piece in pieces for part in (piece, eos))])
 
 
-def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[EvaluationWindows, NDArray[np.int64]]:
+def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[Samples, NDArray[np.int64]]:
     """Windows over a whole text file or folder, for a trained model, and the bytes of each token id.
+
+    Their documents are kept apart as those of the run's own data were.
 
     Raises:
         UserError: the text cannot be read or tokenized, or is too short to predict anything.
@@ -185,7 +193,7 @@ def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[
     windows = evaluation_windows(token_stream(corpus, "validation", tokenizer), sequence_length(root), tokenizer)
     if windows is None:
         raise UserError(f"{path} holds a single token: there is nothing to predict; use a longer text")
-    return windows, _padded(tokenizer.token_bytes(), _model_vocabulary(root, tokenizer))
+    return _numbered(root, windows, tokenizer), _padded(tokenizer.token_bytes(), _model_vocabulary(root, tokenizer))
 
 
 def evaluation_windows(stream: NDArray[Any], length: int, tokenizer: Tokenizer) -> EvaluationWindows | None:
@@ -286,24 +294,22 @@ def _masked(root: RootBlock, samples: dict[Split, Samples | None], tokenizer: To
     return {split: found and EndOfDocumentMasked(found, eos) for split, found in samples.items()}
 
 
-def _numbered(data: Data) -> Data:
-    """The same data with the number of each token's document.
+def _numbered(root: RootBlock, samples: Samples, tokenizer: Tokenizer) -> Samples:
+    """The samples, with the number of each token's document where the model is to keep documents apart.
 
     Raises:
         UserError: the tokenizer has no token that ends documents.
     """
-    eos = data.tokenizer.eos_id
-    if eos is None:
+    keys = root.model.data
+    names = [name for name in ("reset_position_ids", "reset_attention_mask") if getattr(keys, name)]
+    if not names:
+        return samples
+    if tokenizer.eos_id is None:
         raise UserError(
-            f"documents cannot be told apart: the {data.tokenizer.to_document()['tokenizer']} tokenizer has no "
-            "end-of-document token; use another `model.tokenizer`"
+            f"`model.data.{names[0]}` (true) needs a tokenizer with an end-of-document token, which the "
+            f"{tokenizer.to_document()['tokenizer']} tokenizer has not; set it to false"
         )
-    return replace(
-        data,
-        train=NumberedDocuments(data.train, eos),
-        validation=data.validation and NumberedDocuments(data.validation, eos),
-        test=data.test and NumberedDocuments(data.test, eos),
-    )
+    return NumberedDocuments(samples, tokenizer.eos_id)
 
 
 def _mock(root: RootBlock, tokenizer: Tokenizer) -> Data:

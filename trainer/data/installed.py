@@ -1,4 +1,4 @@
-"""Data sets of other packages, found by name among the entry points of what is installed.
+"""Data sets of other packages: entry points of what is installed, and what modules of `--import` register.
 
 A package offers one in its pyproject.toml:
 
@@ -6,15 +6,20 @@ A package offers one in its pyproject.toml:
     my_data = "my_package.data:samples"
 
 and `model.data.data_impl=my_data` trains on it. Looking for names imports nothing; the one that is named is imported
-when its samples are needed. What a configuration names is thus always code that was installed on purpose.
+when its samples are needed. Without a package, `stoker train --import my_data model.data.data_impl=my_data` and
+
+    @register_dataset("my_data")
+    def samples(data, split, sequence_length, tokenizer, seed): ...
+
+in my_data.py do the same. What a configuration names is thus always code that was installed, or named, on purpose.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import UserError
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 GROUP = "stoker.datasets"
 BUILT_IN = ("mmap", "pystd", "text", "mock")
 """Values of `model.data.data_impl` that need no other package."""
+_registered: dict[str, importlib.metadata.EntryPoint] = {}
 
 
 class InstalledDataset(Protocol):
@@ -57,9 +63,39 @@ class InstalledDataset(Protocol):
         ...
 
 
+Make = TypeVar("Make", bound=InstalledDataset)
+
+
+def register_dataset(name: str) -> Callable[[Make], Make]:
+    """Offer a data set under a name, as an entry point does: for a module that is given with `--import`.
+
+    Args:
+        name: a value of `model.data.data_impl`.
+
+    Returns:
+        A decorator for an `InstalledDataset`: a function at the top of its module.
+
+    Raises:
+        ValueError: (from the decorator) the name is taken, or the function could not be found again in its module.
+    """
+
+    def register(make: Make) -> Make:
+        place = f"{make.__module__}:{make.__qualname__}"  # type: ignore[attr-defined]
+        known = installed_datasets().get(name)
+        if name in BUILT_IN or (known is not None and known.value != place):
+            raise ValueError(f"the data set {name!r} is {known.value if known else 'stoker'}'s; choose another name")
+        if "<" in place:
+            raise ValueError(f"the data set {name!r} must be a function at the top of its module, not {place}")
+        _registered[name] = importlib.metadata.EntryPoint(name, place, GROUP)
+        return make
+
+    return register
+
+
 def installed_datasets() -> Mapping[str, importlib.metadata.EntryPoint]:
-    """The entry points by name; nothing is imported."""
-    return MappingProxyType({point.name: point for point in importlib.metadata.entry_points(group=GROUP)})
+    """The entry points by name, and what was registered; nothing is imported."""
+    points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+    return MappingProxyType(points | _registered)
 
 
 def is_installed(data_impl: str) -> bool:

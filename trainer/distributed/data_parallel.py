@@ -1,7 +1,7 @@
-"""A model on the data axes of a device mesh: FSDP2 applied as its layout says, gradients summed, never averaged.
+"""The data axes of a run: what every layout offers to the trainer, and which class a layout is.
 
-Every rank divides its losses by the number of target tokens of the whole global batch, so the sum of the gradients is
-that of one process, however the targets are spread.
+Gradients are summed over ranks, never averaged: every rank divides its losses by the number of target tokens of the
+whole global batch, so the sum is the gradient of one process, however the targets are spread.
 """
 
 from __future__ import annotations
@@ -10,98 +10,73 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch import Tensor, nn
 
 from ...models.gpt import GPT
-from ..precision import PrecisionPlan
+from ..optim.base import Optimizer
 from .layout import DataLayout
-from .pieces import piece_of
-
-# FSDP2 needs one group to sum the same parameter over shards and one to sum it over replicas.
-AXES = ("dp_replicate", "dp_shard")
+from .pieces import Piece, piece_of
 
 
 class DataParallel:
-    """Cuts a model over ranks and steers its communication.
+    """A model on the ranks of a run.
 
     Args:
         layout: what to cut and when to communicate.
-        device_type: of all ranks' devices.
-        precision: of the run; narrow weights with main weights become fp32 parameters that FSDP2 casts.
-        reduce_dtype: in which gradients are summed; None: as they are.
+        shard_group: the ranks that hold different rows.
+
+    Attributes:
+        takes_gradients: gradients are added up and summed over ranks while the backward pass runs, so that the caller
+            has nothing to accumulate.
     """
 
-    def __init__(
-        self,
-        layout: DataLayout,
-        device_type: str,
-        precision: PrecisionPlan,
-        *,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
+    takes_gradients = False
+
+    def __init__(self, layout: DataLayout, shard_group: dist.ProcessGroup | None) -> None:
         self.layout = layout
-        self.mesh: DeviceMesh = init_device_mesh(device_type, (layout.replicas, layout.shards), mesh_dim_names=AXES)
-        self._shard_group: dist.ProcessGroup = self.mesh.get_group("dp_shard")
-        self._policy = MixedPrecisionPolicy(
-            param_dtype=precision.weights if precision.main_weights else None,
-            reduce_dtype=reduce_dtype,
-            # It would round the count of target tokens.
-            cast_forward_inputs=False,
-        )
-        self.parameter_dtype = torch.float32 if precision.main_weights else precision.weights
-        self._parts: list[FSDPModule] = []
+        self._shard_group = shard_group
 
     def cut(self, model: GPT) -> None:
-        """Turn the parameters into DTensors of this rank's rows; a layer is the unit of communication.
+        """Prepare a model, on the meta device or with all its weights, before its optimizer is made."""
+        raise NotImplementedError
 
-        Args:
-            model: on the meta device, or with all its weights.
-        """
-        for module in (*model.decoder.layers, model):
-            fully_shard(
-                module,
-                mesh=self.mesh,
-                reshard_after_forward=self.layout.reshard_after_forward,
-                mp_policy=self._policy,
-            )
-            assert isinstance(module, FSDPModule)
-            self._parts.append(module)
-        for part in self._parts:
-            part.set_gradient_divide_factor(1.0)
-            # With a factor alone NCCL would multiply on the way, and gloo has no such operation.
-            part.set_force_sum_reduction_for_comms(True)
-        register_fsdp_forward_method(model, "loss")
+    def fill(self, parameter: Tensor, whole: Tensor) -> None:
+        """Copy what this rank holds of a whole parameter."""
+        raise NotImplementedError
 
-    @staticmethod
-    def fill(parameter: Tensor, whole: Tensor) -> None:
-        """Copy this rank's rows of a whole parameter."""
-        piece = piece_of(parameter)
-        piece.local.copy_(whole[piece.start : piece.start + piece.local.shape[0]])
+    def piece_of(self, tensor: Tensor) -> Piece:
+        """The rows of a parameter, or of its gradient, that this rank updates."""
+        return piece_of(tensor)
 
-    def before_micro_batch(self, *, last: bool) -> None:
-        """Say whether the gradients of this micro batch complete the step."""
-        root = self._parts[-1]
-        root.set_is_last_backward(last)
-        root.set_requires_gradient_sync(last or self.layout.reduce_every_micro_batch)
-        root.set_requires_all_reduce(last)
-        root.set_reshard_after_backward(last or self.layout.reshard_after_backward)
+    def attach(self, model: GPT, optimizer: Optimizer) -> None:
+        """Get to know the model, now with its weights, and its optimizer; once, before the first step."""
+
+    def before_micro_batch(self, *, first: bool, last: bool) -> None:
+        """Say which micro batch of the step comes."""
+
+    def before_update(self) -> None:
+        """Make sure that the gradients are summed."""
+
+    def after_update(self) -> None:
+        """Bring weights that other ranks have updated here, where this layout keeps them."""
 
     def give_back(self) -> None:
-        """Drop the whole weights, which the next optimizer step makes stale; after an evaluation."""
-        for part in self._parts:
-            part.reshard()
+        """Drop whole weights that this layout does not keep; after an evaluation."""
 
     @property
-    def over_shards(self) -> dict[str, Any]:
+    def optimizer_arguments(self) -> dict[str, Any]:
         """How an optimizer learns of the rows it does not hold: arguments of `optim.base.Optimizer`."""
-        return {"sum_over_shards": self.sum_over_shards, "gather_rows": self.gather_rows}
+        if self.layout.shards == 1:
+            return {}
+        return {
+            "sum_over_shards": self.sum_over_shards,
+            "gather_rows": self.gather_rows,
+            "piece_of": self.piece_of,
+        }
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
         """Add a tensor up, in place, over the ranks that hold the other rows."""
-        if self.layout.shards > 1:
-            dist.all_reduce(tensor, group=self._shard_group)
+        dist.all_reduce(tensor, group=self._shard_group)
         return tensor
 
     def gather_rows(self, local: Tensor, rows: int) -> Tensor:
@@ -112,11 +87,32 @@ class DataParallel:
             rows: of the whole tensor.
         """
         shards = self.layout.shards
-        if shards == 1:
-            return local
         size = -(-rows // shards)
         padded = local.new_zeros(size, *local.shape[1:])
         padded[: local.shape[0]] = local
         whole = local.new_empty(size * shards, *local.shape[1:])
         dist.all_gather_into_tensor(whole, padded, group=self._shard_group)
         return whole[:rows]
+
+
+def units(model: GPT) -> list[list[nn.Parameter]]:
+    """The parameters of a model in groups that are communicated together: embeddings, each layer, what comes after."""
+    tables = (model.token_embedding, model.position_embedding)
+    before = [parameter for table in tables if table is not None for parameter in table.parameters()]
+    layers = [list(layer.parameters()) for layer in model.decoder.layers]
+    named = {parameter for unit in (before, *layers) for parameter in unit}
+    return [before, *layers, [parameter for parameter in model.parameters() if parameter not in named]]
+
+
+def data_parallel(layout: DataLayout, device: torch.device, reduce_dtype: torch.dtype | None) -> DataParallel:
+    """The data axes of a run.
+
+    Args:
+        layout: of the run.
+        device: of this rank.
+        reduce_dtype: in which gradients are summed; None: as they are.
+    """
+    from .replicated import Replicated
+    from .sharded import Sharded
+
+    return (Replicated if layout.whole_weights else Sharded)(layout, device, reduce_dtype)

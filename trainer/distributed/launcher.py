@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -73,20 +74,26 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def launch(config: RunConfig, placement: Placement) -> int:
+def launch(config: RunConfig, placement: Placement, imports: Sequence[str] = ()) -> int:
     """Run the training on all devices of this machine; returns the exit code of the run.
+
+    Args:
+        config: of the run.
+        placement: its processes.
+        imports: the modules that `--import` named.
 
     Raises:
         UserError: what the workers could not do, in their words.
     """
-    with _Launch(config, placement) as run:
+    with _Launch(config, placement, imports) as run:
         return run.wait()
 
 
 class _Launch:
-    def __init__(self, config: RunConfig, placement: Placement) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, imports: Sequence[str]) -> None:
         self._config = config
         self._placement = placement
+        self._imports = imports
         self._workers: list[Worker] = []
         self._signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -130,34 +137,40 @@ class _Launch:
         codes = {worker.code for worker in self._workers}
         if len(codes) == 1 and (code := codes.pop()) in _STOPPED.values():
             return code or EXIT_BUG
-        if self._signal is not None and all(
-            worker.code in (-self._signal, -signal.SIGKILL, _STOPPED[self._signal]) for worker in self._workers
-        ):
-            return _STOPPED[self._signal]
-        raise UserError(*self._blame())
+        lines, code = self._blame()
+        if self._signal is not None:
+            asked = _STOPPED[self._signal]
+            if all(worker.code in (-self._signal, -signal.SIGKILL, asked, EXIT_DONE) for worker in self._workers):
+                return asked
+            code = asked if code == EXIT_BUG else code
+        raise UserError(lines, code)
 
     def _blame(self) -> tuple[list[str], int]:
-        """Of all that ended badly, the one that the others only suffered from."""
+        """Of all that ended badly or not at all, the one that the others only suffered from, and its exit code."""
         where = f" on {socket.gethostname()}" if self._placement.nodes > 1 else ""
-        for worker in self._workers:
-            if worker.code is None:
-                how = "was stopped (SIGSTOP) and did not answer" if worker.is_stopped else "did not answer"
-                return [f"rank {worker.rank}{where} (process {worker.process.pid}) {how}; the run was ended"], EXIT_BUG
-        for worker in self._workers:
-            if worker.code is not None and worker.code < 0:
+        bad = sorted(
+            (worker for worker in self._workers if worker.ended_at is not None and not _went_well(worker)),
+            key=lambda worker: worker.ended_at or 0.0,
+        )
+        for worker in bad:
+            if worker.code is not None and worker.code < 0 and -worker.code != self._signal:
                 name = signal.Signals(-worker.code).name
                 return [f"rank {worker.rank}{where} (process {worker.process.pid}) was killed by {name}"], EXIT_BUG
-        told = [worker for worker in self._workers if worker.outcome and worker.outcome["lines"]]
-        told.sort(key=lambda worker: (worker.outcome or {})["kind"] == "lost")
+        told = [(worker.rank, worker.outcome) for worker in bad if worker.outcome and worker.outcome["lines"]]
+        told.sort(key=lambda found: found[1]["kind"] == "lost")
+        silent = [worker for worker in self._workers if worker.code is None]
+        if silent and (not told or told[0][1]["kind"] == "lost"):
+            worker = min(silent, key=lambda worker: not worker.is_stopped)
+            how = "was stopped (SIGSTOP) and did not answer" if worker.is_stopped else "did not answer"
+            return [f"rank {worker.rank}{where} (process {worker.process.pid}) {how}; the run was ended"], EXIT_BUG
         if not told:
-            worker = next(worker for worker in self._workers if not _went_well(worker))
+            worker = next(worker for worker in self._workers if worker.code != EXIT_DONE)
             return [f"rank {worker.rank}{where} ended with exit code {worker.code} and said nothing"], EXIT_BUG
-        first = told[0]
-        assert first.outcome is not None
-        lines = list(first.outcome["lines"])
-        if first.outcome["kind"] != "user":
-            lines[0] = f"rank {first.rank}{where}: {lines[0]}"
-        return lines, first.outcome["code"]
+        rank, first = told[0]
+        lines = list(first["lines"])
+        if first["kind"] != "user":
+            lines[0] = f"rank {rank}{where}: {lines[0]}"
+        return (_with_trace_in_file(lines) if first["kind"] == "crash" else lines), first["code"]
 
     def _start(self) -> None:
         place = self._placement
@@ -171,22 +184,24 @@ class _Launch:
             rank = place.node * place.per_node + local_rank
             read_end, write_end = os.pipe()
             shared = [write_end] + ([listener.fileno()] if listener and rank == 0 else [])
-            process = subprocess.Popen(
-                [sys.executable, "-m", "stoker.trainer.distributed.worker"],
-                stdin=subprocess.PIPE,
-                env=worker_environment(
-                    rank=rank,
-                    world_size=place.world_size,
-                    local_rank=local_rank,
-                    per_node=place.per_node,
-                    address=address,
-                ),
-                pass_fds=shared,
-                start_new_session=True,
-            )
+            with _interrupts_held():
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "stoker.trainer.distributed.worker"],
+                    stdin=subprocess.PIPE,
+                    env=worker_environment(
+                        rank=rank,
+                        world_size=place.world_size,
+                        local_rank=local_rank,
+                        per_node=place.per_node,
+                        address=address,
+                    ),
+                    pass_fds=shared,
+                    start_new_session=True,
+                )
             os.close(write_end)
             self._workers.append(Worker(rank, process, read_end))
             order = {
+                "imports": list(self._imports),
                 "document": self._config.document,
                 "digest": self._config.digest,
                 "rank": rank,
@@ -209,6 +224,26 @@ class _Launch:
             if worker.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     worker.process.send_signal(number)
+
+
+def _with_trace_in_file(lines: list[str]) -> list[str]:
+    """The first line alone; the traceback below it goes into a file, or stays where no file can be written."""
+    path = Path(time.strftime("stoker-crash-%Y%m%d-%H%M%S.txt"))
+    try:
+        path.write_text("\n".join(lines) + "\n")
+    except OSError:
+        return lines
+    return [f"{lines[0]}; the traceback is in {path}"]
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Start a process in which SIGINT waits to be let through: a starting interpreter would print a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _went_well(worker: Worker) -> bool:

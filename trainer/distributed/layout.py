@@ -1,12 +1,14 @@
-"""How the data axes of a run cut its parameters: one mechanism (FSDP2), five layouts.
+"""How the data axes of a run cut its parameters.
 
-| layout | replicas x shards | weights whole | gradients summed |
-|---|---|---|---|
-| data parallel (DDP) | R x 1 | always | once a step |
-| distributed optimizer (ZeRO-1) | 1 x R | during a step | once a step |
-| fsdp `grad` (ZeRO-2) | 1 x R | during a micro batch | every micro batch |
-| fsdp `full` (ZeRO-3) | 1 x R | one layer at a time | every micro batch |
-| fsdp `hybrid` | R/s x s | one layer at a time | every micro batch; over replicas once a step |
+| layout | replicas x shards | weights whole | optimizer state | gradients summed |
+|---|---|---|---|---|
+| data parallel (DDP) | R x 1 | always | whole | once a step |
+| distributed optimizer (ZeRO-1) | 1 x R | always | cut | once a step |
+| fsdp `grad` (ZeRO-2) | 1 x R | during a micro batch | cut | every micro batch |
+| fsdp `full` (ZeRO-3) | 1 x R | one layer at a time | cut | every micro batch |
+| fsdp `hybrid` | R/s x s | one layer at a time | cut | every micro batch |
+
+`replicated.py` is the first two, `sharded.py` the others.
 
 Sources: Rajbhandari et al. 2020, arXiv 1910.02054 (ZeRO); Zhao et al. 2023, arXiv 2304.11277 (FSDP).
 """
@@ -27,17 +29,15 @@ class DataLayout:
         name: for the log.
         replicas: groups of ranks that hold the same rows.
         shards: ranks that hold different rows.
+        whole_weights: every rank keeps all weights; else only its rows of them, outside of forward and backward.
         reshard_after_forward: give whole weights back after each layer's forward, and gather them again for backward.
-        reshard_after_backward: give them back after each micro batch, not only at the end of a step.
-        reduce_every_micro_batch: sum gradients over the shards in every micro batch; else at the last one.
     """
 
     name: str
     replicas: int
     shards: int
+    whole_weights: bool = False
     reshard_after_forward: bool = False
-    reshard_after_backward: bool = False
-    reduce_every_micro_batch: bool = False
 
 
 def plan_layout(
@@ -55,18 +55,10 @@ def plan_layout(
     if world_size == 1:
         return None
     if fsdp and strategy == "grad":
-        return DataLayout("fsdp grad", 1, world_size, reshard_after_backward=True, reduce_every_micro_batch=True)
+        return DataLayout("fsdp grad", 1, world_size)
     if fsdp:
         shards = world_size if strategy == "full" or shard_size is None else shard_size
-        name = f"fsdp {strategy}"
-        return DataLayout(
-            name,
-            world_size // shards,
-            shards,
-            reshard_after_forward=True,
-            reshard_after_backward=True,
-            reduce_every_micro_batch=True,
-        )
+        return DataLayout(f"fsdp {strategy}", world_size // shards, shards, reshard_after_forward=True)
     if optimizer in DISTRIBUTED_OPTIMIZERS:
-        return DataLayout("distributed optimizer", 1, world_size)
-    return DataLayout("data parallel", world_size, 1)
+        return DataLayout("distributed optimizer", 1, world_size, whole_weights=True)
+    return DataLayout("data parallel", world_size, 1, whole_weights=True)

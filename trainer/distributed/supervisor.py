@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from ..config.run_config import RunConfig
 from ..errors import EXIT_BUG, UserError
+from ..places import checkpoint_place, create_place
 from .launcher import launch
 from .placement import Placement
 
 _PAUSE_SECONDS = 1.0
 
 
-def supervise(config: RunConfig, placement: Placement, restarts: int, say: Callable[[str], None]) -> int:
+def supervise(
+    config: RunConfig, placement: Placement, restarts: int, say: Callable[[str], None], imports: Sequence[str] = ()
+) -> int:
     """Run until it is done, is told to stop, or fails `restarts` times in a row without a new checkpoint.
 
     Bad input, a full disk and divergence would only happen again, so they end it at once.
@@ -24,13 +26,14 @@ def supervise(config: RunConfig, placement: Placement, restarts: int, say: Calla
         placement: its processes on this machine.
         restarts: how many times to start again.
         say: prints a line.
+        imports: the modules that `--import` named.
 
     Raises:
         UserError: the run cannot be resumed, or failed for good.
     """
     manager = config.root.exp_manager
     if restarts < 0:
-        raise UserError(f"--restart {restarts}: must be 1 or more")
+        raise UserError(f"--restart {restarts}: must be 0 or more")
     if not manager.resume_if_exists or not manager.create_checkpoint_callback:
         raise UserError(
             "--restart goes on from checkpoints; set exp_manager.resume_if_exists=True "
@@ -40,13 +43,14 @@ def supervise(config: RunConfig, placement: Placement, restarts: int, say: Calla
     while True:
         before = _progress(config)
         try:
-            return launch(config, placement)
+            return launch(config, placement, imports)
         except UserError as error:
             if error.exit_code != EXIT_BUG:
                 raise
             left = restarts if _progress(config) != before else left
             if left == 0:
-                raise
+                given_up = f"given up: {restarts} restart{'s' * (restarts > 1)} without a new checkpoint"
+                raise UserError([*error.lines, given_up], EXIT_BUG) from error
             left -= 1
             say("\n".join(error.lines[:1]))
             say(f"starting again from the newest checkpoint ({left} more without progress)")
@@ -55,12 +59,5 @@ def supervise(config: RunConfig, placement: Placement, restarts: int, say: Calla
 
 def _progress(config: RunConfig) -> list[str]:
     """The checkpoints there are."""
-    manager = config.root.exp_manager
-    if dirpath := manager.checkpoint_callback_params.dirpath:
-        folder = Path(dirpath).expanduser()
-    elif manager.explicit_log_dir:
-        folder = Path(manager.explicit_log_dir).expanduser() / "checkpoints"
-    else:
-        name = manager.name or config.root.name
-        folder = Path(manager.exp_dir or "runs").expanduser() / name / "checkpoints"
+    folder = checkpoint_place(config.root, create_place(config.root))
     return sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 from ..config.run_config import RunConfig
 from ..environment import prepare_process
 from ..errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, UserError
+from ..user_code import import_modules
 
 _SIGNS_OF_LOSS = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL")
 """What gloo, NCCL and the store say when another process is gone."""
@@ -20,6 +22,9 @@ _SIGNS_OF_LOSS = ("Connection closed by peer", "Connection reset", "Broken pipe"
 
 def main() -> None:
     """Train as one rank; never returns."""
+    # Until the run takes them, signals end the process: an exception in the middle of an import could end anywhere.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()
     code, kind, lines = EXIT_DONE, "", []
@@ -45,6 +50,7 @@ def main() -> None:
 
 
 def _train(order: dict[str, Any]) -> int:
+    import_modules(order["imports"])
     config = RunConfig.from_document(order["document"], trusted=True)
     if config.digest != order["digest"]:
         raise UserError("the configuration changed on its way to this process; start the run again")

@@ -103,8 +103,8 @@ class Adafactor(Optimizer):
                 mean = torch.lerp(step, state["exp_avg"], self.beta1)
                 overwrite(state["exp_avg"], mean, live)
                 step = mean
-            weight = state["main"].to(step.dtype)
-            write_weight(parameter, state["main"], weight * (1 - group["weight_decay"] * rate) - step, live)
+            new = state["main"].to(step.dtype) * (1 - group["weight_decay"] * rate) - step
+            write_weight(self.piece_of(parameter).local, state["main"], new, live)
 
     def _divide(self, step: Tensor, squares: Tensor, shape: torch.Size, state: dict[str, Tensor], live: Tensor) -> None:
         """Bring the running squares up to date and divide the gradient in `step` by their root, in place.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.adamw import adamw_step
-from ..distributed.pieces import local_tensor
 from .base import Optimizer
 
 
@@ -47,7 +46,7 @@ class AdamW(Optimizer):
         """One fused pass; see `Optimizer.update`."""
         adamw_step(
             [
-                state["main"] if state["main"].dtype == parameter.dtype else local_tensor(parameter)
+                state["main"] if state["main"].dtype == parameter.dtype else self.piece_of(parameter).local
                 for parameter, state in zip(group["params"], states, strict=True)
             ],
             [state["main"] for state in states],

@@ -3,7 +3,7 @@
 Everything stays on the device: the gradient norm and the clip coefficient are tensors that the host never waits for.
 A step whose gradient norm is not finite changes neither weights nor state.
 
-Under FSDP2 parameters are DTensors. An optimizer works on the rows of this rank (`distributed.pieces`); what it must
+Where parameters are cut over ranks, an optimizer works on the rows of this rank (`distributed.pieces`); what it must
 know of the other rows it asks for through `sum_over_shards` and `gather_rows`.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.pieces import Piece, local_tensor, piece_of
+from ..distributed.pieces import Piece, local_tensor, piece_of, place_among_all
 
 
 def decays(name: str, parameter: Tensor, *, norms_decay: bool = False) -> bool:
@@ -51,12 +51,12 @@ class Optimizer(torch.optim.Optimizer):
         weight_decay: weight decay of the parameters that `decays` picks.
         norms_decay: apply it to norm weights too.
         main_weights: weights and gradients are narrower than fp32: keep an fp32 copy of each such parameter, update
-            that, and accumulate the gradients of several micro batches in fp32 (NeMo's `megatron_amp_O2`). Parameters
-            that are fp32 all the same (FSDP2 casts them itself) are their own main weights.
+            that, and accumulate the gradients of several micro batches in fp32 (NeMo's `megatron_amp_O2`).
         clip_norm: clip the global gradient norm to this; None or 0: off.
         sum_over_shards: adds a tensor up, in place, over the ranks that hold the other rows of the parameters.
         gather_rows: this rank's rows of a tensor that is cut like a parameter, and the number of rows of the whole
             one, to the whole one. All ranks call it for the same tensors in the same order; some may have no rows.
+        piece_of: the rows of a parameter, or of its whole gradient, that this rank updates.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Optimizer(torch.optim.Optimizer):
         clip_norm: float | None = None,
         sum_over_shards: Callable[[Tensor], Tensor] = no_shards,
         gather_rows: Callable[[Tensor, int], Tensor] = all_rows_are_here,
+        piece_of: Callable[[Tensor], Piece] = piece_of,
     ) -> None:
         groups: dict[bool, dict[str, Any]] = {
             decay: {"params": [], "names": [], "weight_decay": weight_decay if decay else 0.0}
@@ -87,16 +88,19 @@ class Optimizer(torch.optim.Optimizer):
         self.gather_rows = gather_rows
         self.step_count = 0
         self.grad_norm: Tensor | None = None
-        self._accumulates = main_weights and any(
-            parameter.element_size() < 4 for group in self.param_groups for parameter in group["params"]
-        )
-        self._sums: list[list[Tensor]] | None = None
-        self._sums_hold_gradients = False
+        self.piece_of = piece_of
+        self._names: dict[nn.Parameter, str] = {}
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._sums_in_use: set[nn.Parameter] = set()
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                weight = local_tensor(parameter)
-                main = weight.float() if self._accumulates and weight.element_size() < 4 else weight
+                self._names[parameter] = name
+                weight = self.piece_of(parameter).local
+                main = weight.float() if self._has_copy(parameter) else weight
                 self.state[parameter] = {"main": main, **self.initial_state(name, main, tuple(parameter.shape))}
+
+    def _has_copy(self, parameter: Tensor) -> bool:
+        return self.main_weights and parameter.element_size() < 4
 
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
         """The state of one parameter before the first step, by key.
@@ -136,25 +140,37 @@ class Optimizer(torch.optim.Optimizer):
             group["lr"] = lr
 
     @torch.no_grad()
-    def accumulate(self) -> None:
-        """Add the gradients of one micro batch to the fp32 sum and drop them; call it after every backward.
+    def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> list[Tensor]:
+        """Add the gradients of one micro batch to fp32 sums and drop them; call it after every backward.
 
-        Only narrow parameters with main weights need this; all others accumulate in `.grad`, where it does nothing.
+        Only narrow parameters with main weights need this; the gradients of others accumulate in `.grad`.
+
+        Args:
+            parameters: some of the optimizer's; None: all.
+
+        Returns:
+            The sum of each parameter, or its `.grad`: what the next `step` will take.
         """
-        if not self._accumulates:
-            return
-        if self._sums is None:
-            self._sums = [
-                [torch.empty_like(self.state[p]["main"]) for p in group["params"]] for group in self.param_groups
-            ]
-        into = torch._foreach_add_ if self._sums_hold_gradients else torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        for group, sums in zip(self.param_groups, self._sums, strict=True):
-            into(sums, self._take_gradients(group))
-        self._sums_hold_gradients = True
+        if parameters is None:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = list(parameters)
+        narrow = [parameter for parameter in parameters if self._has_copy(parameter)]
+        if narrow:
+            gradients = [self._take_gradient(parameter) for parameter in narrow]
+            for parameter, gradient in zip(narrow, gradients, strict=True):
+                if parameter not in self._sums:
+                    self._sums[parameter] = torch.empty_like(gradient, dtype=torch.float32)
+            for is_first in (True, False):
+                chosen = [i for i, p in enumerate(narrow) if (p not in self._sums_in_use) == is_first]
+                if chosen:
+                    into = torch._foreach_copy_ if is_first else torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+                    into([self._sums[narrow[i]] for i in chosen], [gradients[i] for i in chosen])
+            self._sums_in_use.update(narrow)
+        return [self._sums[p] if self._has_copy(p) else local_tensor(self._gradient(p)) for p in parameters]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Clip, update and drop the gradients: the sums if `accumulate` was called since the last step, else `.grad`.
+        """Clip, update and drop the gradients: the sums of what `accumulate` took since the last step, else `.grad`.
 
         Args:
             closure: called first, with gradients enabled; Lightning passes one that runs its hooks.
@@ -166,14 +182,13 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        gradients = self._sums if self._sums_hold_gradients else None
-        gradients = gradients or [self._take_gradients(group) for group in self.param_groups]
+        gradients = [[self._rows(parameter) for parameter in group["params"]] for group in self.param_groups]
         self.grad_norm = global_norm([g for group in gradients for g in group], self.sum_over_shards)
         scale = clip_coefficient(self.grad_norm, self.clip_norm)
         self.step_count += 1
         for group, group_gradients in zip(self.param_groups, gradients, strict=True):
             self.update(group, group_gradients, [self.state[parameter] for parameter in group["params"]], scale)
-        self._sums_hold_gradients = False
+        self._sums_in_use.clear()
         return result
 
     def pieces(self) -> dict[str, Piece]:
@@ -185,33 +200,32 @@ class Optimizer(torch.optim.Optimizer):
         named: dict[str, Piece] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                rows = piece_of(parameter)
-                whole = Piece(rows.local, 0, rows.rows, *self._place_among_all(rows))
+                rows = self.piece_of(parameter)
                 for key, tensor in self.state[parameter].items():
                     if key == "main" and not self.main_weights:
                         continue
                     if self.is_whole(key, tuple(parameter.shape)):
-                        named[f"{name}.{key}"] = Piece(
-                            tensor, 0, tensor.shape[0] if tensor.ndim else 1, whole.copy, whole.copies
-                        )
+                        rows_of_all = tensor.shape[0] if tensor.ndim else 1
+                        named[f"{name}.{key}"] = Piece(tensor, 0, rows_of_all, *place_among_all())
                     else:
                         named[f"{name}.{key}"] = rows.of(tensor)
         return named
 
-    @staticmethod
-    def _place_among_all(rows: Piece) -> tuple[int, int]:
-        if not torch.distributed.is_initialized():
-            return 0, 1
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    def _rows(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's rows of a complete gradient, which is dropped."""
+        whole = self._sums[parameter] if parameter in self._sums_in_use else self._take_gradient(parameter)
+        return self.piece_of(whole).local
 
-    def _take_gradients(self, group: dict[str, Any]) -> list[Tensor]:
-        gradients: list[Tensor] = []
-        for name, parameter in zip(group["names"], group["params"], strict=True):
-            if parameter.grad is None:
-                raise ValueError(f"`{name}` has no gradient; every trained parameter must take part in the loss")
-            gradients.append(local_tensor(parameter.grad))
-            parameter.grad = None
-        return gradients
+    def _take_gradient(self, parameter: nn.Parameter) -> Tensor:
+        gradient = self._gradient(parameter)
+        parameter.grad = None
+        return local_tensor(gradient)
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.grad is None:
+            name = self._names[parameter]
+            raise ValueError(f"`{name}` has no gradient; every trained parameter must take part in the loss")
+        return parameter.grad
 
 
 def arithmetic_dtype(tensor: Tensor) -> torch.dtype:
@@ -224,11 +238,11 @@ def overwrite(old: Tensor, new: Tensor, live: Tensor) -> None:
     old.copy_(torch.where(live, new, old))
 
 
-def write_weight(parameter: Tensor, main: Tensor, new: Tensor, live: Tensor) -> None:
-    """Overwrite a main weight, and the parameter where that is another tensor."""
+def write_weight(weight: Tensor, main: Tensor, new: Tensor, live: Tensor) -> None:
+    """Overwrite a main weight, and this rank's rows of the parameter where they are another tensor."""
     overwrite(main, new, live)
-    if parameter.dtype != main.dtype:
-        local_tensor(parameter).copy_(main)
+    if weight.dtype != main.dtype:
+        weight.copy_(main)
 
 
 def global_norm(gradients: list[Tensor], sum_over_shards: Callable[[Tensor], Tensor] = no_shards) -> Tensor:

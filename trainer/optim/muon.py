@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..distributed.pieces import piece_of
 from .adamw import AdamW
 from .base import arithmetic_dtype, overwrite, write_weight
 
@@ -140,10 +139,10 @@ class Muon(AdamW):
         steps = [
             orthogonalize(part, self.ns_steps).to(dtype) * rate_factor(self.adjust_lr_fn, *part.shape) for part in parts
         ]
-        start = piece_of(parameter).start
-        step = torch.cat(steps)[start : start + main.shape[0]]
+        piece = self.piece_of(parameter)
+        step = torch.cat(steps)[piece.start : piece.start + main.shape[0]]
         lr, weight_decay = group["lr"], group["weight_decay"]
-        write_weight(parameter, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)
+        write_weight(piece.local, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)
 
     def _parts(self, name: str, rows: int) -> list[int]:
         """Rows of the projections that a weight holds."""

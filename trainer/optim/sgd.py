@@ -64,4 +64,4 @@ class SGD(Optimizer):
                 total = state["momentum_buffer"].to(dtype) * self.momentum + step
                 overwrite(state["momentum_buffer"], total, live)
                 step = step.add_(total, alpha=self.momentum) if self.nesterov else total
-            write_weight(parameter, main, weight - group["lr"] * step, live)
+            write_weight(self.piece_of(parameter).local, main, weight - group["lr"] * step, live)

@@ -84,8 +84,10 @@ def usable_text(text: Any) -> str:
     """
     if not isinstance(text, str):
         raise UnusableError("text is not a string")
-    if not text or text.isspace():
+    if not text:
         raise UnusableError("empty text")
+    if text.isspace():
+        raise UnusableError("only white space")
     if "\0" in text:
         raise UnusableError("NUL character in the text")
     try:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import errno
 import io
 import json
+import multiprocessing
+import os
 import signal
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...environment import use_one_core
-from ...errors import EXIT_BAD_INPUT, EXIT_IO, UserError
+from ...errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_IO, UserError
 from ..indexed import IndexedWriter, token_dtype
 from ..tokenizers import Tokenizer, from_document
 from .documents import (
@@ -80,7 +83,11 @@ class Tally:
 
 
 def work(connection: Any) -> None:
-    """Take parts until the main process closes the pipe, a `multiprocessing` Connection; settings come first."""
+    """Take parts until the main process closes the pipe, a `multiprocessing` Connection; settings come first.
+
+    A worker whose main process was killed ends at once, in the middle of its part.
+    """
+    threading.Thread(target=_end_with_main, name="main", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main one ends the workers
     use_one_core()
     try:
@@ -92,6 +99,13 @@ def work(connection: Any) -> None:
             connection.send_bytes(json.dumps(_answer(task, data, settings, tokenizer)).encode())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+
+
+def _end_with_main() -> None:
+    main = multiprocessing.parent_process()
+    if main is not None:
+        main.join()
+        os._exit(EXIT_BUG)
 
 
 def _answer(task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any], tokenizer: Tokenizer) -> Any:

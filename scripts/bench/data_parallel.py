@@ -1,0 +1,184 @@
+"""What several GPUs of one machine cost each other: `experiment=llama_1b_bench` in every data-parallel layout.
+
+    python scripts/bench/data_parallel.py [--devices 2] [--rounds 3] [--only ddp ...] [--results FILE.jsonl]
+
+Every GPU trains a micro batch of 4 a step, so the work of a GPU is the same in every run. GPUs of one machine differ by
+a few percent, and a job runs at the pace of the slowest; so the yardstick, `alone`, is the same training on every GPU
+at once without any communication, and a layout is compared with the slowest GPU of that. Layouts take turns; the
+figure of a run is the median of its windows of 10 steps, that of a layout the median of its rounds. Peak memory is
+what a layout adds to what the process held before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.cuda import nccl
+from torch.multiprocessing.spawn import spawn
+
+WARM_UP, WINDOWS, WINDOW = 10, 4, 10
+MICRO_BATCH, SEQUENCE = 4, 4096
+BF16 = "model.fsdp_grad_reduce_dtype=bf16"
+LAYOUTS: dict[str, tuple[str, list[str]]] = {
+    "alone": ("every GPU by itself", []),
+    "ddp": ("data parallel", []),
+    "zero1": ("distributed optimizer", ["model.optim.name=distributed_fused_adam"]),
+    "grad": ("fsdp grad", ["model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
+    "full": ("fsdp full", ["model.fsdp=true"]),
+    "ddp_bf16": ("data parallel, sums in bf16", [BF16]),
+    "zero1_bf16": ("distributed optimizer, sums in bf16", [BF16, "model.optim.name=distributed_fused_adam"]),
+    "grad_bf16": ("fsdp grad, sums in bf16", [BF16, "model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
+    "full_bf16": ("fsdp full, sums in bf16", [BF16, "model.fsdp=true"]),
+}
+
+
+class Windows(pl.Callback):
+    """Times windows of steps, with a device sync at each end.
+
+    Args:
+        ranks: wait for each other at the end of a window.
+    """
+
+    def __init__(self, ranks: Any) -> None:
+        self.ranks = ranks
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After a step."""
+        if pl_module.step >= WARM_UP and (pl_module.step - WARM_UP) % WINDOW == 0:
+            pl_module.read_unread()
+            torch.cuda.synchronize()
+            self.ranks.barrier()
+            now = time.perf_counter()
+            if pl_module.step > WARM_UP:
+                self.seconds.append((now - self._start) / WINDOW)
+            self._start = now
+
+
+def train(name: str, ranks: Any) -> dict[str, Any]:
+    """Train with one layout; returns the row of this rank."""
+    from stoker.trainer import parts
+    from stoker.trainer.batching import BatchPlan, RankBatches
+    from stoker.trainer.config.load import load_run_config
+    from stoker.trainer.data.build import build_data
+    from stoker.trainer.feed import BatchFeed
+    from stoker.trainer.fit import fit
+    from stoker.trainer.module import LanguageModule
+    from stoker.trainer.precision import plan_precision
+    from stoker.trainer.schedule import build_schedule
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    world = ranks.world_size
+    overrides = [f"trainer.devices={world}", f"model.global_batch_size={MICRO_BATCH * world}", *LAYOUTS[name][1]]
+    root = load_run_config(None, None, ["experiment=llama_1b_bench", *overrides]).root
+    device = torch.device("cuda", torch.cuda.current_device())
+    precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
+    data = build_data(root)
+    data_parallel = parts.build_data_parallel(root, precision, device, ranks)
+    model = parts.build_model(root, data, precision, device, data_parallel)
+    optimizer = parts.build_optimizer(root, model, precision, data_parallel)
+    batches = RankBatches(BatchPlan(root.model.global_batch_size), MICRO_BATCH, ranks.rank, world)
+    feed = BatchFeed(data.train, batches, device)
+    schedule = build_schedule(root.model.optim, 100)
+    module = LanguageModule(
+        model, optimizer, schedule, feed, precision, seed=1, ranks=ranks, data_parallel=data_parallel
+    )
+    windows = Windows(ranks)
+    fit(module, windows, WARM_UP + WINDOWS * WINDOW, device, ranks)
+    feed.close()
+    return {
+        "seconds": statistics.median(windows.seconds),
+        "peak_gib": (torch.cuda.max_memory_allocated() - held) / 2**30,
+    }
+
+
+def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
+    """All rounds, on one rank."""
+    from stoker.trainer.distributed.ranks import Ranks, join, leave
+
+    torch.cuda.set_device(rank)
+    store = TCPStore("127.0.0.1", arguments.port, devices, is_master=rank == 0)
+    ranks = join(rank, devices, rank, store=store, timeout=300)
+    done = 0
+    if arguments.results.exists():
+        done = max(json.loads(line)["round"] for line in arguments.results.read_text().splitlines())
+    ranks.barrier()
+    rows: list[dict[str, Any]] = []
+    for number in range(done + 1, done + 1 + arguments.rounds):
+        for name in arguments.only:
+            ranks.barrier()
+            row = train(name, Ranks() if name == "alone" else ranks)
+            gathered = [json.loads(text) for text in ranks.gather(json.dumps(row))]
+            rows.append(
+                {
+                    "layout": name,
+                    "round": number,
+                    "seconds": [row["seconds"] for row in gathered],
+                    "peak_gib": max(row["peak_gib"] for row in gathered),
+                    "device": f"{devices} x {torch.cuda.get_device_name()}",
+                    "torch": torch.__version__,
+                    "nccl": ".".join(map(str, nccl.version())),
+                    "date": datetime.date.today().isoformat(),
+                }
+            )
+            if rank == 0:
+                with arguments.results.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+                print(f"round {number}: {name} {[round(1e3 * s, 1) for s in rows[-1]['seconds']]} ms", flush=True)
+    ranks.barrier()
+    leave()
+    if rank == 0:
+        print(table([json.loads(line) for line in arguments.results.read_text().splitlines()]))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The report, with ratios taken within each round: `alone` on the slowest GPU over the layout."""
+    alone = {row["round"]: max(row["seconds"]) for row in rows if row["layout"] == "alone"}
+    first = rows[0]
+    lines = [
+        f"Device: {first['device']}; torch {first['torch']}, NCCL {first['nccl']}; {first['date']};"
+        f" {len(alone)} rounds.",
+        "",
+        "| layout | ms/step | tokens/s per GPU | peak GiB | of the speed without communication |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (title, _) in LAYOUTS.items():
+        found = [row for row in rows if row["layout"] == name]
+        if not found:
+            continue
+        seconds = statistics.median(max(row["seconds"]) for row in found)
+        ratios = [alone[row["round"]] / max(row["seconds"]) for row in found if row["round"] in alone]
+        ratio = f"{statistics.median(ratios):.3f} x" if ratios and name != "alone" else ""
+        peak = max(row["peak_gib"] for row in found)
+        speed = MICRO_BATCH * SEQUENCE / seconds
+        lines.append(f"| {title} | {1e3 * seconds:.1f} | {speed:,.0f} | {peak:.1f} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--results", type=Path, default=Path("data_parallel.jsonl"))
+    parser.add_argument("--port", type=int, default=29555)
+    arguments = parser.parse_args()
+    spawn(work, (arguments.devices, arguments), nprocs=arguments.devices)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""A script for tests: children that die by SIGKILL, each at another call to the system inside a save.
+
+    python killed_saves.py DIRECTORY sync|async RANKS STRIDE
+
+For every STRIDE-th call number a child process saves step 3 beside a complete step 2, and kills itself instead of that
+call, or in the middle of it where it is a write. Several ranks are threads here that meet at a barrier. What is left
+is opened, cleared and saved again. Prints, as JSON, how many calls there are and what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.trainer.checkpoint import (
+    OPTIMIZER,
+    WEIGHTS,
+    Content,
+    RunState,
+    apply_retention,
+    checkpoint_paths,
+    newest_checkpoint,
+    remove_leftovers,
+)
+from stoker.trainer.distributed.pieces import Piece
+from stoker.trainer.distributed.ranks import Ranks
+from stoker.trainer.saving import Saver
+
+CALLS = ("open", "write", "fsync", "rename", "mkdir", "rmdir", "unlink")
+"""The functions of `os` that change a disk."""
+ROWS = 6
+
+
+class Gathered:
+    """A barrier at which threads exchange texts."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.texts = [""] * count
+
+
+class ThreadRanks(Ranks):
+    """A rank that is a thread of this process."""
+
+    def __init__(self, rank: int, world_size: int, gathered: Gathered) -> None:
+        super().__init__(rank, world_size)
+        self._gathered = gathered
+
+    def apart(self) -> Ranks:
+        return self
+
+    def gather(self, text: str) -> list[str]:
+        self._gathered.texts[self.rank] = text
+        self._gathered.barrier.wait()
+        texts = list(self._gathered.texts)
+        self._gathered.barrier.wait()
+        return texts
+
+
+def content(step: int, rank: int, world_size: int) -> Content:
+    """A checkpoint whose numbers are those of its step; a rank has some of the rows."""
+    rows = ROWS // world_size
+    piece = Piece(torch.full((rows, 4), float(step)), rank * rows, ROWS)
+    state = RunState(
+        step=step, consumed_samples=4 * step, val_loss=1 / step, seed=1, global_batch_size=4, micro_batch_size=2,
+        sequence_length=8, precision="fp32", optimizer={"lr": 0.1}, data_fingerprint="f", versions={"torch": "2"},
+    )  # fmt: skip
+    return Content(state, {WEIGHTS: {"w": piece}, OPTIMIZER: {"w.exp_avg": piece}}, {"name": "x"}, {"tokenizer": "b"})
+
+
+def save(directory: Path, step: int, *, is_async: bool, world_size: int) -> list[BaseException]:
+    """Save, then delete all but the newest; returns what the ranks raised."""
+    gathered, raised = Gathered(world_size), []
+
+    def act(rank: int) -> None:
+        ranks = ThreadRanks(rank, world_size, gathered) if world_size > 1 else Ranks()
+
+        def clean() -> None:
+            apply_retention(directory, save_top_k=1, save_last=True)
+
+        try:
+            saver = Saver(directory, ranks, clean, beside=is_async)
+            saver.save(content(step, rank, world_size))
+            saver.finish()
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=act, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def replace_calls(act: Callable[[int, str, Callable[..., Any], tuple[Any, ...]], Any]) -> Callable[[], None]:
+    """Have `act(number, name, function, arguments)` run before every call that changes a disk; returns the way back."""
+    lock, count = threading.Lock(), 0
+    real = {name: getattr(os, name) for name in CALLS}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            with lock:
+                count += 1
+                number = count
+            act(number, name, real[name], args)
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(name))
+
+    def restore() -> None:
+        for name, function in real.items():
+            setattr(os, name, function)
+
+    return restore
+
+
+def die_at(wanted: int) -> Callable[[int, str, Callable[..., Any], tuple[Any, ...]], None]:
+    """Kill this process at a call."""
+
+    def act(number: int, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if number == wanted:
+            if name == "write":
+                real(args[0], bytes(args[1])[: len(args[1]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
+
+
+def count_calls(directory: Path, *, is_async: bool, world_size: int) -> int:
+    """How many calls there are in a save beside an older checkpoint."""
+    numbers: list[int] = []
+    save(directory, 2, is_async=is_async, world_size=world_size)
+    restore = replace_calls(lambda number, name, real, args: numbers.append(number))
+    save(directory, 3, is_async=is_async, world_size=world_size)
+    restore()
+    return len(numbers)
+
+
+def problems_after(directory: Path, *, is_async: bool, world_size: int) -> list[str]:
+    """What is wrong with a directory in which a save of step 3 was interrupted."""
+    checkpoint, complaints = newest_checkpoint(directory)
+    if checkpoint is None or complaints:
+        return [f"no whole checkpoint: {complaints}"]
+    found: list[str] = []
+    pieces = {"w": Piece(torch.zeros(ROWS, 4), 0, ROWS)}
+    checkpoint._fill(WEIGHTS, pieces)
+    step = checkpoint.state.step
+    if step not in (2, 3) or not bool((pieces["w"].local == step).all()):
+        found.append(f"step {step} holds other numbers")
+    remove_leftovers(directory)
+    if sorted(directory.iterdir()) != sorted(checkpoint_paths(directory)):
+        found.append("something was left behind")
+    raised = save(directory, 3, is_async=is_async, world_size=world_size)
+    if raised or [path.name for path in directory.iterdir()] != ["step-3"]:
+        found.append(f"cannot save again: {raised}")
+    return found
+
+
+def main(root: Path, is_async: bool, world_size: int, stride: int) -> dict[str, Any]:
+    """Die at every `stride`-th call."""
+    calls = count_calls(root / "counted", is_async=is_async, world_size=world_size)
+    problems: dict[int, list[str]] = {}
+    deaths = 0
+    for number in range(1, calls + 1, stride):
+        directory = root / str(number)
+        save(directory, 2, is_async=is_async, world_size=world_size)
+        pid = os.fork()
+        if pid == 0:
+            replace_calls(die_at(number))
+            save(directory, 3, is_async=is_async, world_size=world_size)
+            os._exit(0)
+        deaths += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        if found := problems_after(directory, is_async=is_async, world_size=world_size):
+            problems[number] = found
+    return {"calls": calls, "deaths": deaths, "problems": problems}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2] == "async", int(sys.argv[3]), int(sys.argv[4]))))

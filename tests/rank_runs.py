@@ -1,0 +1,234 @@
+"""Runs of several ranks on gloo, for tests: one process imports torch, and forks the ranks of every run from itself.
+
+`RankRuns` is the side of the tests; the script below it trains. Every rank leaves a record of the samples it took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tiny_run import tiny_config
+from torch import Tensor
+
+SECONDS = 120
+"""After which the ranks of a run are given up."""
+EXACT: dict[str, Any] = {
+    "trainer__precision": "64",
+    "trainer__max_steps": 3,
+    "trainer__val_check_interval": 3,
+    "trainer__log_every_n_steps": 1,
+    "trainer__limit_val_batches": 0.0137,
+    "trainer__gradient_clip_val": 0.05,
+    "model__num_layers": 2,
+    "model__global_batch_size": 24,
+    "exp_manager__checkpoint_callback_params": {"save_top_k": -1},
+}
+"""fp64, with dropout, accumulation, and a clip below every gradient norm: 12 micro batches for 1, 2, 3, 4 or 6 ranks.
+
+A validation takes 7 micro batches, which no number of ranks shares evenly."""
+
+
+class RankRuns:
+    """Starts runs of any number of ranks, one after the other.
+
+    Args:
+        folder: each run gets a directory of its own in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, name: str, ranks: int = 1, **changes: Any) -> Path:
+        """Train, and give the run directory; `changes` (of `EXACT`) are those of `tiny_run.tiny_document`."""
+        directory = self.folder / name
+        if not directory.exists():
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            job = {"directory": str(directory), "ranks": ranks, "changes": EXACT | changes}
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+            assert answer == "done\n", f"{name}: {answer}"
+        return directory
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    """What each rank of a run wrote down, by rank."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
+
+
+def samples_by_step(directory: Path) -> list[list[list[int]]]:
+    """Check sums of the samples of every step: micro batches in their order, whichever rank took them."""
+    steps: list[dict[str, list[int]]] = [{} for _ in records(directory)[0]["steps"]]
+    for record in records(directory):
+        for step, parts in zip(steps, record["steps"], strict=True):
+            assert not step.keys() & parts.keys(), "two ranks took the same micro batch"
+            step |= parts
+    return [[step[str(number)] for number in range(len(step))] for step in steps]
+
+
+def tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
+    """The whole tensors of one kind of file of a checkpoint, put together from the rows each file says it holds."""
+    whole: dict[str, Tensor] = {}
+    filled: dict[str, int] = {}
+    paths = sorted(checkpoint.glob(f"{kind}[-.]*safetensors"))
+    assert paths, f"no {kind} in {checkpoint}"
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            rows = json.loads((file.metadata() or {}).get("rows", "{}"))
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_tensor(name)
+                if part.ndim == 0:
+                    part = part[None]
+                start, count = rows.get(name, (0, len(part)))
+                whole.setdefault(name, part.new_full((count, *part.shape[1:]), float("nan")))
+                whole[name][start : start + len(part)] = part
+                filled[name] = filled.get(name, 0) + len(part)
+    assert {name: len(tensor) for name, tensor in whole.items()} == filled
+    return whole
+
+
+def difference(checkpoint: Path, other: Path, kind: str) -> float:
+    """The largest difference between two checkpoints: norm of the difference over the norm, of any tensor."""
+    mine, theirs = tensors(checkpoint, kind), tensors(other, kind)
+    assert mine.keys() == theirs.keys()
+    return max(
+        ((theirs[name] - tensor).norm() / tensor.norm().clamp(min=1e-30)).item() for name, tensor in mine.items()
+    )
+
+
+# ---------------------------------------------------------------- the script: fork, meet, train
+
+
+class Uneven:
+    """Samples of which few labels count, so that ranks have very different numbers of targets, in one step even none.
+
+    Of sample i the labels from (i * i) % (s + 1) on do not count; of samples 24 to 47, the second step of `EXACT`, only
+    every other pair has any.
+    """
+
+    def __init__(self, samples: Any) -> None:
+        self._all = samples
+        self.samples = samples.samples
+        self.sequence_length = samples.sequence_length
+
+    def batch(self, first: int, count: int) -> Any:
+        batch = self._all.batch(first, count)
+        labels = batch.labels.clone()
+        for row, position in enumerate(range(first, first + count)):
+            empty = 24 <= position < 48 and position % 4 > 1
+            labels[row, 0 if empty else position * position % (self.sequence_length + 1) :] = -100
+        return batch._replace(labels=labels)
+
+
+def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from stoker.trainer import run
+    from stoker.trainer.module import LanguageModule
+
+    build_data, training_step = run.build_data, LanguageModule.training_step
+    module_class: Any = LanguageModule
+    steps: list[dict[int, list[int]]] = []
+    targets: list[int] = []
+
+    def build_uneven(*arguments: Any, **named: Any) -> Any:
+        data = build_data(*arguments, **named)
+        return replace(data, train=Uneven(data.train))
+
+    def record(module: Any, batch: Any, batch_idx: int) -> None:
+        sums: dict[int, list[int]] = {}
+        for number, tokens, labels, *_ in batch.micro_batches():
+            rows = torch.cat([tokens, labels], dim=1).numpy()
+            sums[number] = [zlib.crc32(row.tobytes()) for row in rows]
+        steps.append(sums)
+        targets.append(int(batch.targets))
+        training_step(module, batch, batch_idx)
+
+    run.build_data = build_uneven
+    module_class.training_step = record
+    result = run.run_training(tiny_config(directory, **changes), ranks)
+    assert result.exit_code == 0
+    validation = result.validation
+    found = [validation.loss, validation.tokens, validation.bytes] if validation else None
+    return {"steps": steps, "targets": targets, "validation": found}
+
+
+def _rank(job: dict[str, Any], rank: int) -> None:
+    from torch._C._distributed_c10d import FileStore
+
+    from stoker.trainer.distributed.ranks import Ranks, join, leave
+
+    torch.set_num_threads(1)
+    directory, size = Path(job["directory"]), job["ranks"]
+    store = FileStore(f"{directory}.store", size) if size > 1 else None
+    ranks = Ranks() if size == 1 else join(rank, size, rank, store=store, timeout=60)
+    record = _train(directory, ranks, job["changes"])
+    ranks.barrier()
+    leave()
+    (directory / f"rank-{rank}.json").write_text(json.dumps(record))
+
+
+def _fork(job: dict[str, Any], rank: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _rank(job, rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def _wait(pids: list[int]) -> list[int]:
+    """The exit codes; once a rank fails or time is up the others are killed."""
+    codes: dict[int, int] = {}
+    ends = time.monotonic() + SECONDS
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.01)
+        if time.monotonic() > ends or (pid and codes[pid] > 0):
+            for left in set(pids) - codes.keys():
+                os.kill(left, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
+
+
+def main() -> None:
+    """Read jobs, one a line, and answer each with `done`, or with the exit codes of its ranks."""
+    import stoker.trainer.run  # noqa: F401  imported once, before any fork
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        codes = _wait([_fork(job, rank) for rank in range(job["ranks"])])
+        print("done" if not any(codes) else f"exit codes by rank {codes}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Runs of the command line that tests interrupt: the arguments of a tiny one, its processes, and how two compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FIGURES = ("loss", "grad_norm", "lr", "consumed_samples", "val_loss")
+_TINY = """
+train name=tiny
+trainer.accelerator=cpu trainer.val_check_interval=10 trainer.limit_val_batches=1 trainer.log_every_n_steps=1
+trainer.enable_model_summary=False
+exp_manager.resume_if_exists=True exp_manager.create_tensorboard_logger=False
+exp_manager.checkpoint_callback_params.every_n_train_steps=5
+model.num_layers=1 model.hidden_size=32 model.ffn_hidden_size=64 model.num_attention_heads=2
+model.encoder_seq_length=16 model.hidden_dropout=0.1 model.attention_dropout=0.1 model.global_batch_size=4
+model.data.data_impl=mock model.optim.lr=1e-2 model.optim.sched.max_steps=200
+"""
+
+
+def arguments(directory: Path, steps: int, *changes: str, micro_batch: int = 2) -> list[str]:
+    """`train` with dropout, four samples a step, and a checkpoint every five steps."""
+    return [
+        *_TINY.split(),
+        f"model.micro_batch_size={micro_batch}",
+        f"trainer.max_steps={steps}",
+        f"exp_manager.explicit_log_dir={directory}",
+        *changes,
+    ]
+
+
+class Command:
+    """`stoker` with arguments, in a session of its own; all its processes carry a mark in their environment.
+
+    A context: leaving it ends whatever is left of them.
+    """
+
+    def __init__(self, *words: str, cwd: Path, environ: dict[str, str] | None = None) -> None:
+        self._mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "stoker.trainer", *words],
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RECOVERY_MARK": self._mark, **(environ or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def processes(self) -> list[int]:
+        """Ids of all living processes of this command."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and f"RECOVERY_MARK={self._mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def handles(self, number: signal.Signals) -> bool:
+        """Whether the process has set a handler for a signal."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+        except OSError:
+            return False
+        caught = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt")), 0)
+        return bool(caught >> (number - 1) & 1)
+
+    def wait_until(self, is_true: Callable[[], bool], seconds: float = 400) -> bool:
+        """Wait for a condition; False when the process ended before."""
+        end = time.monotonic() + seconds
+        while not is_true():
+            assert time.monotonic() < end, "waited too long"
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def wait_for_no_process(self, seconds: float = 60) -> list[int]:
+        """Wait until all of them are gone; returns those that are not. Loader workers look every five seconds."""
+        end = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return left
+
+    def ended(self, seconds: float = 400) -> tuple[int, str]:
+        """Wait for the end; returns the exit code and what it wrote to stderr."""
+        error = self.process.communicate(timeout=seconds)[1]
+        return self.process.returncode, error
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics.jsonl."""
+    path = directory / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def last_step(directory: Path) -> int:
+    """The last step that was logged."""
+    return max((line["step"] for line in lines(directory)), default=0)
+
+
+def figures(directory: Path) -> dict[tuple[int, str], float]:
+    """(step, name) to value of every figure that must repeat; each step has one line of each kind."""
+    found: dict[tuple[int, str], float] = {}
+    for line in lines(directory):
+        for name in FIGURES:
+            if name in line:
+                assert (line["step"], name) not in found, f"step {line['step']} has two lines with {name}"
+                found[line["step"], name] = line[name]
+    return found

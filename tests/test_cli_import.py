@@ -1,0 +1,91 @@
+"""`--import MODULE`: code of the user's own, by their wish on the command line and in no other way."""
+
+import sys
+
+import pytest
+
+from stoker.trainer import cli
+from stoker.trainer.data import installed
+from stoker.trainer.data.installed import installed_datasets, register_dataset
+from stoker.trainer.errors import UserError
+from stoker.trainer.user_code import import_modules
+
+MODULE = """
+from stoker.trainer.data.installed import register_dataset
+from stoker.trainer.data.samples import MockSamples
+
+@register_dataset("my_dice")
+def samples(data, split, sequence_length, tokenizer, seed):
+    return MockSamples(6, sequence_length, seed, 1000)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(installed, "_registered", {})
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if name.startswith("my_"):
+            del sys.modules[name]
+
+
+def test_a_data_set_is_registered_and_found_by_name(here, capsys):
+    (here / "my_data.py").write_text(MODULE)
+    assert cli.main(["config", "model.data.data_impl=my_dice"]) == 2
+    assert "must be one of" in capsys.readouterr().err
+    assert cli.main(["config", "--import", "my_data", "model.data.data_impl=my_dice"]) == 0
+    assert installed_datasets()["my_dice"].load() is sys.modules["my_data"].samples
+    samples = installed.installed_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
+    assert samples is not None
+    assert samples.batch(0, 4).tokens.max() < 6
+
+
+def test_the_current_directory_stands_in_for_nobody(here):
+    (here / "json.py").write_text("raise SystemExit")
+    (here / "my_pack").mkdir()
+    (here / "my_pack" / "my_part.py").write_text("import json\nVALUE = json.dumps(1)")
+    import_modules(["my_pack.my_part"])
+    assert sys.modules["my_pack.my_part"].VALUE == "1"
+    assert sys.path[-1] == str(here)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("my_none", None, "--import my_none: there is no such module, neither installed nor in "),
+        ("my_none.part", None, "--import my_none.part: there is no such module"),
+        ("my_file.py", "", "--import my_file.py: there is no such module"),
+        ("my/file", None, "is no name of a module"),
+        ("", None, "is no name of a module"),
+        ("my_needs", "x = 1\nimport my_missing", "No module named 'my_missing' ({here}/my_needs.py:2)"),
+        ("my_bug", "def f():\n    1 / 0\nf()", "ZeroDivisionError: division by zero ({here}/my_bug.py:2)"),
+        ("my_typo", "x = (", "SyntaxError: '(' was never closed (my_typo.py, line 1) ({here}/my_typo.py:1)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported_is_one_line(here, name, text, says):
+    if text is not None:
+        (here / f"{name.removesuffix('.py')}.py").write_text(text)
+    with pytest.raises(UserError) as error:
+        import_modules([name])
+    [line] = error.value.lines
+    assert says.replace("{here}", str(here)) in line
+
+
+def test_a_name_has_one_data_set(here):
+    with pytest.raises(ValueError, match="'mock' is stoker's"):
+        register_dataset("mock")(len)  # type: ignore[type-var]
+    register_dataset("mine")(test_a_name_has_one_data_set)  # type: ignore[type-var]
+    register_dataset("mine")(test_a_name_has_one_data_set)  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="choose another name"):
+        register_dataset("mine")(len)  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="at the top of its module"):
+        register_dataset("other")(lambda: None)  # type: ignore[type-var]
+
+
+def test_other_verbs_take_no_code(here, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--import", "x"])
+    assert "unrecognized arguments: --import" in capsys.readouterr().err

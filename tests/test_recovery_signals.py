@@ -1,0 +1,181 @@
+"""Runs of the command line that are told to stop at random instants, run out of memory, or fail for good."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from recovery import Command, arguments, last_step
+from tiny_run import tiny_config
+
+from stoker.trainer.checkpoint import checkpoint_paths, newest_checkpoint
+from stoker.trainer.cli import main
+from stoker.trainer.distributed import supervisor
+from stoker.trainer.distributed.placement import Placement
+from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from stoker.trainer.stop import StopRequest
+
+ENDLESS = 100_000
+OFTEN = ("trainer.val_check_interval=3", "trainer.limit_val_batches=20")  # half of the time is validation
+
+
+def stopped(tmp_path, number, workers, is_async, seconds, *, everyone):
+    """Send a signal so many seconds after the handler is there; returns exit code, stderr, last step, checkpoints."""
+    directory = tmp_path / f"{number.name}{seconds:.3f}"
+    words = arguments(
+        directory,
+        ENDLESS,
+        *OFTEN,
+        f"model.data.num_workers={workers}",
+        f"exp_manager.checkpoint_callback_params.async_save={is_async}",
+    )
+    with Command(*words, cwd=tmp_path) as command:
+        # SIGINT has Python's own handler from the start, SIGTERM none until the run sets both
+        assert command.wait_until(lambda: command.handles(signal.SIGTERM))
+        time.sleep(seconds)
+        (os.killpg if everyone else os.kill)(command.process.pid, number)
+        code, error = command.ended()
+        assert not command.wait_for_no_process()
+    return code, error, last_step(directory), directory / "checkpoints"
+
+
+@pytest.mark.multi
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, EXIT_TERMINATED), (signal.SIGINT, EXIT_INTERRUPTED)])
+@pytest.mark.parametrize("trial", range(10))
+def test_a_signal_at_any_instant_leaves_a_checkpoint_of_the_last_step(tmp_path, number, code, trial):
+    """Every other one goes to all processes of the run, as schedulers and terminals do it."""
+    chance = random.Random(trial)
+    workers, is_async, everyone = (0, 2)[trial // 2 % 2], trial % 3 == 0, trial % 2 == 1
+    seconds = chance.uniform(0, 1.5) if trial < 3 else chance.uniform(1.5, 6)
+    result, error, step, checkpoints = stopped(tmp_path, number, workers, is_async, seconds, everyone=everyone)
+    print(f"{number.name} after {seconds:.2f} s, workers {workers}, async {is_async}, everyone {everyone}: step {step}")
+    assert result == code, error
+    assert error == ""
+    newest, complaints = newest_checkpoint(checkpoints)
+    assert complaints == []
+    assert (newest.state.step if newest else 0) == step
+    if checkpoints.exists():
+        assert sorted(checkpoints.iterdir()) == sorted(checkpoint_paths(checkpoints))
+
+
+@pytest.mark.multi
+def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_path):
+    """In a temporary directory whose path is too long for a socket, through which torch would send its tensors."""
+    directory, temporary = tmp_path / "run", tmp_path / ("long" * 30)
+    temporary.mkdir()
+    words = arguments(directory, ENDLESS, "model.data.num_workers=1")
+    with Command(*words, cwd=tmp_path, environ={"TMPDIR": str(temporary)}) as command:
+        assert command.wait_until(lambda: last_step(directory) >= 3)
+        os.killpg(command.process.pid, signal.SIGTERM)
+        code, error = command.ended()
+    assert (code, error) == (EXIT_TERMINATED, "")
+    newest, _ = newest_checkpoint(directory / "checkpoints")
+    assert newest
+    assert newest.state.step == last_step(directory)
+
+
+@pytest.mark.multi
+@pytest.mark.full
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    directory = tmp_path / "run"
+    words = arguments(directory, ENDLESS, "trainer.val_check_interval=2", "trainer.limit_val_batches=1.0")
+    with Command(*words, cwd=tmp_path) as command:
+        assert command.wait_until(lambda: last_step(directory) >= 2)  # a validation that takes minutes begins
+        command.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert command.process.poll() is None
+        command.process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        code, _ = command.ended()
+    assert time.monotonic() - started < 2
+    assert code in (-signal.SIGINT, EXIT_INTERRUPTED)  # a shell says 130 of both
+
+
+def test_a_sigterm_that_comes_twice_at_once_is_one_and_two_ctrl_c_are_two(monkeypatch):
+    killed = []
+    monkeypatch.setattr("stoker.trainer.stop.os.kill", lambda pid, number: killed.append(number))
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.reason, killed) == ("SIGTERM", [])
+        monkeypatch.setattr("stoker.trainer.stop._ECHO_SECONDS", 0)
+        signal.raise_signal(signal.SIGTERM)
+        assert killed == [signal.SIGTERM]
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert killed == [signal.SIGTERM, signal.SIGINT]
+
+
+# ---------------------------------------------------------------- --restart
+
+
+@pytest.mark.parametrize(("failures", "starts"), [(0, 1), (2, 3), (9, 3)])
+def test_a_run_is_started_again_so_many_times(tmp_path, monkeypatch, failures, starts):
+    said, started = [], []
+
+    def launch(*args):
+        started.append(args)
+        if len(started) <= failures:
+            raise UserError("rank 0 (process 7) was killed by SIGKILL", EXIT_BUG)
+        return 0
+
+    monkeypatch.setattr(supervisor, "launch", launch)
+    monkeypatch.setattr(supervisor, "_PAUSE_SECONDS", 0)
+    config, placement = tiny_config(tmp_path), Placement(world_size=1, per_node=1)
+    if failures < 9:
+        assert supervisor.supervise(config, placement, 2, said.append) == 0
+    else:
+        with pytest.raises(UserError, match=r"(?s)killed by SIGKILL.*given up: 2 restarts without a new checkpoint"):
+            supervisor.supervise(config, placement, 2, said.append)
+    assert len(started) == starts
+    assert sum("starting again" in line for line in said) == starts - 1
+
+
+@pytest.mark.parametrize("code", [EXIT_BAD_INPUT, 74])
+def test_what_would_only_happen_again_is_not_started_again(tmp_path, monkeypatch, code):
+    started = []
+
+    def launch(*args):
+        started.append(args)
+        raise UserError("there is no such directory", code)
+
+    monkeypatch.setattr(supervisor, "launch", launch)
+    with pytest.raises(UserError, match="no such directory"):
+        supervisor.supervise(tiny_config(tmp_path), Placement(world_size=1, per_node=1), 2, print)
+    assert len(started) == 1
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("where", "how"), [("stoker.models.gpt.GPT.loss", "sync"), ("stoker.trainer.saving.write_checkpoint", "async")]
+)
+def test_running_out_of_memory_is_two_lines_and_the_checkpoint_stays(tmp_path, monkeypatch, capsys, error, where, how):
+    change = f"exp_manager.checkpoint_callback_params.async_save={how == 'async'}"
+    assert main(arguments(tmp_path, 5, change)) == 0
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(where, fail)
+    capsys.readouterr()
+    assert main(arguments(tmp_path, 10, change)) == EXIT_BAD_INPUT
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert told[0].startswith("out of memory on cpu")
+    assert "model.micro_batch_size" in told[1]
+    assert newest_checkpoint(tmp_path / "checkpoints")[0]
+    assert "out of memory on cpu" in (tmp_path / "run.log").read_text()

@@ -1,0 +1,471 @@
+"""`stoker train -m`: several runs, one after another, one for each combination of the values that overrides name.
+
+All jobs are composed and validated here, once, before the first starts. Each then runs in processes of its own, which
+get the frozen configuration: whatever ends a job, the sweep goes on, and all ranks of a job have one directory.
+`exp_manager` chooses the directory of the sweep as that of a run, with `multirun` below the name; job N is in N there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from types import FrameType
+from typing import Any
+
+from . import environment
+from .config.exp_manager import logged_name
+from .config.load import load_run_config
+from .config.problems import ConfigError
+from .config.run_config import RunConfig
+from .config.schema import RootBlock
+from .config.sweep import Job, jobs_of
+from .distributed.placement import Placement, place
+from .errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, EXIT_TERMINATED, UserError
+from .places import create_place
+from .redaction import without_secrets
+
+RECORD = "multirun.json"
+"""In the directory of a sweep: its jobs, their overrides, directories and how they ended."""
+_MAX_RECORD_BYTES = 64 << 20
+_STOPS = (EXIT_INTERRUPTED, EXIT_TERMINATED)
+_HYDRA_PLACE = re.compile(r"\+{0,2}hydra\.sweep\.(?P<key>dir|subdir)=(?P<value>.*)", re.DOTALL)
+_OF_ONE_SWEEP = ("explicit_log_dir", "exp_dir", "version", "use_datetime_version", "resume_if_exists")
+_OF_ONE_JOB = (
+    "exp_manager.checkpoint_callback_params.dirpath",
+    "exp_manager.wandb_logger_kwargs.id",
+    "exp_manager.mlflow_logger_kwargs.run_id",
+    "model.memory_profile.output_path",
+)
+
+Start = Callable[[RunConfig, Placement], int]
+"""Runs a job in processes of its own and gives its exit code; raises UserError where it ended badly."""
+Load = Callable[[Sequence[str]], RunConfig]
+"""Composes and validates the configuration that overrides make; raises UserError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Where Hydra's own keys put the jobs of a sweep.
+
+    Attributes:
+        directory: `hydra.sweep.dir`, or None.
+        below: `hydra.sweep.subdir`, the place of a job in it.
+        overrides: all other overrides.
+    """
+
+    directory: str | None
+    below: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SweptRun:
+    """A job on its way.
+
+    Attributes:
+        job: its overrides.
+        config: with its own directory.
+        placement: of its processes.
+        directory: its run directory.
+        exit_code: how it ended; None: it did not start.
+        problem: the first line of what was wrong.
+        figures: its last step, and the last and best value of the metric that ranks its checkpoints.
+    """
+
+    job: Job
+    config: RunConfig
+    placement: Placement
+    directory: Path
+    exit_code: int | None = None
+    problem: str = ""
+    figures: dict[str, Any] | None = None
+
+
+def sweep(
+    config_name: str | None,
+    config_dir: Path | None,
+    overrides: Sequence[str],
+    start: Start,
+    say: Callable[[str], None],
+) -> int:
+    """Train every job of a sweep.
+
+    Args:
+        config_name: see `load_run_config`.
+        config_dir: likewise.
+        overrides: of the command line; some of them name several values.
+        start: runs a job.
+        say: prints to the standard error.
+
+    Returns:
+        0; where jobs failed the exit code of the first of them; 130 or 143 where a signal ended the sweep.
+
+    Raises:
+        UserError: jobs that are not valid, and nothing was started; or the directory of the sweep cannot be used.
+    """
+    from .config.compose import Composer
+
+    wish = _wish(overrides)
+    composer = Composer(config_dir, environment.config_folders(environment.snapshot()))
+    jobs = jobs_of(wish.overrides, lambda group: composer.options(group) if composer.is_group(group) else ())
+    configs, placements = _valid(jobs, lambda texts: load_run_config(config_name, config_dir, texts))
+    _check_apart([config.root for config in configs])
+    _say_findings(jobs, configs, say)
+    directory = _directory(wish, [config.root for config in configs])
+    before = _read_record(directory, jobs, all(config.root.exp_manager.resume_if_exists for config in configs))
+    runs = [
+        SweptRun(job, _placed(config, path), placement, path)
+        for job, config, placement, path in zip(
+            jobs, configs, placements, _places(directory, wish.below, jobs), strict=True
+        )
+    ]
+    runs = [_taken_over(run, known) for run, known in zip(runs, before, strict=True)]
+    _write_record(directory, runs)
+    stopped = _run_all(runs, directory, start, say)
+    _write_record(directory, runs)
+    print(
+        "\n".join(["", *_table(runs, directory), f"{len(runs)} job{'s' * (len(runs) != 1)} in {directory}"]), flush=True
+    )
+    return stopped or next((run.exit_code for run in runs if run.exit_code), EXIT_DONE)
+
+
+def _wish(overrides: Sequence[str]) -> Wish:
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    for text in overrides:
+        if match := _HYDRA_PLACE.fullmatch(text):
+            found[match["key"]] = match["value"].strip("'\"")
+        else:
+            rest.append(text)
+    directory = found.get("dir")
+    if directory is not None:
+        if not directory:
+            raise UserError("hydra.sweep.dir is empty; name a directory, or leave it out")
+        directory = re.sub(r"\$\{now:([^}]*)\}", lambda match: time.strftime(match[1]), directory)
+    return Wish(directory, found.get("subdir", "${hydra.job.num}"), tuple(rest))
+
+
+# ---------------------------------------------------------------- before the first job
+
+
+def _valid(jobs: Sequence[Job], load: Load) -> tuple[list[RunConfig], list[Placement]]:
+    """The configuration and placement of every job.
+
+    Raises:
+        UserError: everything that is wrong with any of them.
+    """
+    configs: list[RunConfig] = []
+    placements: list[Placement] = []
+    wrong: dict[tuple[str, ...], list[Job]] = {}
+    environ = environment.snapshot()
+    for job in jobs:
+        try:
+            config = load(job.overrides)
+            configs.append(config)
+            placements.append(_placement(config, environ))
+        except ConfigError as error:
+            for problem in error.problems:
+                wrong.setdefault(tuple(problem.lines()), []).append(job)
+        except UserError as error:
+            wrong.setdefault(tuple(error.lines), []).append(job)
+    if not wrong:
+        return configs, placements
+    lines: list[str] = []
+    for text, concerned in wrong.items():
+        if len(concerned) < len(jobs):
+            lines.append(f"{_named(concerned)}:")
+        lines += text
+    count = f"{len(wrong)} error{'s' * (len(wrong) != 1)}"
+    raise UserError([*lines, f"{count} in the configurations of {len(jobs)} jobs; nothing was started"])
+
+
+def _placement(config: RunConfig, environ: Any) -> Placement:
+    placement = place(config.root.trainer, environ)
+    if placement.rank is not None or placement.nodes > 1:
+        raise UserError(
+            "-m starts the processes of its jobs itself, on one machine; without torchrun and srun, "
+            "and with trainer.num_nodes=1"
+        )
+    return placement
+
+
+def _named(jobs: Sequence[Job]) -> str:
+    if len(jobs) == 1:
+        return f"job {jobs[0].number} ({_shown(jobs[0])})"
+    numbers = [str(job.number) for job in jobs]
+    return f"jobs {', '.join(numbers[:12])}{', ...' * (len(numbers) > 12)}"
+
+
+def _shown(job: Job) -> str:
+    return " ".join(map(without_secrets, job.swept)) or "nothing varies"
+
+
+def _check_apart(roots: Sequence[RootBlock]) -> None:
+    """Refuse keys that would put the sweep at several places, or several jobs at one.
+
+    Raises:
+        UserError: there is one.
+    """
+    for name in _OF_ONE_SWEEP:
+        if len({getattr(root.exp_manager, name) for root in roots}) > 1:
+            raise UserError(
+                f"`exp_manager.{name}` differs between the jobs; a sweep has one directory, and its jobs are numbered "
+                "in it: give the key one value"
+            )
+    for path in _OF_ONE_JOB:
+        values = [value for root in roots if (value := _value(root, path)) is not None]
+        if len(set(values)) < len(values):
+            raise UserError(f"`{path}` ({values[0]}) would be that of several jobs; leave it out of a sweep")
+
+
+def _value(block: Any, path: str) -> Any:
+    for name in path.split("."):
+        block = getattr(block, name)
+    return block
+
+
+def _say_findings(jobs: Sequence[Job], configs: Sequence[RunConfig], say: Callable[[str], None]) -> None:
+    from .config.show import finding_lines
+
+    told: dict[str, list[Job]] = {}
+    for job, config in zip(jobs, configs, strict=True):
+        for line in finding_lines(config.findings):
+            told.setdefault(line, []).append(job)
+    for line, concerned in told.items():
+        say(line if len(concerned) == len(jobs) else f"{_named(concerned)}: {line}")
+
+
+def _directory(wish: Wish, roots: Sequence[RootBlock]) -> Path:
+    """The directory of the sweep, made.
+
+    Raises:
+        UserError: it cannot be made (exit code 74).
+    """
+    root = roots[0]
+    manager = root.exp_manager
+    names = {keys.exp_manager.name or keys.name for keys in roots}
+    name = f"{names.pop()}/multirun" if len(names) == 1 else "multirun"
+    update = {"name": name}
+    if wish.directory is not None:
+        if manager.explicit_log_dir is not None:
+            raise UserError(
+                "hydra.sweep.dir and exp_manager.explicit_log_dir both name the directory of the sweep; give one"
+            )
+        update["explicit_log_dir"] = wish.directory
+    try:
+        return create_place(root.model_copy(update={"exp_manager": manager.model_copy(update=update)}))
+    except OSError as error:
+        where = error.filename or manager.explicit_log_dir or manager.exp_dir or "runs"
+        raise _cannot_write(where, error) from error
+
+
+def _cannot_write(where: object, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write the directory of the sweep {where}: {error.strerror or error}; set exp_manager.exp_dir to a "
+        "directory that can be written",
+        EXIT_IO,
+    )
+
+
+def _places(directory: Path, below: str, jobs: Sequence[Job]) -> list[Path]:
+    """The run directory of each job.
+
+    Raises:
+        UserError: two jobs have the same, or one is outside of the sweep's.
+    """
+    names: list[str] = []
+    for job in jobs:
+        overrides = ",".join(sorted(text.lstrip("+").replace("/", "_") for text in job.swept))
+        name = below.replace("${hydra.job.num}", str(job.number)).replace("${hydra.job.override_dirname}", overrides)
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or {"..", RECORD}.intersection(path.parts) or "${" in name:
+            raise UserError(
+                f"hydra.sweep.subdir ({below}) must name a directory below that of the sweep, with "
+                "${hydra.job.num} or ${hydra.job.override_dirname}"
+            )
+        names.append(str(path))
+    if len(set(names)) < len(names):
+        raise UserError(
+            f"hydra.sweep.subdir ({below}) gives several jobs one directory; put ${{hydra.job.num}} into it"
+        )
+    return [directory / name for name in names]
+
+
+def _placed(config: RunConfig, directory: Path) -> RunConfig:
+    """The same configuration in a directory of its own."""
+    manager = {**config.document["exp_manager"], "explicit_log_dir": str(directory)}
+    return RunConfig.from_document({**config.document, "exp_manager": manager}, trusted=True)
+
+
+# ---------------------------------------------------------------- the record
+
+
+def _read_record(directory: Path, jobs: Sequence[Job], resumes: bool) -> list[dict[str, Any]]:
+    """What an earlier process wrote of each job; empty for a new sweep.
+
+    Raises:
+        UserError: the directory holds another sweep, or one that was not to be gone on with.
+    """
+    path = directory / RECORD
+    if not path.exists():
+        return [{} for _ in jobs]
+    if not resumes:
+        raise UserError(
+            f"{directory} already holds a sweep; go on with it with exp_manager.resume_if_exists=True, or write "
+            "elsewhere with another exp_manager.name or exp_dir"
+        )
+    try:
+        if path.stat().st_size > _MAX_RECORD_BYTES:
+            raise ValueError("it is too large")
+        known = json.loads(path.read_text(encoding="utf-8"))["jobs"]
+        swept = [row["swept"] for row in known]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); move it away to start the sweep anew") from None
+    if swept != [list(map(without_secrets, job.swept)) for job in jobs]:
+        raise UserError(
+            f"{directory} holds a sweep of other jobs; repeat its overrides to go on with it, or write elsewhere with "
+            "another exp_manager.name or exp_dir"
+        )
+    return known
+
+
+def _taken_over(run: SweptRun, known: dict[str, Any]) -> SweptRun:
+    """A job that an earlier process has finished with this very configuration is done."""
+    if known.get("exit_code") == EXIT_DONE and known.get("configuration") == run.config.digest:
+        return replace(run, exit_code=EXIT_DONE, figures=_figures(run))
+    return run
+
+
+def _write_record(directory: Path, runs: Sequence[SweptRun]) -> None:
+    document = {
+        "jobs": [
+            {
+                "number": run.job.number,
+                "swept": list(map(without_secrets, run.job.swept)),
+                "overrides": list(map(without_secrets, run.job.overrides)),
+                "directory": str(run.directory),
+                "configuration": run.config.digest,
+                "exit_code": run.exit_code,
+                "problem": run.problem,
+                "figures": run.figures,
+            }
+            for run in runs
+        ]
+    }
+    temporary = directory / f"{RECORD}.tmp"
+    try:
+        temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, directory / RECORD)
+    except OSError as error:
+        raise _cannot_write(directory, error) from error
+
+
+# ---------------------------------------------------------------- the jobs
+
+
+class _Terminated(BaseException):
+    """SIGTERM, between two jobs."""
+
+
+def _run_all(runs: list[SweptRun], directory: Path, start: Start, say: Callable[[str], None]) -> int:
+    """Run those that are not done, keeping how each ended in `runs`; the exit code of a signal, or 0."""
+    with _sigterm_raised():
+        try:
+            for index, run in enumerate(runs):
+                head = f"job {run.job.number} ({index + 1} of {len(runs)}): {_shown(run.job)}"
+                if run.exit_code is not None:
+                    print(f"{head}: was done before", flush=True)
+                    continue
+                print(f"{head}; {run.directory}", flush=True)
+                runs[index] = _run_one(run, start, say)
+                _write_record(directory, runs)
+                if runs[index].exit_code in _STOPS:
+                    return runs[index].exit_code or EXIT_DONE
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+        except _Terminated:
+            return EXIT_TERMINATED
+    return EXIT_DONE
+
+
+def _run_one(run: SweptRun, start: Start, say: Callable[[str], None]) -> SweptRun:
+    code, problem = EXIT_BAD_INPUT, ""
+    try:
+        code = start(run.config, run.placement)
+    except UserError as error:
+        code, problem = error.exit_code, error.lines[0]
+        say("\n".join(error.lines))
+    return replace(run, exit_code=code, problem=problem, figures=_figures(run))
+
+
+@contextmanager
+def _sigterm_raised() -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    previous = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _figures(run: SweptRun) -> dict[str, Any] | None:
+    """The last step in metrics.jsonl, and the last and best value of the metric that ranks checkpoints."""
+    params = run.config.root.exp_manager.checkpoint_callback_params
+    wanted = logged_name(params.monitor)
+    rows: list[dict[str, Any]] = []
+    try:
+        with (run.directory / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                except ValueError:  # the last line of a killed run may be torn
+                    continue
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    rows.append(row)
+    except OSError:
+        return None
+    if not rows:
+        return None
+    metric = wanted if any(wanted in row for row in rows) else "loss"
+    better = max if params.mode == "max" and metric == wanted else min
+    values = [row[metric] for row in rows if isinstance(row.get(metric), float)]
+    return {
+        "step": rows[-1]["step"],
+        "metric": metric,
+        "last": values[-1] if values else None,
+        "best": better(values) if values else None,
+    }
+
+
+def _table(runs: Sequence[SweptRun], directory: Path) -> list[str]:
+    """A line for each job, below a heading."""
+    metrics = {run.figures["metric"] for run in runs if run.figures}
+    metric = metrics.pop() if len(metrics) == 1 else "metric"
+    rows = [["job", "exit", "step", f"last {metric}", f"best {metric}", "directory", "overrides"]]
+    for run in runs:
+        figures = run.figures or {}
+        numbers = [figures.get("last"), figures.get("best")]
+        rows.append(
+            [
+                str(run.job.number),
+                "-" if run.exit_code is None else str(run.exit_code),
+                str(figures.get("step", "-")),
+                *("-" if number is None else f"{number:.4f}" for number in numbers),
+                os.path.relpath(run.directory, directory),
+                _shown(run.job),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
