@@ -182,7 +182,10 @@ def check_lost(run: Job, rank: int, act: signal.Signals, words: str) -> None:
 
 
 def test_a_killed_rank_ends_the_run(tmp_path):
-    check_lost(job(tmp_path), 1, signal.SIGKILL, "was killed by SIGKILL")
+    run = job(tmp_path)
+    check_lost(run, 1, signal.SIGKILL, "was killed by SIGKILL")
+    (record,) = tmp_path.rglob("environment.json")
+    assert "train" in json.loads(record.read_text())["command"], "the user's command line, not the worker's"
 
 
 @pytest.mark.full

@@ -201,6 +201,7 @@ class _Launch:
             os.close(write_end)
             self._workers.append(Worker(rank, process, read_end))
             order = {
+                "command": sys.argv,
                 "imports": list(self._imports),
                 "document": self._config.document,
                 "digest": self._config.digest,

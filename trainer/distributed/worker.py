@@ -50,6 +50,7 @@ def main() -> None:
 
 
 def _train(order: dict[str, Any]) -> int:
+    sys.argv = order["command"]  # what the record of the run and its loggers say it was started with
     import_modules(order["imports"])
     config = RunConfig.from_document(order["document"], trusted=True)
     if config.digest != order["digest"]:
