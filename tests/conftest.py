@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ settings.register_profile("stoker", derandomize=True, deadline=None)
 settings.load_profile("stoker")
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# a shell that runs the tests in the background has Ctrl-C ignored, and so would every process they start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parents[1]
 
 if importlib.util.find_spec("stoker") is None:

@@ -370,6 +370,7 @@ def test_a_worker_refuses_another_configuration(tmp_path):
         "address": ["127.0.0.1", 1],
         "listener": None,
         "imports": [],
+        "command": ["stoker", "train"],
     }
     read_end, write_end = os.pipe()
     with os.fdopen(read_end, "rb") as outcome:
