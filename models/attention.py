@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from torch import Tensor, nn
 
 from ..kernels.attention.backends import AttentionFunction
 from ..kernels.attention.packed import PackedSequences
 from ..kernels.rope import apply_rotary
-
-CallKind = Literal["training", "evaluation", "generation"]
+from .attention_calls import CallKind
 
 
 class SelfAttention(nn.Module):

@@ -8,13 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention.backends import FUNCTIONS, AttentionFunction, installed, torch_version
+from ..kernels.attention.backends import AttentionFunction, function_of, installed, torch_version
 from ..kernels.attention.call import AttentionCall, DType
-from ..kernels.attention.dispatch import Decision, choose
+from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.flags import AttentionFlags
-from .attention import CallKind, SelfAttention
+from .attention import SelfAttention
+from .attention_calls import CallKind, attention_calls, decide
 from .config.gpt import GPTKeys
-from .config.slices import AttentionSlice, GPTSlice, StackSlice, gpt_slice
+from .config.slices import GPTSlice, StackSlice, gpt_slice
 from .gpt import GPT
 from .init import InitRules, initialise_
 from .mlp import MLP
@@ -94,11 +95,13 @@ def build_gpt(
         kinds=kinds,
         packed=reset_attention_mask,
     )
-    backends: Backends = {kind: FUNCTIONS[made.backend] for kind, made in decisions.items()}
+    fusion = flags.masked_softmax_fusion and gpt.stack.attention.masked_softmax_fusion
+    backends: Backends = {kind: function_of(made, masked_softmax_fusion=fusion) for kind, made in decisions.items()}
     model = _assemble(gpt, length, decisions, backends, reset_position_ids, reset_attention_mask).to(dtype)
     model.compiled, model.compile_reason = use_compile, reason
     if use_compile:
-        model.decoder.compile_parts(hooked=sharding is not None)
+        whole = all(decision.compiles for kind, decision in decisions.items() if kind != "generation")
+        model.decoder.compile_parts(hooked=sharding is not None, whole=whole)
     if sharding is None:
         model = model.to_empty(device=device)
         initialise_(model, init_rules(gpt))
@@ -136,18 +139,22 @@ def plan_gpt(
         ValueError: compilation cannot be had.
         NoBackendError: no attention backend is left for a kind of call.
     """
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"`dtype` ({dtype}) must be one of {', '.join(str(known) for known in DTYPE_NAMES)}.")
     attention = gpt.stack.attention
     calls = attention_calls(
         attention,
-        device=device,
-        dtype=dtype,
+        device=device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=DTYPE_NAMES[dtype],
         batch=micro_batch_size,
         seq_length=seq_length,
         longest=gpt.max_positions or seq_length,
         packed=packed,
         deterministic=not flags.allow_nondeterministic,
     )
-    decisions = decide(attention, {kind: call for kind, call in calls.items() if kind in kinds}, flags)
+    asked: dict[CallKind, AttentionCall] = {kind: call for kind, call in calls.items() if kind in kinds}
+    decisions = decide(attention, asked, flags, installed(device.type))
     return decisions, compile_policy(gpt.compile, device.type, torch_version(), dropout=has_dropout(gpt.stack))
 
 
@@ -157,70 +164,6 @@ def parameter_count(model: nn.Module) -> int:
 
 
 # ---------------------------------------------------------------- decisions
-
-
-def attention_calls(
-    attention: AttentionSlice,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    batch: int,
-    seq_length: int,
-    longest: int,
-    packed: bool,
-    deterministic: bool,
-) -> dict[CallKind, AttentionCall]:
-    """Every kind of call a causal stack makes: training, evaluation without dropout, generation of any length.
-
-    A text that is generated is one document, even where those of a sample are `packed`.
-
-    Raises:
-        ValueError: `dtype` is not fp64, fp32, bf16 or fp16.
-    """
-    if dtype not in DTYPE_NAMES:
-        raise ValueError(f"`dtype` ({dtype}) must be one of {', '.join(str(known) for known in DTYPE_NAMES)}.")
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-    def call(length: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
-        return AttentionCall(
-            device=device.type,
-            capability=capability,
-            dtype=DTYPE_NAMES[dtype],
-            batch=batch,
-            heads=attention.heads,
-            groups=attention.groups,
-            head_dim=attention.head_dim,
-            queries=length,
-            keys=length,
-            any_length=any_length,
-            causal=attention.causal,
-            packed=packed and not any_length,
-            dropout=attention.dropout if training else 0.0,
-            training=training,
-            deterministic=deterministic,
-        )
-
-    return {
-        "training": call(seq_length, training=True),
-        "evaluation": call(seq_length),
-        "generation": call(longest, any_length=True),
-    }
-
-
-def decide(
-    attention: AttentionSlice, calls: dict[CallKind, AttentionCall], flags: AttentionFlags
-) -> dict[CallKind, Decision]:
-    """The dispatcher's choice for each kind of call."""
-    return {
-        kind: choose(
-            call,
-            use_flash_attention=attention.use_flash_attention,
-            attention_backend=attention.backend,
-            flags=flags,
-            installed=installed(),
-        )
-        for kind, call in calls.items()
-    }
 
 
 def has_dropout(stack: StackSlice) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
 from ..kernels.cross_entropy import linear_cross_entropy
-from .attention import CallKind
+from .attention_calls import CallKind
 from .stack import Stack
 
 
@@ -125,7 +125,12 @@ class GPT(nn.Module):
                 positions = positions_in_documents(documents)
             hidden = self._embed(tokens, positions)
             if documents is not None and self.reset_attention_mask:
-                packed = PackedSequences.of(documents, dtype=_dtype_of_products(hidden), causal=True)
+                packed = PackedSequences.of(
+                    documents,
+                    dtype=_dtype_of_products(hidden),
+                    causal=True,
+                    mask=self.attention_decisions[kind].needs_mask,
+                )
             return self.decoder(hidden, kind, positions=positions, packed=packed)
         if length == 1:  # no backend has to take a single token: a causal model does not see the one behind it
             tokens = F.pad(tokens, (0, 1))

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.packed import PackedSequences
-from .attention import CallKind, SelfAttention
+from .attention import SelfAttention
+from .attention_calls import CallKind
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
 from .positions import RotaryEmbedding
@@ -103,12 +104,13 @@ class Stack(nn.Module):
             hidden = layer(hidden, rotary, kind, packed)
         return self.final_norm(hidden)
 
-    def compile_parts(self, *, hooked: bool = False) -> None:
+    def compile_parts(self, *, hooked: bool = False, whole: bool = True) -> None:
         """Compile each layer and the final norm; equal layers share one compilation.
 
         Args:
             hooked: the parts will have hooks around their forward (FSDP2's, which gather and give back the weights):
                 leave those outside.
+            whole: each part is one graph; otherwise its attention, which cannot be traced, stays outside.
         """
         from torch._dynamo import config  # seconds of import, only where it is needed
 
@@ -117,6 +119,6 @@ class Stack(nn.Module):
         config.recompile_limit = max(config.recompile_limit, MOST_COMPILATIONS)
         for part in (*self.layers, self.final_norm):
             if hooked:
-                part.forward = torch.compile(part.forward, fullgraph=True, dynamic=False)
+                part.forward = torch.compile(part.forward, fullgraph=whole, dynamic=False)
             else:
-                part.compile(fullgraph=True, dynamic=False)
+                part.compile(fullgraph=whole, dynamic=False)

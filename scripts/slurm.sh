@@ -73,7 +73,7 @@ trap 'stop SIGTERM' TERM
 trap 'stop SIGUSR1' USR1
 
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $tasks processes, meeting at $MASTER_ADDR:$MASTER_PORT"
-srun --ntasks="$tasks" --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+srun --ntasks="$tasks" --distribution=block --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
   "${STOKER:-stoker}" train "${overrides[@]}" "$@" &
 step=$!
 wait "$step"

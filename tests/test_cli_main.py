@@ -15,7 +15,7 @@ from stoker.trainer import cli, doctor, environment
 from stoker.trainer.config import show
 from stoker.trainer.config.key_table import KEY_TABLE
 from stoker.trainer.config.schema_index import schema_keys
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, keep_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 Captured = pytest.CaptureFixture[str]
@@ -307,3 +307,12 @@ def test_waiting_threads_spin_briefly_unless_the_caller_has_a_wish(monkeypatch: 
         environment.prepare_process({"A": True})
         assert variables.get("GOMP_SPINCOUNT") == expected
         assert variables["A"] == "1"
+
+
+def test_processes_that_crash_in_the_same_second_keep_a_trace_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "stoker-crash-now")
+    first, second = keep_trace("the cause"), keep_trace("lost another rank")
+    assert first is not None
+    assert second is not None
+    assert (first.read_text(), second.read_text()) == ("the cause", "lost another rank")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from config_helpers import load, problems
 
+from stoker.trainer import run
 from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.data import build, installed
 from stoker.trainer.data.blend import BlendedSamples
@@ -18,7 +19,9 @@ from stoker.trainer.data.mapped import MappedTraining
 from stoker.trainer.data.prefixes import parse_prefixes
 from stoker.trainer.data.samples import IGNORED_LABEL, EndOfDocumentMasked, MockSamples, Samples
 from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer
+from stoker.trainer.distributed.ranks import Ranks
 from stoker.trainer.errors import UserError
+from stoker.trainer.safe_io import MAX_JSON_BYTES
 
 
 def root(
@@ -275,3 +278,23 @@ def test_built_in_sources_look_for_no_package(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(installed, "installed_datasets", None)
     monkeypatch.setattr("stoker.trainer.config.data_rules.installed_datasets", None)
     assert load("data=mock").root.model.data.data_impl == "mock"
+
+
+def test_a_record_of_very_many_inputs_is_read(tmp_path):
+    prefix = token_set(tmp_path, "many")
+    record(prefix, ByteTokenizer(), inputs=["x" * (1 << 20)] * 65)
+    assert Path(prefix + ".json").stat().st_size > MAX_JSON_BYTES
+    assert build_data(root(prefix)).train.samples == 45
+
+
+def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path):
+    class OfTwo(Ranks):
+        def raise_together(self, error):
+            assert error is None
+
+    made = {}
+    for number in (0, 1):
+        folder = tmp_path / str(number)
+        run._data_of_all(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
+        made[number] = folder.is_dir()
+    assert made == {0: True, 1: False}

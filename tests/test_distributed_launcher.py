@@ -16,6 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_run import tiny_document
+
+from stoker.trainer.config.blocks import TrainerBlock
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.distributed import launcher
+from stoker.trainer.distributed.placement import Placement, place
+from stoker.trainer.environment import worker_environment
+from stoker.trainer.errors import UserError
 
 pytestmark = [
     pytest.mark.multi,
@@ -198,6 +206,14 @@ def test_a_lost_rank_ends_the_run(tmp_path, act, rank, layout):
 
 
 @pytest.mark.full
+def test_a_stopped_rank_of_a_hybrid_layout_ends_the_run(tmp_path):
+    """There every rank waits in a group of some of the ranks."""
+    keys = {"trainer__devices": 4, "model__fsdp_sharding_strategy": "hybrid", "model__fsdp_shard_size": 2}
+    run = job(tmp_path, model__fsdp=True, **keys)
+    check_lost(run, 1, signal.SIGSTOP, "was stopped (SIGSTOP) and did not answer")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("early", [0.2, 1.0, 2.5])
 def test_a_rank_that_is_killed_before_the_first_step_ends_the_run(tmp_path, early):
     with job(tmp_path) as run:
@@ -280,6 +296,21 @@ def test_a_signal_before_the_first_step_is_heard(tmp_path, number, code, early):
         assert "Traceback" not in run.error, run.error
 
 
+def test_a_signal_before_the_first_process_is_heard(tmp_path, monkeypatch):
+    """A worker that is started after it gets it too."""
+    popen = subprocess.Popen
+
+    def interrupted(*command: Any, **settings: Any) -> Any:
+        if settings["env"]["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return popen(*command, **settings)
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", interrupted)
+    config = RunConfig.from_document(tiny_document(tmp_path, trainer__devices=2))
+    assert launcher.launch(config, Placement(world_size=2, per_node=2)) == 143
+    assert not tmp_path.exists() or not list(tmp_path.iterdir())
+
+
 @pytest.mark.full
 def test_a_second_signal_later_ends_the_run_at_once(tmp_path):
     with job(tmp_path) as run:
@@ -311,8 +342,13 @@ class Samples(MockSamples):
 
     def batch(self, first, count):
         if self.fails and first >= 24:
-            open("gone.bin") if self.fails == "later" else [][1]
+            open("gone.bin") if self.fails == "later" else self.crash()
         return super().batch(first, count)
+
+    def crash(self):
+        if self.fails == "at length":
+            raise RuntimeError("word " * 100_000)
+        [][1]
 
 def samples(data, split, sequence_length, tokenizer, seed):
     fails = data["dataset_kwargs"]["fails"] if os.environ.get("RANK") == os.environ.get("FAILS", "1") else ""
@@ -357,7 +393,37 @@ def test_a_crash_of_one_rank_is_told_once(tmp_path, package, workers):
         assert "in batch" in kept.read_text()
 
 
+def test_a_crash_that_says_more_than_a_pipe_holds_ends_the_run(tmp_path, package):
+    with job(
+        tmp_path, environ=package, model__data__data_impl="failing", model__data__dataset_kwargs="{fails: at length}"
+    ) as run:
+        assert run.end(60) == 1
+        assert run.error.startswith("rank 1: RuntimeError: word word"), run.error
+        (kept,) = tmp_path.glob("stoker-crash-*.txt")
+        assert len(kept.read_text()) > 500_000
+
+
 # ---------------------------------------------------------------- one configuration
+
+
+@pytest.mark.parametrize(
+    "names", [("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")]
+)
+def test_ranks_that_are_dealt_out_over_the_machines_are_refused(names):
+    """Two of a machine would take the same GPU."""
+    trainer = TrainerBlock.model_validate({"devices": 2, "num_nodes": 2})
+    meeting = {"MASTER_ADDR": "first", "MASTER_PORT": "29400"}
+    for rank in range(4):
+        found = place(trainer, meeting | dict(zip(names, (str(rank), "4", str(rank % 2)), strict=True)))
+        assert (found.node, found.local_rank) == (rank // 2, rank % 2)
+    with pytest.raises(UserError, match="must be number 0: fill one machine after the other"):
+        place(trainer, meeting | dict(zip(names, ("2", "4", "1"), strict=True)))
+
+
+def test_a_worker_has_env_vars_before_it_imports_anything():
+    place: Any = {"rank": 1, "world_size": 2, "local_rank": 1, "per_node": 2, "address": ("first", 1)}
+    found = worker_environment(**place, env_vars={"OMP_NUM_THREADS": 3, "SWITCH": True, "RANK": 7})
+    assert (found["OMP_NUM_THREADS"], found["SWITCH"], found["RANK"]) == ("3", "1", "1")
 
 
 def test_a_worker_refuses_another_configuration(tmp_path):

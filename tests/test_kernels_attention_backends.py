@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
-from typing import Any
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from stoker.kernels.attention.backends import FUNCTIONS, installed
+from stoker.kernels.attention import backends, te, unfused
+from stoker.kernels.attention.backends import FUNCTIONS, function_of, installed
 from stoker.kernels.attention.call import AttentionCall
-from stoker.kernels.attention.dispatch import BACKENDS
-from stoker.kernels.attention.reference import reference_attention, visible_keys
+from stoker.kernels.attention.dispatch import Decision
+from stoker.kernels.attention.packed import PackedSequences, whole_cu_seqlens
+from stoker.kernels.attention.reference import reference_attention, reference_backend, visible_keys
+from stoker.kernels.attention.support import BACKENDS, BY_NAME
+from stoker.kernels.attention.unfused import UnfusedAttention
+from stoker.kernels.launch import INTERPRETED
 
 ON_CPU = ("sdpa_flash", "sdpa_math", "unfused")
 
@@ -196,22 +205,357 @@ def test_one_graph(name: str) -> None:
         return FUNCTIONS[name](query, key, value, scale=0.4, causal=True)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(*tensors), reference_attention(*tensors, scale=0.4, causal=True), atol=1e-6)
+    assert torch.allclose(compiled(*tensors), reference_backend(*tensors, scale=0.4, causal=True), atol=1e-6)
+
+
+# ---------------------------------------------------------------- every option
+
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 2 + [2] * 11, [0] * 20], dtype=torch.int32)
+PADDING = torch.arange(20) < torch.tensor([[13], [20]])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"causal": False},
+    "window": {"window": (4, 1), "causal": False},
+    "softcap": {"softcap": 2.0},
+    "dense": {"bias": "dense"},
+    "distance": {"distance_bias": "distance", "causal": False},
+    "both biases": {"bias": "dense", "distance_bias": "distance"},
+    "packed": {"packed": True},
+    "packed window": {"packed": True, "window": (3, 0)},
+    "packed distance": {"packed": True, "distance_bias": "distance"},
+    "padding": {"key_padding_mask": PADDING, "causal": False},
+    "padding in front": {"key_padding_mask": ~PADDING | (torch.arange(20) == 19), "causal": True},
+}
+TAKEN = {
+    "triton": set(OPTIONS),
+    "unfused": set(OPTIONS),
+    "sdpa_math": set(OPTIONS) - {"window", "softcap", "packed window"},
+    "lse_first": {"plain", "full"},
+    "te_flash": {"plain", "full", "window", "packed", "packed window"},
+    "te_fused": {"plain", "full", "window", "dense", "distance", "both biases", "packed", "packed window"},
+    "te_unfused": set(OPTIONS) - {"softcap", "padding", "padding in front"},
+    "flash_attn": {"plain", "full", "window", "softcap", "packed", "packed window"},
+}
+
+
+def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
+    """Arguments of a backend; biases that want a gradient are added to `tensors`."""
+    options: dict[str, Any] = {"causal": True, "scale": 0.3} | words
+    generator = torch.Generator().manual_seed(3)
+    for name, shape in (("bias", (1, 6, 20, 20)), ("distance_bias", (6, 9))):
+        if name in options:
+            tensors.append(torch.randn(shape, generator=generator).requires_grad_())
+            options[name] = tensors[-1]
+    if "packed" in options:
+        options["packed"] = PackedSequences.of(DOCUMENTS, dtype=torch.float32, causal=options["causal"])
+    return options
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, option) for name in TAKEN for option in OPTIONS])
+def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backend takes gives the reference's output and gradients; what it does not take is an error."""
+    pretend_extras(monkeypatch)
+    if name == "triton" and not INTERPRETED:
+        pytest.skip("on a CPU Triton needs its interpreter")
+    tensors = inputs(queries=20, keys=20, dim=16, dtype=torch.float32)
+    options = with_options(OPTIONS[option], tensors)
+    if option not in TAKEN[name]:
+        with pytest.raises(ValueError, match=r"must (be None|be 0|not be given)"):
+            FUNCTIONS[name](*tensors[:3], **options)
+        return
+    assert_same(run(name, tensors, **options), run("reference", tensors, **options), 2e-5)
+
+
+def test_rows_hidden_by_padding_give_zero() -> None:
+    """In front of a text, under a causal mask, there are queries that see nothing."""
+    hidden = torch.arange(20).expand(2, 20) >= 5
+    names = ["unfused", "sdpa_math", "reference", *(["triton"] if INTERPRETED else [])]
+    for name in names:
+        tensors = inputs(queries=20, keys=20, dim=16, dtype=torch.float32)
+        output, *gradients = run(name, tensors, key_padding_mask=hidden)
+        assert not output[:, :5].any()
+        assert output[:, 5:].all()
+        assert not any(gradient[:, :5].any() for gradient in gradients)
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_of_triton_comes_from_torchs_generator(packed: bool) -> None:
+    """The same state gives the same mask, so recomputation does; about the right part of the weights is dropped."""
+    query, key = (torch.zeros(2, 20, heads, 16) for heads in (6, 2))
+    value, seen = torch.ones(2, 20, 2, 16), []
+    documents = PackedSequences.of(DOCUMENTS, dtype=torch.float32, causal=False) if packed else None
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        seen.append(FUNCTIONS["triton"](query, key, value, scale=1.0, causal=False, dropout=0.25, packed=documents))
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0], seen[2])
+    assert abs(seen[0].mean() - 1) < 0.1
+    assert seen[0].std() > 0.05
+
+
+# ---------------------------------------------------------------- packages that are not installed here
+
+
+class PretendedAttention:
+    """TransformerEngine's DotProductAttention in plain torch, as far as the adapter uses it."""
+
+    state: ClassVar[dict[str, Any]] = {"backend_selection_requires_update": False}
+    calls: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, heads: int, head_dim: int, *, num_gqa_groups: int, attention_dropout: float, qkv_format: str,
+                 softmax_scale: float) -> None:  # fmt: skip
+        assert qkv_format == "bshd"
+        self.scale, self.shape = softmax_scale, (heads, num_gqa_groups, head_dim)
+        self.deterministic = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+
+    def train(self, mode: bool) -> None:
+        self.training = mode
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        on = {family: os.environ[f"NVTE_{family.upper()}_ATTN"] == "1" for family in ("flash", "fused", "unfused")}
+        assert self.state["backend_selection_requires_update"]
+        self.state.update({f"use_{family}_attention": there for family, there in on.items()})
+        self.calls.append({**options, "deterministic": self.deterministic, "training": self.training})
+        assert (query.shape[-2], key.shape[-2], query.shape[-1]) == self.shape
+        kind, bias = options["attn_mask_type"], options.get("core_attention_bias")
+        assert (bias is not None) == (options.get("core_attention_bias_type") == "post_scale_bias")
+        if bias is not None:
+            assert bias.shape[-2:] == (query.shape[1], key.shape[1])
+        if kind == "arbitrary":
+            hidden = torch.zeros(()).masked_fill(options["attention_mask"], float("-inf"))
+            bias = hidden if bias is None else bias + hidden
+        result = reference_attention(
+            query, key, value, causal="causal" in kind, window_size=options.get("window_size") or (-1, -1),
+            softmax_scale=self.scale, bias=bias, cu_seqlens_q=options.get("cu_seqlens_q"),
+            cu_seqlens_k=options.get("cu_seqlens_kv"), max_seqlen_q=options.get("max_seqlen_q"),
+            max_seqlen_k=options.get("max_seqlen_kv"),
+        )  # fmt: skip
+        assert isinstance(result, Tensor)
+        return result.flatten(-2)
+
+
+def pretended_flash_attn(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **options: Any) -> Tensor:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    result = reference_attention(query, key, value, **dict(zip(names, lengths, strict=False)), **options)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def pretend_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put stand-ins where TransformerEngine and flash-attn are imported from."""
+    te._module.cache_clear()
+    PretendedAttention.calls.clear()
+    packages = {
+        "transformer_engine": SimpleNamespace(),
+        "transformer_engine.pytorch": SimpleNamespace(DotProductAttention=PretendedAttention),
+        te._MODULE: SimpleNamespace(_attention_backends=PretendedAttention.state),
+        "flash_attn": SimpleNamespace(
+            flash_attn_func=pretended_flash_attn, flash_attn_varlen_func=pretended_flash_attn
+        ),
+    }
+    for name, package in packages.items():
+        monkeypatch.setitem(sys.modules, name, package)
+
+
+def test_transformer_engine_is_held_to_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables are set in a scope, its memory of an earlier choice is not trusted, and what ran is looked at."""
+    pretend_extras(monkeypatch)
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    query, key, value = (tensor.float() for tensor in inputs(dim=16))
+    with torch.no_grad():
+        FUNCTIONS["te_flash"](query, key, value, scale=0.3, causal=True)
+    assert PretendedAttention.state["use_flash_attention"]
+    assert os.environ["NVTE_FLASH_ATTN"] == "0"
+    assert "NVTE_FUSED_ATTN" not in os.environ
+    assert not PretendedAttention.calls[-1]["training"]
+    te.TEAttention("fused", deterministic=True)(query, key, value, scale=0.3, causal=True)
+    assert PretendedAttention.calls[-1]["deterministic"]
+    assert PretendedAttention.calls[-1]["training"]
+    te.te_fused(query, key, value, scale=0.3, causal=True)
+    assert not PretendedAttention.calls[-1]["deterministic"]
+    te.te_fused(query[:, :4], key, value, scale=0.3, causal=True)
+    assert PretendedAttention.calls[-1]["attn_mask_type"] == "causal_bottom_right"
+
+    def elsewhere(self: PretendedAttention, *tensors: Tensor, **options: Any) -> Tensor:
+        self.state.update(use_flash_attention=False, use_fused_attention=False, use_unfused_attention=True)
+        return tensors[0].flatten(-2)
+
+    monkeypatch.setattr(PretendedAttention, "__call__", elsewhere)
+    with pytest.raises(RuntimeError, match=r"held to fused attention and took \['unfused'\]"):
+        te.te_fused(query, key, value, scale=0.3, causal=True)
+
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise ValueError("No dot product attention backend is available")
+
+    monkeypatch.setattr(PretendedAttention, "__call__", refuse)
+    with pytest.raises(RuntimeError, match=r"refuses this call in te_fused: No dot.*NVTE_DEBUG_LEVEL=2"):
+        te.te_fused(query, key, value, scale=0.3, causal=True)
+    assert os.environ["NVTE_FLASH_ATTN"] == "0"
+
+
+@pytest.mark.parametrize("name", ["te_fused", "te_flash", "te_unfused", "flash_attn"])
+def test_a_graph_breaks_around_what_cannot_be_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a layer with such a backend is compiled around it, and none that is one graph takes it in."""
+    pretend_extras(monkeypatch)
+    tensors = [tensor.detach().float() for tensor in inputs(dim=16)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return 2 * FUNCTIONS[name](2 * query, key, value, scale=0.3, causal=True)
+
+    torch.compiler.reset()
+    around = torch.compile(attend, backend="eager")
+    assert torch.allclose(around(*tensors), attend(*tensors))
+    assert not BY_NAME[name].compiles
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
+        torch.compile(attend, backend="eager", fullgraph=True)(*tensors)
+    torch.compiler.reset()
+
+
+def test_documents_are_counted_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_extras(monkeypatch)
+    packed = PackedSequences.of(DOCUMENTS, dtype=torch.float32, causal=True, mask=False)
+    first = whole_cu_seqlens(packed)
+    assert first.tolist() == [0, 7, 9, 20, 40]
+    assert whole_cu_seqlens(packed) is first
+    other = PackedSequences.of(DOCUMENTS.flip(0), dtype=torch.float32, causal=True, mask=False)
+    assert whole_cu_seqlens(other).tolist() == [0, 20, 27, 29, 40]
+    tensors = [tensor.float() for tensor in inputs(queries=20, keys=20, dim=16)]
+    with pytest.raises(ValueError, match="must hold a mask"):
+        FUNCTIONS["unfused"](*tensors, scale=0.3, causal=True, packed=packed)
+
+
+def test_functions_follow_call_and_flags() -> None:
+    assert {*FUNCTIONS} == {backend.name for backend in BACKENDS}
+
+    def made(backend: str, fusion: bool = True) -> Any:
+        call = AttentionCall(
+            device="cpu", dtype="fp32", batch=1, heads=1, groups=1, head_dim=16, queries=8, keys=8, deterministic=True
+        )
+        return function_of(Decision(call, backend, ()), masked_softmax_fusion=fusion)
+
+    assert (made("te_fused").deterministic, made("te_fused").family) == (True, "fused")
+    assert made("flash_attn").deterministic
+    assert [made("unfused", fusion).masked_softmax_fusion for fusion in (True, False)] == [True, False]
+    assert made("triton") is FUNCTIONS["triton"]
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+@pytest.mark.parametrize("option", ["plain", "full", "window", "packed", "padding in front"])
+def test_the_fused_softmax_is_the_softmax(fusion: bool, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU `unfused` takes the kernel; here its plain form, to see that it is given the right masks."""
+    taken: list[bool] = []
+    real = unfused.scaled_masked_softmax
+    monkeypatch.setattr(unfused, "triton_runs_on", lambda _: True)
+    monkeypatch.setattr(unfused, "scaled_masked_softmax", lambda *a, **b: taken.append(True) or real(*a, **b))
+    tensors = inputs(queries=20, keys=20, dim=16)
+    options = with_options(OPTIONS[option], tensors)
+    output = UnfusedAttention(masked_softmax_fusion=fusion)(*tensors[:3], **options)
+    gradients = torch.autograd.grad(output.sum(), tensors)
+    expected = FUNCTIONS["reference"](*tensors[:3], **options)
+    assert_same([output, *gradients], [expected, *torch.autograd.grad(expected.sum(), tensors)], 1e-12)
+    assert bool(taken) is fusion
+
+
+def test_versions_come_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {
+        "triton": "3.6.0+git1",
+        "transformer-engine": "2.20.2",
+        "flash-attn": "2.8.3.post1",
+        "flash-attn-4": "4",
+    }
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = installed()
+    assert (found.triton, found.te, found.flash_attn) == ((3, 6), (2, 20), (2, 8, 3))
+    assert (found.flash_attn_3, found.flash_attn_4, found.te_problem) == (False, True, "")
+    backends._import_problem.cache_clear()
+    broken = installed("cuda").te_problem  # it is not here at all, which its metadata denies
+    assert broken.startswith("transformer_engine is installed but cannot be imported: ModuleNotFoundError")
+    backends._import_problem.cache_clear()
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def gpu_call(**changes: Any) -> AttentionCall:
+    facts: dict[str, Any] = {
+        "device": "cuda", "capability": torch.cuda.get_device_capability(), "dtype": "bf16", "batch": 2, "heads": 8,
+        "groups": 2, "head_dim": 64, "queries": 256, "keys": 256, "training": True,
+    }  # fmt: skip
+    return AttentionCall(**facts | changes)
+
+
+def skip_unless_it_runs(name: str, call: AttentionCall) -> None:
+    """What the table refuses here is skipped, in the table's words."""
+    if (reason := BY_NAME[name].why_not(call, installed("cuda"))) is not None:
+        pytest.skip(f"{name}: {reason}")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "unfused"])
-@pytest.mark.parametrize("groups", [1, 2, 8])
-def test_gpu_backends_equal_the_reference(name: str, groups: int) -> None:
+@pytest.mark.parametrize("name", [backend.name for backend in BACKENDS if backend.name != "reference"])
+@pytest.mark.parametrize(("groups", "head_dim"), [(1, 64), (2, 64), (8, 64), (2, 128), (2, 256)])
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int, option: str) -> None:
+    """Output and gradients in bf16 against the definition in fp64, for every option the table accepts on this card."""
+    words, tokens, heads = OPTIONS[option], 256, 8
+    bias = {"bias": "dense_with_gradient", "distance_bias": "distance_with_gradient"}
+    given = [bias[word] for word in words if word in bias]
+    if len(given) == 2:
+        pytest.skip("no call has two biases")
+    call = gpu_call(
+        groups=groups, head_dim=head_dim, bias=given[0] if given else "none", causal=words.get("causal", True),
+        window=words.get("window"), softcap=words.get("softcap", 0.0), packed="packed" in words,
+        padding="key_padding_mask" in words,
+    )  # fmt: skip
+    skip_unless_it_runs(name, call)
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 200, 8, 64), (2, 200, groups, 64), (2, 200, groups, 64))
-    tensors = [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for shape in shapes]
-    wide = [tensor.double().requires_grad_() for tensor in tensors]
-    tensors = [tensor.requires_grad_() for tensor in tensors]
-    upstream = torch.randn(2, 200, 8, 64, generator=generator).to("cuda")
-    truth_output = FUNCTIONS["reference"](*wide, scale=0.125, causal=True)
-    output = FUNCTIONS[name](*tensors, scale=0.125, causal=True)
-    truth = [truth_output, *torch.autograd.grad(truth_output, wide, upstream.double())]
-    ours = [output, *torch.autograd.grad(output, tensors, upstream.bfloat16())]
-    for mine, expected in zip(ours, truth, strict=True):
-        assert (mine - expected).abs().max() < 0.02 * expected.abs().max()
+    shapes = [(2, tokens, heads, head_dim), *[(2, tokens, groups, head_dim)] * 2]
+    shapes += [(1, heads, tokens, tokens)] if "bias" in words else []
+    shapes += [(heads, 65)] if "distance_bias" in words else []
+    drawn = [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for shape in shapes]
+    documents = (torch.rand(2, tokens, generator=generator) < 0.03).int().cumsum(1, dtype=torch.int32).to("cuda")
+    seen = (torch.arange(tokens) < torch.tensor([[200], [tokens]])).to("cuda")
+    upstream = torch.randn(2, tokens, heads, head_dim, generator=generator).to("cuda")
+    results: list[list[Tensor]] = []
+    for function, dtype in (("reference", torch.float64), (name, torch.bfloat16)):
+        tensors = [tensor.to(dtype).requires_grad_() for tensor in drawn]
+        options: dict[str, Any] = {"causal": True, "scale": head_dim**-0.5} | words
+        if "bias" in words:
+            options["bias"] = tensors[3]
+        if "distance_bias" in words:
+            tensors[3] = drawn[3].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+            options["distance_bias"] = tensors[3]
+        if "packed" in words:
+            options["packed"] = PackedSequences.of(documents, dtype=dtype, causal=options["causal"])
+        if "key_padding_mask" in words:
+            options["key_padding_mask"] = seen
+        output = FUNCTIONS[function](*tensors[:3], **options)
+        results.append([output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))])
+    for expected, ours in zip(*results, strict=True):
+        assert (ours - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "te_fused", "te_flash", "flash_attn"])
+def test_gpu_backends_that_are_deterministic_repeat_to_the_bit(name: str) -> None:
+    call = gpu_call(deterministic=True)
+    skip_unless_it_runs(name, call)
+    function = function_of(Decision(call, name, ()))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 256, 8, 64), (2, 256, 2, 64), (2, 256, 2, 64))
+    tensors = [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for shape in shapes]
+    runs = []
+    for _ in range(20):
+        output = function(*tensors, scale=0.125, causal=True)
+        runs.append([output, *torch.autograd.grad(output.sum(), tensors)])
+    for again in runs[1:]:
+        assert all(torch.equal(first, other) for first, other in zip(runs[0], again, strict=True))

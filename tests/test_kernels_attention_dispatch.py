@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -12,10 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.kernels.attention.call import AttentionCall, Installed
-from stoker.kernels.attention.dispatch import BACKENDS, NoBackendError, choose
-from stoker.kernels.attention.flags import ACTING_FLAGS, KNOWN_FLAGS, AttentionFlags, read_flags
+from stoker.kernels.attention.dispatch import NoBackendError, choose
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.attention.support import BACKENDS, BY_NAME
 
 NEW = Installed(torch=(2, 13), cudnn=92000)
+FULL = Installed(
+    torch=(2, 13), cudnn=92000, triton=(3, 6), te=(2, 20), flash_attn=(2, 8, 3), flash_attn_3=True, flash_attn_4=True
+)
 BF16 = {"dtype": "bf16", "batch": 4, "heads": 16, "groups": 4, "head_dim": 128, "queries": 4096, "keys": 4096}
 HOPPER = AttentionCall(device="cuda", capability=(9, 0), training=True, **BF16)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
@@ -60,48 +65,142 @@ def test_generation_does_not_plan_every_length_with_cudnn() -> None:
     assert chosen(dataclasses.replace(HOPPER, any_length=True), attention_backend="fused") == "sdpa_cudnn"
 
 
+ON_CPU = {"device": "cpu", "capability": None, "dtype": "fp32"}
+TE = ("te_flash", "te_fused", "te_unfused")
+SDPA = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math")
+Filter = tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]
+FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are accepted, words of the reason
+    # devices and dtypes
+    (("sdpa_efficient", "sdpa_cudnn", *TE, "flash_attn"), ON_CPU, {"device": "cuda", "capability": (9, 0),
+     "dtype": "bf16"}, "needs a CUDA device, not cpu"),
+    (("triton",), ON_CPU, {"device": "cuda", "capability": (9, 0), "dtype": "bf16"}, "TRITON_INTERPRET=1"),
+    (("triton", "sdpa_flash", "sdpa_cudnn"), {"device": "mps", "capability": None},
+     {"device": "cuda", "capability": (9, 0)}, "needs a CUDA device, not mps"),
+    (("sdpa_flash", "sdpa_cudnn", "te_fused", "te_flash", "flash_attn"), {"capability": (7, 5), "dtype": "fp16"},
+     {"capability": (8, 0)}, "sm_80 to sm_121, not sm_75"),
+    (("triton", "lse_first"), {"capability": (7, 5), "dtype": "fp16"}, {"capability": (8, 0)}, "sm_80 or later"),
+    (("sdpa_efficient", "te_unfused"), {"capability": (7, 5)}, {"dtype": "fp16"}, "does not take bf16 on sm_75"),
+    (("sdpa_flash", "sdpa_cudnn", "te_fused", "te_flash", "flash_attn"), {"dtype": "fp32"}, {"dtype": "fp16"},
+     "takes bf16 and fp16, not fp32"),
+    (("triton",), {"dtype": "fp64"}, {"dtype": "fp32"}, "not fp64"),
+    (("sdpa_efficient", "te_unfused"), {"dtype": "fp64"}, {"dtype": "fp32"}, "does not take fp64"),
+    (("sdpa_efficient",), {"capability": (13, 0)}, {"capability": (12, 0)}, "sm_50 to sm_121"),
+    # head widths
+    (("sdpa_cudnn", "te_fused"), {"head_dim": 192, "capability": (8, 0)}, {"capability": (9, 0)}, "up to 128"),
+    (("sdpa_cudnn", "te_fused"), {"head_dim": 264}, {"head_dim": 256}, "up to 256"),
+    (("sdpa_cudnn", "te_fused", "triton", "te_flash", "flash_attn", "lse_first"), {"head_dim": 100},
+     {"head_dim": 96}, "multiples of 8"),
+    (("triton", "lse_first"), {"head_dim": 8}, {"head_dim": 16}, "16 to 256 wide"),
+    (("triton", "lse_first"), {"head_dim": 264}, {"head_dim": 256}, "16 to 256 wide"),
+    (("sdpa_flash", "flash_attn"), {"head_dim": 320}, {"head_dim": 256}, "up to 256"),
+    (("sdpa_flash", "flash_attn"), {"capability": (8, 9), "head_dim": 224}, {"head_dim": 192}, "cannot train heads"),
+    (("sdpa_flash", "flash_attn"), {"capability": (8, 6), "head_dim": 256, "dropout": 0.1}, {"dropout": 0.0},
+     "cannot train heads 256 wide on sm_86"),
+    (("te_flash",), {"capability": (8, 9), "head_dim": 224}, {"head_dim": 192}, "up to 192 wide on sm_89"),
+    (("te_flash",), {"head_dim": 320}, {"head_dim": 256}, "no heads 320 wide here; takes heads up to 256"),
+    (("sdpa_efficient",), {"head_dim": 100}, {"head_dim": 104}, "multiple of 8"),
+    (("sdpa_efficient",), {"dtype": "fp32", "head_dim": 6}, {"head_dim": 4}, "multiple of 4"),
+    # masks
+    (SDPA, {"window": (127, 0)}, {"window": None}, "no window"),
+    (("lse_first",), {"window": (127, 0)}, {"window": None}, "takes no window"),
+    (("te_fused",), {"window": (127, 0), "dropout": 0.1}, {"dropout": 0.0}, "a window only without dropout"),
+    (("te_fused",), {"window": (127, 0), "bias": "dense"}, {"bias": "none"}, "a window only without dropout"),
+    (SDPA, {"queries": 128}, {"causal": False}, "top-left"),
+    (("te_fused", "te_unfused"), {"queries": 8192}, {"queries": 2048}, "quer"),
+    (("sdpa_flash",), {"packed": True}, {"packed": False}, "which packed documents need"),
+    (("sdpa_flash", "flash_attn"), {"padding": True}, {"padding": False}, "which padding needs"),
+    (TE, {"padding": True}, {"padding": False}, "not as a mask that may have holes"),
+    (("te_fused",), {"packed": True, "capability": (8, 0)}, {"capability": (9, 0)}, "from sm_90"),
+    (("te_fused",), {"packed": True, "bias": "dense"}, {"packed": False}, "no bias with packed documents"),
+    (("triton",), {"packed": True, "bias": "dense"}, {"bias": "distance"}, "no common matrix"),
+    (("lse_first",), {"packed": True, "dropout": 0.1}, {"packed": False, "dropout": 0.0},
+     "no packed documents and no dropout"),
+    # biases and scores
+    (("sdpa_flash", "te_flash", "flash_attn"), {"bias": "dense"}, {"bias": "none"}, "takes no bias"),
+    (("sdpa_cudnn",), {"bias": "dense_with_gradient"}, {"bias": "dense"}, "no gradient for a bias"),
+    (("sdpa_cudnn",), {"bias": "distance_with_gradient"}, {"bias": "distance"}, "no gradient for a bias"),
+    (SDPA, {"softcap": 30.0}, {"softcap": 0.0}, "no softcap"),
+    (TE, {"softcap": 30.0}, {"softcap": 0.0}, "in some versions only"),
+    (("flash_attn",), {"softcap": 30.0, "dropout": 0.1}, {"dropout": 0.0}, "no dropout with a softcap"),
+    # dropout
+    (("sdpa_cudnn",), {"dropout": 0.1}, {"dropout": 0.125}, "sixteenths"),
+    (("sdpa_flash",), {**ON_CPU, "dropout": 0.1}, {"dropout": 0.0}, "no dropout (0.1)"),
+    (("sdpa_flash",), {**ON_CPU, "bias": "distance_with_gradient"}, {"bias": "distance"}, "no a bias with gradient"),
+    # determinism
+    (("sdpa_cudnn",), {"deterministic": True}, {"training": False}, "not deterministic"),
+    (("sdpa_flash", "sdpa_efficient"), {"deterministic": True}, {"training": False}, "use_deterministic_algorithms"),
+    (("te_fused",), {"deterministic": True, "capability": (8, 0)}, {"capability": (9, 0)}, "on sm_80"),
+    (("te_fused",), {"deterministic": True, "capability": (12, 0)}, {"training": False}, "on sm_120"),
+    (("te_fused",), {"deterministic": True, "bias": "dense_with_gradient"}, {"bias": "dense"}, "gradient of a bias"),
+    (("te_fused",), {"deterministic": True, "capability": (10, 0), "dropout": 0.1}, {"dropout": 0.0}, "91801"),
+    (("te_fused",), {"deterministic": True, "packed": True}, {"batch": 1, "heads": 4}, "too much workspace"),
+    # lengths
+    (("sdpa_cudnn",), {"queries": 1, "keys": 1}, {"queries": 2, "keys": 2}, "single token"),
+    (("sdpa_cudnn",), {"queries": 1, "causal": False, "dropout": 0.125}, {"dropout": 0.0}, "single token"),
+    (("sdpa_cudnn",), {"capability": (10, 0)}, {"groups": 8}, "#193893"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("changes", "backend", "words"),
+    ("backend", "refused", "accepted", "words"),
+    [(name, refused, accepted, words) for names, refused, accepted, words in FILTERS for name in names],
+)
+def test_each_filter_refuses_and_accepts(backend: str, refused: Any, accepted: Any, words: str) -> None:
+    call = dataclasses.replace(HOPPER, **refused)
+    row = BY_NAME[backend]
+    said = row.why_not(call, FULL)
+    assert said is not None
+    assert words in said
+    assert row.why_not(dataclasses.replace(call, **accepted), FULL) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "software", "better", "changes", "words"),
     [
-        ({"head_dim": 192}, "sdpa_cudnn", "up to 128"),
-        ({"head_dim": 100}, "sdpa_cudnn", "multiples of 8"),
-        ({"dropout": 0.1}, "sdpa_cudnn", "sixteenths"),
-        ({"deterministic": True}, "sdpa_cudnn", "not deterministic"),
-        ({"deterministic": True}, "sdpa_flash", "use_deterministic_algorithms"),
-        ({"bias": "dense"}, "sdpa_flash", "no bias"),
-        ({"packed": True}, "sdpa_flash", "no mask"),
-        ({"bias": "dense_with_gradient"}, "sdpa_cudnn", "no gradient for a bias"),
-        ({"window": (127, 0)}, "sdpa_flash", "no window"),
-        ({"queries": 1}, "sdpa_flash", "top-left"),
-        ({"queries": 1, "keys": 1}, "sdpa_cudnn", "single token"),
-        ({"capability": (7, 5)}, "sdpa_flash", "sm_80 to sm_121, not sm_75"),
-        ({"capability": (7, 5)}, "sdpa_efficient", "does not take bf16 on sm_75"),
-        ({"capability": (8, 9), "head_dim": 224}, "sdpa_flash", "cannot train heads 224 wide"),
-        ({"head_dim": 320}, "sdpa_flash", "up to 256"),
-        ({"head_dim": 100}, "sdpa_efficient", "multiple of 8"),
-        ({"dtype": "fp32", "head_dim": 6}, "sdpa_efficient", "multiple of 4"),
-        ({"capability": (10, 0)}, "sdpa_cudnn", "#193893"),
-        ({}, "reference", "only by name"),
-        ({"device": "cpu"}, "sdpa_efficient", "needs a CUDA device"),
-        ({"device": "cpu", "dropout": 0.1, "bias": "dense_with_gradient"}, "sdpa_flash", "no dropout (0.1) and no a"),
+        ("sdpa_cudnn", {"cudnn": None}, {"cudnn": 90100}, {}, "found none"),
+        ("sdpa_cudnn", {"cudnn": 8907}, {"cudnn": 90100}, {}, "found 8907"),
+        ("sdpa_cudnn", {"cudnn": 91200}, {"cudnn": 91002}, {"dropout": 0.125}, "9.11 to 9.13"),
+        ("sdpa_cudnn", {"cudnn": 91002}, {"cudnn": 91501}, {"queries": 4000, "keys": 4000}, "#169849"),
+        ("sdpa_cudnn", {"cudnn": 91002}, {"cudnn": 91501}, {"any_length": True}, "#169849"),
+        ("sdpa_cudnn", {"cudnn": 91001}, {"cudnn": 91002}, {"head_dim": 256}, "up to 128"),
+        ("sdpa_cudnn", {"torch": (2, 10)}, {"torch": (2, 11)}, {"head_dim": 256}, "up to 128"),
+        ("sdpa_flash", {}, {"deterministic_algorithms": True}, {"deterministic": True}, "only under torch."),
+        ("triton", {"triton": None}, {}, {}, "not installed"),
+        ("triton", {"triton": (3, 5)}, {}, {}, "Triton 3.6 or later, found 3.5"),
+        ("triton", {"interpreted": True}, {}, {}, "a GPU has no part in"),
+        ("triton", {}, {"interpreted": True}, ON_CPU, "TRITON_INTERPRET=1"),
+        ("te_fused", {"te": None}, {}, {}, "pip install 'stoker[te]'"),
+        ("te_unfused", {"te": (2, 17)}, {"te": (2, 18)}, {}, "from 2.18 up to 3.0, found 2.17"),
+        ("te_unfused", {"te": (3, 0)}, {"te": (2, 99)}, {}, "from 2.18 up to 3.0, found 3.0"),
+        ("te_flash", {"te_problem": "it is broken"}, {}, {}, "it is broken"),
+        ("te_fused", {"cudnn": 90200}, {"cudnn": 90300}, {}, "needs cuDNN 90300"),
+        ("te_fused", {"cudnn": 91001}, {"cudnn": 91002}, {}, "neither 91000 nor 91001"),
+        ("te_fused", {"cudnn": 90600}, {"cudnn": 90700}, {"capability": (10, 0)}, "needs cuDNN 90700"),
+        ("te_fused", {"cudnn": 90400}, {"cudnn": 90500}, {"head_dim": 256}, "up to 128"),
+        ("te_fused", {"cudnn": 90600}, {"cudnn": 90700}, {"queries": 128}, "a causal mask over unequal lengths"),
+        ("te_fused", {"cudnn": 90500}, {"cudnn": 90600}, {"window": (9, 9), "causal": False}, "window to the right"),
+        ("te_fused", {"cudnn": 90500}, {"cudnn": 90600}, {"packed": True}, "from sm_90 and cuDNN 90600"),
+        ("te_fused", {"cudnn": 91800}, {"cudnn": 91801}, {"packed": True, "capability": (12, 0)}, "91801"),
+        ("te_fused", {"cudnn": 91800}, {"cudnn": 91801}, {"deterministic": True, "capability": (10, 0)}, "91801"),
+        ("te_flash", {"flash_attn": None, "flash_attn_3": False, "flash_attn_4": False}, {"flash_attn_3": True}, {},
+         "flash-attn is not installed"),
+        ("te_flash", {"flash_attn": None}, {"flash_attn": (2, 8, 3)}, {"dropout": 0.1},
+         "3 and 4 take no dropout; flash-attn is not installed"),
+        ("te_flash", {"flash_attn": (2, 8, 4)}, {"flash_attn": (2, 7, 3)}, {"capability": (8, 0)}, "2.7.3 to 2.8.3"),
+        ("te_flash", {"flash_attn": None}, {"flash_attn": (2, 8, 3)},
+         {"head_dim": 256, "deterministic": True}, "no heads 256 wide here"),
+        ("flash_attn", {"flash_attn": None}, {}, {}, "pip install 'stoker[flash]'"),
+        ("flash_attn", {"flash_attn": (2, 7, 2)}, {"flash_attn": (2, 7, 3)}, {}, "found 2.7.2"),
+        ("flash_attn", {"flash_attn": (2, 9, 0)}, {"flash_attn": (2, 8, 9)}, {}, "up to 2.9.0, found 2.9.0"),
     ],
 )  # fmt: skip
-def test_why_not(changes: dict[str, Any], backend: str, words: str) -> None:
-    assert words in reason(dataclasses.replace(HOPPER, **changes), backend)
-
-
-@pytest.mark.parametrize(
-    ("cudnn", "changes", "words"),
-    [
-        (None, {}, "found none"),
-        (8907, {}, "found 8907"),
-        (91200, {"dropout": 0.125}, "9.11 to 9.13"),
-        (91002, {"queries": 4000, "keys": 4000}, "#169849"),
-        (91002, {"any_length": True}, "#169849"),
-    ],
-)
-def test_old_cudnn(cudnn: int | None, changes: dict[str, Any], words: str) -> None:
-    assert words in reason(dataclasses.replace(HOPPER, **changes), "sdpa_cudnn", Installed(torch=(2, 11), cudnn=cudnn))
+def test_versions(backend: str, software: Any, better: Any, changes: dict[str, Any], words: str) -> None:
+    call, worse = dataclasses.replace(HOPPER, **changes), dataclasses.replace(FULL, **software)
+    said = BY_NAME[backend].why_not(call, worse)
+    assert said is not None
+    assert words in said
+    fixed = dataclasses.replace(worse, **better) if better else FULL
+    assert BY_NAME[backend].why_not(call, fixed) is None
 
 
 def test_cudnn_where_it_may() -> None:
@@ -131,6 +230,145 @@ def test_determinism_under_torch() -> None:
 )
 def test_families(call: AttentionCall, use_flash_attention: bool | None, flags: AttentionFlags, backend: str) -> None:
     assert chosen(call, use_flash_attention=use_flash_attention, flags=flags) == backend
+
+
+WITHOUT_TE = dataclasses.replace(FULL, te=None)
+OWN = dataclasses.replace(NEW, triton=(3, 6))
+TRAINED_BIAS = {"bias": "distance_with_gradient", "causal": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "installed", "backend"),
+    [
+        ({}, FULL, "sdpa_cudnn"),
+        ({"capability": (8, 0)}, FULL, "sdpa_flash"),
+        ({"dtype": "fp16"}, FULL, "sdpa_cudnn"),
+        ({"dtype": "fp32"}, FULL, "sdpa_efficient"),
+        ({"dtype": "fp64"}, FULL, "unfused"),
+        ({"head_dim": 256}, FULL, "sdpa_cudnn"),
+        ({"head_dim": 256, "capability": (12, 0)}, FULL, "sdpa_flash"),
+        ({"head_dim": 100}, FULL, "sdpa_flash"),
+        ({"capability": (7, 5), "dtype": "fp16"}, FULL, "sdpa_efficient"),
+        ({"capability": (7, 5)}, FULL, "unfused"),
+        (TRAINED_BIAS, FULL, "triton"),
+        ({"bias": "distance"}, FULL, "triton"),
+        ({"bias": "dense_with_gradient"}, FULL, "triton"),
+        ({"bias": "dense"}, FULL, "sdpa_cudnn"),
+        (TRAINED_BIAS, dataclasses.replace(FULL, triton=None), "te_fused"),
+        (TRAINED_BIAS, NEW, "sdpa_efficient"),
+        ({"packed": True}, FULL, "triton"),
+        ({"packed": True}, dataclasses.replace(FULL, triton=None), "te_fused"),
+        ({"packed": True, "capability": (8, 0)}, dataclasses.replace(FULL, triton=None), "flash_attn"),
+        ({"packed": True, "bias": "dense"}, OWN, "sdpa_cudnn"),
+        ({"window": (127, 0)}, FULL, "te_fused"),
+        ({"window": (127, 0)}, WITHOUT_TE, "flash_attn"),
+        ({"window": (127, 0)}, OWN, "triton"),
+        ({"softcap": 30.0}, OWN, "triton"),
+        ({"queries": 1, "any_length": True}, OWN, "triton"),
+        ({"deterministic": True}, FULL, "te_fused"),
+        ({"deterministic": True}, OWN, "triton"),
+        ({"deterministic": True, "capability": (8, 0)}, FULL, "flash_attn"),
+        ({"padding": True, "causal": False}, OWN, "sdpa_cudnn"),
+        ({"any_length": True, "training": False}, FULL, "sdpa_flash"),
+        (TRAINED_BIAS | {"device": "cpu", "capability": None, "dtype": "fp32"},
+         dataclasses.replace(OWN, interpreted=True), "unfused"),
+    ],
+)  # fmt: skip
+def test_order_with_everything_installed(changes: dict[str, Any], installed: Installed, backend: str) -> None:
+    assert chosen(dataclasses.replace(HOPPER, **changes), installed) == backend
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("switch", [None, True, False])
+@pytest.mark.parametrize(
+    "flags",
+    [AttentionFlags(flash=a, fused=b, unfused=c) for a, b, c in itertools.product([True, False], repeat=3)],
+)
+@pytest.mark.parametrize(
+    "wish", ["auto", "flash", "fused", "unfused", "triton", "te_flash", "sdpa_cudnn", "te_fused", "sdpa_math"]
+)
+def test_truth_table(capability: Any, switch: bool | None, flags: AttentionFlags, wish: str) -> None:
+    """Design 5: keys and flags only remove families, a wish is never overruled, and the order is the rest's."""
+    table = {None: {"flash", "fused", "unfused"}, True: {"flash", "fused"}, False: {"fused", "unfused"}}
+    off = {family for family in table[None] if not getattr(flags, family)}
+    left = table[switch] - off
+    call = dataclasses.replace(HOPPER, capability=capability)
+    order = ["fused", "flash", "unfused"] if capability == (9, 0) else ["flash", "fused", "unfused"]
+    family = BY_NAME[wish].family if wish in BY_NAME else wish
+    allowed = [
+        name for name in order if name in left and wish in ("auto", name, *(n for n in BY_NAME if family == name))
+    ]
+    if not allowed:
+        with pytest.raises(NoBackendError, match="no attention backend" if wish == "auto" else f"\\({wish}\\) is"):
+            chosen(call, FULL, use_flash_attention=switch, attention_backend=wish, flags=flags)
+        return
+    decision = choose(call, use_flash_attention=switch, attention_backend=wish, flags=flags, installed=FULL)
+    assert BY_NAME[decision.backend].family == allowed[0]
+    assert wish in ("auto", family, decision.backend)
+    assert {row.family for row in decision.rows if row.accepted} == set(allowed)
+
+
+@pytest.mark.parametrize(
+    ("call", "switch", "backend"),
+    [
+        (HOPPER, True, "te_fused"), (HOPPER, None, "sdpa_cudnn"), (HOPPER, False, "sdpa_cudnn"),
+        (AMPERE, True, "te_flash"), (AMPERE, None, "sdpa_flash"), (AMPERE, False, "sdpa_flash"),
+        (dataclasses.replace(HOPPER, dtype="fp32"), True, "sdpa_efficient"),
+    ],
+)  # fmt: skip
+def test_transformer_engine(call: AttentionCall, switch: bool | None, backend: str) -> None:
+    """First in its families, or nowhere; never where a call needs something else."""
+    decision = choose(call, transformer_engine=switch, flags=ON, installed=FULL)
+    assert decision.backend == backend
+    reasons = {row.reason for row in decision.rows if row.backend.startswith("te_")}
+    assert (reasons == {"removed by `transformer_engine: False`"}) is (switch is False)
+    assert decision.compiles is not decision.backend.startswith("te_")
+
+
+def test_transformer_engine_that_is_missing_is_an_error_with_the_way_out() -> None:
+    for software in (NEW, dataclasses.replace(FULL, te_problem="cannot be imported: OSError")):
+        with pytest.raises(NoBackendError, match=r"`transformer_engine` \(True\).*pip install 'stoker\[te\]'"):
+            choose(HOPPER, transformer_engine=True, flags=ON, installed=software)
+    with pytest.raises(NoBackendError, match=r"\(te_fused\) is removed by `transformer_engine: False`"):
+        choose(HOPPER, transformer_engine=False, attention_backend="te_fused", flags=ON, installed=FULL)
+
+
+def test_versions_of_flash_attn_are_switched_one_by_one() -> None:
+    """V2 serves Ampere and dropout, V3 and V4 Hopper; flash_attn is V2."""
+
+    def reasons(call: AttentionCall, **off: Any) -> dict[str, str]:
+        rows = choose(call, flags=AttentionFlags(**off), installed=FULL).rows
+        return {row.backend: row.reason for row in rows if row.backend in ("flash_attn", "te_flash")}
+
+    assert reasons(HOPPER) == {"flash_attn": "can run", "te_flash": "can run"}
+    no_v2 = {"flash_attn": "removed by NVTE_FLASH_ATTN_V2=0", "te_flash": "can run"}
+    assert reasons(HOPPER, flash_v2=False) == no_v2
+    assert "flash-attn is not installed" in reasons(AMPERE, flash_v2=False)["te_flash"]
+    assert reasons(HOPPER, flash_v3=False, flash_v4=False) == {"flash_attn": "can run", "te_flash": "can run"}
+    dropout = dataclasses.replace(HOPPER, dropout=0.1)
+    assert reasons(dropout, flash_v3=False)["te_flash"] == "can run"
+    none = reasons(HOPPER, flash_v2=False, flash_v3=False, flash_v4=False)["te_flash"]
+    assert none == "removed by NVTE_FLASH_ATTN_V2=0 and NVTE_FLASH_ATTN_V3=0 and NVTE_FLASH_ATTN_V4=0"
+
+
+def test_the_interpreter_is_taken_by_name_only() -> None:
+    interpreted = dataclasses.replace(OWN, interpreted=True)
+    assert chosen(CPU, interpreted, attention_backend="triton") == "triton"
+    assert "only by name" in reason(CPU, "triton", interpreted)
+    with pytest.raises(NoBackendError, match="only by name"):
+        choose(dataclasses.replace(CPU, dropout=0.1), attention_backend="flash", flags=ON, installed=interpreted)
+
+
+def test_what_grows_with_the_square_is_told() -> None:
+    packed = dataclasses.replace(HOPPER, packed=True)
+    masked, free = (choose(packed, flags=ON, installed=software) for software in (NEW, OWN))
+    assert (masked.mask_bytes, masked.needs_mask) == (4 * 4096 * 4096 * 2, True)
+    assert (free.mask_bytes, free.needs_mask, free.notes) == (0, False, ())
+    biased = dataclasses.replace(HOPPER, **TRAINED_BIAS)
+    assert choose(biased, flags=ON, installed=NEW).notes == (
+        "sdpa_efficient takes the distance bias written out: 0.50 GiB per layer and copy.",
+    )
+    assert not choose(biased, flags=ON, installed=OWN).notes
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -190,7 +428,10 @@ CALLS = st.builds(
     any_length=st.booleans(),
     causal=st.booleans(),
     window=st.sampled_from([None, (3, 0)]),
-    bias=st.sampled_from(["none", "dense", "dense_with_gradient"]),
+    packed=st.booleans(),
+    padding=st.booleans(),
+    bias=st.sampled_from(["none", "dense", "dense_with_gradient", "distance", "distance_with_gradient"]),
+    softcap=st.sampled_from([0.0, 30.0]),
     dropout=st.sampled_from([0.0, 0.1, 0.5]),
     training=st.booleans(),
     deterministic=st.booleans(),
@@ -203,9 +444,9 @@ CALLS = st.builds(
     flags=st.builds(AttentionFlags, flash=st.booleans(), fused=st.booleans(), unfused=st.booleans()),
 )
 def test_flags_and_keys_only_remove(call: AttentionCall, switch: bool | None, flags: AttentionFlags) -> None:
-    free = {row.backend for row in choose(call, flags=ON, installed=NEW).rows if row.accepted}
+    free = {row.backend for row in choose(call, flags=ON, installed=FULL).rows if row.accepted}
     try:
-        decision = choose(call, use_flash_attention=switch, flags=flags, installed=NEW)
+        decision = choose(call, use_flash_attention=switch, flags=flags, installed=FULL)
     except NoBackendError as error:
         assert not flags.unfused or switch is True, "unfused runs everywhere"
         assert str(call) in str(error)  # noqa: PT017
@@ -216,37 +457,6 @@ def test_flags_and_keys_only_remove(call: AttentionCall, switch: bool | None, fl
     assert flags.flash >= ("flash" in families)
     assert flags.fused >= ("fused" in families)
     assert flags.unfused >= ("unfused" in families)
-
-
-# ---------------------------------------------------------------- flags
-
-
-def test_flags_default_to_on() -> None:
-    assert read_flags({}) == AttentionFlags()
-    assert not read_flags({}).notes()
-
-
-@pytest.mark.parametrize("name", ACTING_FLAGS)
-def test_each_flag_switches_one_thing_off(name: str) -> None:
-    fields = ("flash", "fused", "unfused", "allow_nondeterministic")
-    flags = read_flags({name: "0"})
-    assert [field for field in fields if not getattr(flags, field)] == [fields[ACTING_FLAGS.index(name)]]
-    with pytest.raises(ValueError, match=rf"`{name}` \(yes\) must be 0 or 1"):
-        read_flags({name: "yes"})
-
-
-def test_flags_read_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    assert not read_flags().fused
-
-
-def test_notes_tell_what_does_nothing() -> None:
-    flags = read_flags({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN_BACKEND": "1", "NVTE_FLASH_ATN": "0", "PATH": "x"})
-    cudnn_stays, misspelt, old = flags.notes()
-    assert "cuDNN stays" in cudnn_stays
-    assert "did you mean NVTE_FLASH_ATTN?" in misspelt
-    assert "since 2.16" in old
-    assert len(KNOWN_FLAGS) == len(set(KNOWN_FLAGS))
 
 
 def test_dispatch_imports_no_torch() -> None:

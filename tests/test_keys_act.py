@@ -25,9 +25,11 @@ from tiny_run import tiny_document
 from stoker.kernels.attention.call import AttentionCall, Installed
 from stoker.kernels.attention.dispatch import choose
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.attention.unfused import UnfusedAttention
 from stoker.models.build import compile_policy
 from stoker.models.config.block import Block
 from stoker.models.gpt import GPT
+from stoker.models.stack import Layer
 from stoker.trainer import cli, feed, loggers, module, parts, profiling, run, saving
 from stoker.trainer.checkpoint import find_checkpoint
 from stoker.trainer.config import paths
@@ -156,9 +158,47 @@ def attention_backends(lab: Lab, changes: Changes) -> Any:
     return {kind: decision.backend for kind, decision in lab.model(changes).attention_decisions.items()}
 
 
+def hopper_backend(lab: Lab, changes: Changes) -> Any:
+    """What the dispatcher takes on a card that can run every backend."""
+    call = AttentionCall(
+        device="cuda",
+        capability=(9, 0),
+        dtype="bf16",
+        batch=1,
+        heads=8,
+        groups=8,
+        head_dim=64,
+        queries=128,
+        keys=128,
+        any_length=False,
+        causal=True,
+        dropout=0.0,
+        training=True,
+        deterministic=False,
+    )
+    stack = lab.root(changes).model
+    return choose(
+        call,
+        use_flash_attention=stack.use_flash_attention,
+        attention_backend=stack.attention_backend,
+        transformer_engine=stack.transformer_engine,
+        flags=AttentionFlags(),
+        installed=Installed(torch=(2, 13), cudnn=91900, triton=(3, 6), te=(2, 20), flash_attn=(2, 8, 3)),
+    ).backend
+
+
+def softmax_fusion(lab: Lab, changes: Changes) -> Any:
+    """Whether the explicit attention of a layer may take the fused softmax."""
+    layer = lab.model(changes).decoder.layers[0]
+    assert isinstance(layer, Layer)
+    function = layer.attention.backends["training"]
+    assert isinstance(function, UnfusedAttention)
+    return function.masked_softmax_fusion
+
+
 def attention_masks(lab: Lab, changes: Changes) -> Any:
     """Bytes of the masks that the dispatcher knows of."""
-    return {kind: decision.call.mask_bytes for kind, decision in lab.model(changes).attention_decisions.items()}
+    return {kind: decision.mask_bytes for kind, decision in lab.model(changes).attention_decisions.items()}
 
 
 def optimizer_groups(lab: Lab, changes: Changes) -> Any:
@@ -455,6 +495,8 @@ ROWS = [
     Row(MODEL + "apply_query_key_layer_scaling", True, warnings, before=False),
     Row(MODEL + "normalize_attention_scores", False, logits),
     Row(MODEL + "use_flash_attention", False, attention_backends),
+    Row(MODEL + "transformer_engine", True, hopper_backend),
+    Row(MODEL + "masked_softmax_fusion", False, softmax_fusion, {MODEL + "attention_backend": "unfused"}),
     Row(MODEL + "encoder_seq_length", 4, first_batch),
     Row(MODEL + "encoder_seq_length", 4, shapes),
     Row(MODEL + "max_position_embeddings", 32, shapes),
@@ -552,34 +594,6 @@ def arithmetic(lab: Lab, changes: Changes) -> Any:
 
 def activation(lab: Lab, changes: Changes) -> Any:
     return shapes(lab, changes), logits(lab, changes)
-
-
-def hopper_backend(lab: Lab, changes: Changes) -> Any:
-    """What the dispatcher takes on a card that can run every backend."""
-    call = AttentionCall(
-        device="cuda",
-        capability=(9, 0),
-        dtype="bf16",
-        batch=1,
-        heads=8,
-        groups=8,
-        head_dim=64,
-        queries=128,
-        keys=128,
-        any_length=False,
-        causal=True,
-        dropout=0.0,
-        training=True,
-        deterministic=False,
-    )
-    stack = lab.root(changes).model
-    return choose(
-        call,
-        use_flash_attention=stack.use_flash_attention,
-        attention_backend=stack.attention_backend,
-        flags=AttentionFlags(),
-        installed=Installed(torch=(2, 13), cudnn=91900, deterministic_algorithms=False),
-    ).backend
 
 
 def normalization(lab: Lab, changes: Changes) -> Any:

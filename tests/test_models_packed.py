@@ -16,6 +16,7 @@ from stoker.kernels.attention.backends import FUNCTIONS
 from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.packed import PackedSequences, positions_in_documents
+from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.rope import apply_rotary, rotary_table
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
@@ -211,9 +212,9 @@ def test_mask_positions_and_lengths_follow_the_documents(rows: list[list[int]]) 
             visible[row, place + 1 :, : place + 1] = False
             positions[row, place + 1 :] -= place + 1 - before
             before = place + 1
-    assert torch.equal(packed.mask, torch.zeros(len(rows), 1, 7, 7).masked_fill(~visible[:, None], -torch.inf))
+    assert torch.equal(packed.needed_mask(), torch.zeros(len(rows), 1, 7, 7).masked_fill(~visible[:, None], -torch.inf))
     assert torch.equal(positions_in_documents(documents), positions)
-    full = PackedSequences.of(documents, dtype=torch.float32, causal=False).mask
+    full = PackedSequences.of(documents, dtype=torch.float32, causal=False).needed_mask()
     assert torch.equal(full == 0, (visible | visible.mT)[:, None])
 
     lengths = packed.cu_seqlens()
@@ -269,6 +270,25 @@ def test_the_mask_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) 
         model.loss(tokens, labels, 1.0, documents)
     assert len(made) == 2
     assert [[one is packed for one in made] for packed in given] == [[True, False]] * 3 + [[False, True]] * 3
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
+def test_no_mask_is_made_for_a_backend_that_takes_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PackedSequences] = []
+    real = PackedSequences.of
+    monkeypatch.setattr(PackedSequences, "of", lambda *args, **options: made.append(real(*args, **options)) or made[-1])
+    tokens, labels, documents = batch()
+    losses, gradients = [], []
+    for backend in ("unfused", "triton"):
+        model = gpt(attention_backend=backend, kv_channels=16, num_layers=1)
+        assert model.attention_decisions["training"].needs_mask is (backend == "unfused")
+        losses.append(model.loss(tokens, labels, 1.0, documents))
+        losses[-1].backward()
+        gradients.append(gradients_of(model))
+    assert [packed.mask is None for packed in made] == [False, True]
+    assert torch.allclose(*losses, rtol=1e-12)
+    for name, gradient in gradients[0].items():
+        assert (gradient - gradients[1][name]).abs().max() <= 1e-11, name
 
 
 # ---------------------------------------------------------------- kinds of calls

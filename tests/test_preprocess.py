@@ -16,8 +16,9 @@ import pytest
 
 from stoker.trainer.cli import main
 from stoker.trainer.data.indexed import IndexedReader
-from stoker.trainer.data.preprocess import documents, plan
+from stoker.trainer.data.preprocess import documents, plan, train_tokenizer
 from stoker.trainer.data.preprocess.documents import Reading, Reject, cut_into_chunks, documents_of_lines
+from stoker.trainer.data.tokenizer_files import SpecialTokens, open_tokenizer
 from stoker.trainer.data.tokenizers import ByteTokenizer, from_document
 
 
@@ -348,3 +349,13 @@ def test_ranges_share_no_line_and_miss_none(tmp_path: Path, monkeypatch: pytest.
 def test_no_torch_is_imported() -> None:
     program = "import sys; import stoker.trainer.preprocess; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_sample_of_a_trained_tokenizer_is_counted_in_bytes(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("\u00e9\u00e9\u00e8\u00e8", encoding="utf-8")
+    monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 5)
+    assert (
+        main(["preprocess", str(tmp_path / "a.txt"), f"--output-prefix={tmp_path / 'p'}", "--train-tokenizer=270"]) == 0
+    )
+    trained = open_tokenizer(str(tmp_path / "p-tokenizer.json"), "--tokenizer", SpecialTokens())
+    assert (len(trained.encode("\u00e9")), len(trained.encode("\u00e8"))) == (1, 2), "it has seen the first two only"

@@ -14,8 +14,10 @@ from stoker.trainer.checkpoint import checkpoint_paths, newest_checkpoint
 from stoker.trainer.cli import main
 from stoker.trainer.distributed import supervisor
 from stoker.trainer.distributed.placement import Placement
+from stoker.trainer.distributed.ranks import Ranks
 from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
-from stoker.trainer.stop import StopRequest
+from stoker.trainer.run import run_training
+from stoker.trainer.stop import Flag, StopRequest
 
 ENDLESS = 100_000
 OFTEN = ("trainer.val_check_interval=3", "trainer.limit_val_batches=20")  # half of the time is validation
@@ -179,3 +181,12 @@ def test_running_out_of_memory_is_two_lines_and_the_checkpoint_stays(tmp_path, m
     assert "model.micro_batch_size" in told[1]
     assert newest_checkpoint(tmp_path / "checkpoints")[0]
     assert "out of memory on cpu" in (tmp_path / "run.log").read_text()
+
+
+def test_a_stop_that_only_another_process_has_seen_before_the_first_step_is_a_stop_here(tmp_path):
+    class Other(Ranks):
+        def agree_now(self, flags):
+            return flags | Flag.TERMINATED
+
+    result = run_training(tiny_config(tmp_path), Other())
+    assert (result.step, result.stopped_by, result.exit_code) == (0, "SIGTERM", EXIT_TERMINATED)

@@ -118,6 +118,7 @@ def test_every_process_gets_its_rank_the_place_to_meet_and_the_limits(cluster, j
     }
     assert [line for line in lines if line.startswith("--")] == [
         "--ntasks=2",
+        "--distribution=block",
         "--kill-on-bad-exit=1",
         "--cpus-per-task=3",
     ]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_run import tiny_config
 
+from stoker.kernels.launch import INTERPRETED
 from stoker.trainer import memory, restore
 from stoker.trainer.data import build
 from stoker.trainer.distributed.layout import DataLayout
@@ -157,3 +158,17 @@ def test_quickstart_measures_no_model_that_cannot_fit(tmp_path):
     data = build.build_data(tiny_config(tmp_path).root)
     with pytest.raises(UserError, match="out of memory"):
         build_model(root, data, plan, CPU)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
+def test_a_mask_counts_where_the_backend_needs_one(tmp_path, monkeypatch):
+    """Documents go to `triton` as lengths and to `unfused` as a mask of length x length."""
+    for backend, needs in (("unfused", True), ("triton", False)):
+        root = tiny_config(
+            tmp_path, model__data__reset_attention_mask=True, model__attention_backend=backend, model__kv_channels=16
+        ).root
+        plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
+        length, batch = root.model.encoder_seq_length, root.model.micro_batch_size
+        assert memory._mask_bytes(root, plan, CPU) == (batch * length * length * 4 if needs else 0)
+    contradiction = tiny_config(tmp_path, model__data__reset_attention_mask=True, model__attention_backend="te_fused")
+    assert memory._mask_bytes(contradiction.root, plan, CPU) == 0  # told by the check of attention, with its reasons

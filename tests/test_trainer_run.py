@@ -300,6 +300,13 @@ def test_checkpoints_of_another_run_are_not_mixed_with_ours(tmp_path):
     assert run_training(tiny_config(tmp_path)).step == 8
 
 
+def test_checkpoints_of_a_run_that_saves_none_are_in_nobodys_way(tmp_path):
+    params = {"exp_manager__checkpoint_callback_params": {"dirpath": str(tmp_path / "kept")}}
+    run_training(tiny_config(tmp_path / "a", trainer__max_steps=4, **params))
+    without = {"exp_manager__create_checkpoint_callback": False, "exp_manager__resume_if_exists": False}
+    assert run_training(tiny_config(tmp_path / "b", trainer__max_steps=4, **params, **without)).step == 4
+
+
 def test_two_processes_cannot_train_in_one_directory(tmp_path):
     from stoker.trainer.run_directory import open_run_directory
 

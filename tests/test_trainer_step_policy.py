@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_run import final_hashes, tiny_config, tiny_document
@@ -18,8 +19,10 @@ from stoker.trainer import feed
 from stoker.trainer.batching import BatchPlan, RankBatches
 from stoker.trainer.checkpoint import find_checkpoint
 from stoker.trainer.config.exp_manager import EarlyStoppingParams
+from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.samples import MockSamples
+from stoker.trainer.data.tokenizers import ByteTokenizer
 from stoker.trainer.development import FirstSamples, trial_of
 from stoker.trainer.early_stopping import EarlyStopping
 from stoker.trainer.errors import EXIT_DONE, UserError
@@ -305,9 +308,11 @@ def test_a_resumed_run_has_the_figures_averages_and_patience_of_the_unbroken_one
 
 def test_the_best_by_a_metric_that_should_be_large_is_kept(tmp_path):
     params = {"monitor": "grad_norm", "mode": "max", "save_top_k": 1, "every_n_train_steps": 1, "save_last": False}
-    run_training(tiny_config(tmp_path, exp_manager__checkpoint_callback_params=params))
+    result = run_training(tiny_config(tmp_path, exp_manager__checkpoint_callback_params=params))
     best = max((row["grad_norm"], step) for step, row in rows(tmp_path).items())[1]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{best}"]
+    assert best < result.step
+    assert result.checkpoint == tmp_path / "checkpoints" / f"step-{best}", "it is there, and not the deleted last one"
 
 
 def test_an_interval_that_has_passed_saves_at_once_on_one_process(tmp_path):
@@ -315,6 +320,18 @@ def test_an_interval_that_has_passed_saves_at_once_on_one_process(tmp_path):
     params = {"train_time_interval": "00:00:00:00", "save_top_k": -1}
     run_training(tiny_config(tmp_path, trainer__max_steps=4, exp_manager__checkpoint_callback_params=params))
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {f"step-{step}" for step in range(1, 5)}
+
+
+def test_bits_per_byte_that_a_tokenizer_does_not_give_decide_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "token_bytes", lambda tokenizer: np.zeros(tokenizer.vocab_size, np.int64))
+    stopping = {"monitor": "bits_per_byte", "strict": True}
+    keys = {"exp_manager__create_early_stopping_callback": True, "trainer__max_steps": 4}
+    with pytest.raises(UserError, match=r"early_stopping_callback_params.monitor. \(bits_per_byte\) is never measured"):
+        run_training(tiny_config(tmp_path, **keys, exp_manager__early_stopping_callback_params=stopping))
+    assert not list(tmp_path.iterdir())
+    watched = {"monitor": "bits_per_byte", "save_top_k": 1}
+    run_training(tiny_config(tmp_path, trainer__max_steps=4, exp_manager__checkpoint_callback_params=watched))
+    assert "checkpoint_callback_params.monitor` (bits_per_byte) is never measured" in (tmp_path / "run.log").read_text()
 
 
 # ---------------------------------------------------------------- development
@@ -329,6 +346,19 @@ def test_a_trial_touches_nothing_of_the_run(tmp_path):
     assert result.directory == tmp_path / "fast_dev_run"
     assert not (result.directory / "checkpoints").exists()
     assert (final_hashes(tmp_path, 4), (tmp_path / "metrics.jsonl").read_text()) == before
+
+
+def test_a_trial_is_not_kept_off_by_checkpoints_of_the_run_elsewhere(tmp_path):
+    keys = {"exp_manager__checkpoint_callback_params": {"dirpath": str(tmp_path / "kept")}, "trainer__max_steps": 4}
+    run_training(tiny_config(tmp_path / "run", **keys))
+    assert run_training(tiny_config(tmp_path / "run", **keys, trainer__fast_dev_run=1)).step == 1
+
+
+def test_a_trial_that_does_not_reach_the_profiled_steps_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="step 5 is never reached: `fast_dev_run` makes 2"):
+        RunConfig.from_document(
+            tiny_document(tmp_path, trainer__fast_dev_run=2, trainer__max_steps=50, trainer__profiler="pytorch")
+        )
 
 
 def test_a_trial_has_the_schedule_of_the_run_and_its_place():

@@ -12,7 +12,6 @@ import errno
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import environment
-from .errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, UserError
+from .errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, UserError, keep_trace
 from .redaction import words_without_secrets
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ class Verb:
 VERBS = {
     "train": Verb("train a model", takes_code=True),
     "config": Verb("show every effective value and where it comes from", takes_code=True),
+    "explain": Verb("say which attention a run would take, and why not the others", "explain", takes_code=True),
     "generate": Verb("continue a text with a trained model", "generate"),
     "evaluate": Verb("loss, perplexity and bits per byte of a trained model", "evaluate", takes_code=True),
     "preprocess": Verb("turn text, JSON lines or tables into tokenized data", "preprocess"),
@@ -263,10 +263,8 @@ def _crash(error: Exception, arguments: list[str]) -> int:
 
     trace = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    path = Path(time.strftime("stoker-crash-%Y%m%d-%H%M%S.txt"))
-    try:
-        path.write_text(f"stoker {' '.join(words_without_secrets(arguments))}\nPython {sys.version}\n\n{trace}")
-    except OSError:
+    path = keep_trace(f"stoker {' '.join(words_without_secrets(arguments))}\nPython {sys.version}\n\n{trace}")
+    if path is None:
         _say(trace)
         _say(f"stoker stopped on an error of its own: {summary}")
     else:

@@ -50,6 +50,9 @@ def trial_of(config: RunConfig) -> RunConfig:
             "create_csv_logger": False,
             "resume_if_exists": False,
             "resume_from_checkpoint": None,
+            "checkpoint_callback_params": root.exp_manager.checkpoint_callback_params.model_copy(
+                update={"dirpath": None}
+            ),
             **_place(root),
         }
     )

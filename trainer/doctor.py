@@ -176,14 +176,15 @@ def _kernels() -> list[Finding]:
         ("flash-attn", "flash_attn", "flash-attn"),
     ):
         version = _version(extra) or (importlib.util.find_spec(module) and "of unknown version")
-        says = f"{version} is installed; no part of a run yet" if version else "not installed, not needed"
+        says = f"{version} is installed (`stoker explain attention` says where it is taken)"
+        says = says if version else "not installed, not needed"
         findings.append(Finding(name[:_LABEL_WIDTH], says, "note"))
     return findings
 
 
 def _threads() -> list[Finding]:
     torch = importlib.import_module("torch")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = environment.available_cores()
     threads = torch.get_num_threads()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     says = f"torch uses {threads} of {cores} cores; load {load:.1f}"

@@ -51,22 +51,33 @@ def use_one_core() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def has_rendezvous() -> bool:
     """Whether torchrun's variables are set, with which torch finds the other processes by itself."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def worker_environment(
-    *, rank: int, world_size: int, local_rank: int, per_node: int, address: tuple[str, int]
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    per_node: int,
+    address: tuple[str, int],
+    env_vars: Mapping[str, str | int | float | bool],
 ) -> dict[str, str]:
-    """The environment of one rank: the caller's, and what libraries that look for torchrun's variables expect.
+    """The environment of one rank: the caller's, `env_vars`, and what libraries that know torchrun's variables expect.
 
     The cores of the machine are shared by its ranks; a thread count of the caller's own is kept.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // per_node)),
+        "OMP_NUM_THREADS": str(max(1, available_cores() // per_node)),
         **os.environ,
+        **{name: environment_text(value) for name, value in env_vars.items()},
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(local_rank),

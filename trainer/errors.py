@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 EXIT_DONE = 0
 EXIT_BUG = 1
@@ -19,3 +22,21 @@ class UserError(Exception):
         self.lines = [lines] if isinstance(lines, str) else list(lines)
         self.exit_code = exit_code
         super().__init__("\n".join(self.lines))
+
+
+def keep_trace(text: str) -> Path | None:
+    """Write a traceback to a new file in the current directory; None where none can be written.
+
+    The processes of a run may crash in the same second: each has a file of its own.
+    """
+    name = time.strftime("stoker-crash-%Y%m%d-%H%M%S")
+    for path in (Path(f"{name}.txt"), Path(f"{name}-{os.getpid()}.txt")):
+        try:
+            with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+        except FileExistsError:
+            continue
+        except OSError:
+            return None
+        return path
+    return None

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
+from ..models.build import plan_gpt
 from ..models.config.counting import count_parameters
 from ..models.config.slices import gpt_slice
 from .config.schema import RootBlock
 from .data.build import sequence_length
+from .determinism import attention_flags
 from .distributed.layout import DataLayout
 from .errors import UserError
 from .feed import BATCHES_AHEAD
@@ -56,7 +58,7 @@ def check_memory(
     state = weights + (parameters * main + kept * (main or width) + averaged) // shards + table
     narrow = (precision.autocast or precision.weights).itemsize
     activations = keys.micro_batch_size * length * keys.hidden_size * keys.num_layers * narrow
-    mask = keys.micro_batch_size * length * length * narrow if keys.data.reset_attention_mask else 0
+    mask = _mask_bytes(root, precision, device)
     numbered = keys.data.reset_attention_mask or keys.data.reset_position_ids
     batches = keys.global_batch_size // ranks * length * (2 * 8 + 4 * numbered) * BATCHES_AHEAD
     host = host_memory()
@@ -94,6 +96,25 @@ def check_memory(
                     f"    it follows from {values} below `model`; use smaller ones",
                 ]
             )
+
+
+def _mask_bytes(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> int:
+    """Bytes of the mask that keeps packed documents apart, 0 where the attention backends need none."""
+    if not root.model.data.reset_attention_mask:
+        return 0
+    try:
+        decisions, _ = plan_gpt(
+            gpt_slice(root.model, vocab_size=1),
+            device=device,
+            dtype=precision.autocast or precision.weights,
+            flags=attention_flags(root),
+            micro_batch_size=root.model.micro_batch_size,
+            seq_length=sequence_length(root),
+            packed=True,
+        )
+    except ValueError:  # no backend may run, which is told next, with its reasons
+        return 0
+    return max(decision.mask_bytes for decision in decisions.values())
 
 
 def host_memory() -> int | None:

@@ -32,7 +32,7 @@ class StepReport:
         skipped_steps: steps since the start of training whose gradients were not finite.
         step_seconds: mean time of a step since the last report, validation and checkpoints left out.
         tokens_per_second: the same as a rate.
-        mfu: model FLOPs over the card's dense bf16 peak.
+        mfu: model FLOPs over the dense bf16 peak of all cards of the run.
         memory_gib: peak memory of the device, or of the process on a CPU.
     """
 

@@ -67,7 +67,9 @@ def build_data_parallel(
 ) -> DataParallel | None:
     """What cuts the model over the ranks, or None for one process."""
     layout = layout_of(root, ranks.world_size)
-    return None if layout is None else data_parallel(layout, device, reduce_dtype(root, precision.weights))
+    return (
+        None if layout is None else data_parallel(layout, device, reduce_dtype(root, precision.weights), ranks.timeout)
+    )
 
 
 def layout_of(root: RootBlock, world_size: int) -> DataLayout | None:
@@ -153,14 +155,40 @@ def build_optimizer(
     )
 
 
-def build_rates(root: RootBlock, model: GPT, device: torch.device) -> Rates:
-    """What turns the time of a step into tokens per second and MFU."""
+def build_rates(root: RootBlock, model: GPT, device: torch.device, processes: int = 1) -> Rates:
+    """What turns the time of a step into tokens per second and MFU, of all processes together."""
     length = sequence_length(root)
+    peak = bf16_peak(device_name(device))
     return Rates(
         tokens_per_sample=length,
         flops_per_token=training_flops_per_token(root.model, model.output_weight.shape[0], length),
-        peak_flops=bf16_peak(device_name(device)),
+        peak_flops=None if peak is None else peak * processes,
     )
+
+
+def check_metrics(root: RootBlock, data: Data) -> list[str]:
+    """Find out whether the metrics that decide something can be measured on these data.
+
+    Returns:
+        One warning for each that never is.
+
+    Raises:
+        UserError: early stopping would wait for one.
+    """
+    if data.token_bytes.any():
+        return []
+    manager, at = root.exp_manager, "exp_manager"
+    params, stopping = manager.checkpoint_callback_params, manager.early_stopping_callback_params
+    why = "is never measured: the tokens of this tokenizer do not add up to the bytes of a text"
+    warnings: list[str] = []
+    if manager.create_early_stopping_callback and stopping.monitor == "bits_per_byte":
+        line = f"`{at}.early_stopping_callback_params.monitor` (bits_per_byte) {why}; use val_loss"
+        if stopping.strict:
+            raise UserError(line)
+        warnings.append(line)
+    if manager.create_checkpoint_callback and params.save_top_k > 0 and params.monitor == "bits_per_byte":
+        warnings.append(f"`{at}.checkpoint_callback_params.monitor` (bits_per_byte) {why}; use val_loss")
+    return warnings
 
 
 def build_validation(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -16,7 +15,7 @@ from .data.preprocess.job import Job, Outcome, Progress, preprocess, tokenizer_f
 from .data.preprocess.journal import parts_folder
 from .data.preprocess.train_tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from .data.tokenizer_files import SpecialTokens, open_tokenizer
-from .environment import user_path
+from .environment import available_cores, user_path
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 
 _LINE_SECONDS = 30.0
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    workers = args.workers if args.workers is not None else min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    workers = args.workers if args.workers is not None else min(available_cores(), _MAX_WORKERS)
     if not 1 <= workers <= _MAX_WORKERS:
         raise UserError(f"--workers ({workers}) must be 1 to {_MAX_WORKERS}")
     size = args.train_tokenizer

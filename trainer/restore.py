@@ -81,7 +81,7 @@ def restore(path: Path, device_name: str = "auto") -> Restored:
     else:
         precision = PrecisionPlan("fp32", torch.float32)
         # What was wished for a GPU says nothing about this device; the environment's flags still hold.
-        anything = {"attention_backend": "auto", "use_flash_attention": None}
+        anything = {"attention_backend": "auto", "use_flash_attention": None, "transformer_engine": None}
         for name, neutral in anything.items():
             if (wish := getattr(keys, name)) != neutral:
                 print(f"note: `model.{name}` ({wish}) of the run is not applied on {device.type}", file=sys.stderr)

@@ -12,11 +12,11 @@ import torch
 
 from ..models.gpt import GPT
 from .batching import BatchPlan, RankBatches, ramp_up_of
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, checkpoint_paths, open_checkpoint
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
 from .data.build import Data, build_data
-from .determinism import determinism
+from .determinism import attention_flags, determinism
 from .development import overfitted, trial_of
 from .distributed.ranks import Ranks, describe_process
 from .errors import EXIT_DONE, UserError
@@ -39,6 +39,7 @@ from .parts import (
     build_save,
     build_validation,
     check_attention,
+    check_metrics,
     choose_device,
     describe,
     layout_of,
@@ -99,11 +100,11 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
         raise UserError("the ranks have different configurations; start them with the same files and overrides")
     device = choose_device(root, ranks)
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
-    check_memory(root, precision, device, layout_of(root, ranks.world_size))
-    check_attention(root, precision, device)
     check_loggers(root.exp_manager)
     check_profiling(root, device)
     with determinism(root.trainer.deterministic), _memory_told(device):
+        check_memory(root, precision, device, layout_of(root, ranks.world_size))
+        check_attention(root, precision, device)
         return _prepare_and_train(config, device, precision, ranks)
 
 
@@ -131,6 +132,7 @@ def _prepare_and_train(
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(root.trainer.max_time, root.exp_manager.max_time_per_run))
         data = _data_of_all(root, ranks)  # before the run directory: text that cannot be read leaves nothing behind
+        unmeasured = check_metrics(root, data)
         directory, resumed, lines = _first_then_others(config, ranks, stack)
         step = resumed.state.step if resumed else 0
         if ranks.is_first:
@@ -139,7 +141,7 @@ def _prepare_and_train(
         else:
             journal = Journal.silent()
         with journal:
-            for line in [f"run directory {directory.path}", *lines]:
+            for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in unmeasured)]:
                 journal.say(line)
             try:
                 with _memory_told(device):
@@ -157,6 +159,8 @@ def _data_of_all(root: RootBlock, ranks: Ranks) -> Data:
         if turn:
             try:
                 data = overfitted(build_data(root), root)
+                if ranks.world_size > 1 and ranks.local_rank == 0:
+                    data.train.batch(0, 1)  # makes the index of the first epoch, where it is kept in files
             except UserError as error:
                 problem = error
         ranks.raise_together(problem)
@@ -225,8 +229,10 @@ def _train(
         record_start(config, directory, device, processes)
     for line in describe(root, model, data, precision, device, data_parallel.layout if data_parallel else None):
         journal.say(line)
-    for decision in model.attention_decisions.values():
-        journal.note(decision.table())
+    flags = attention_flags(root)
+    tell = journal.say if flags.debug else journal.note
+    for text in (*flags.notes(), *(decision.table() for decision in model.attention_decisions.values())):
+        tell(text)
 
     plan = BatchPlan(
         keys.global_batch_size,
@@ -255,7 +261,7 @@ def _train(
         root,
         journal,
         stop,
-        build_rates(root, model, device),
+        build_rates(root, model, device, ranks.world_size),
         validate=build_validation(root, model, data, precision, device, ranks, data_parallel),
         save=build_save(config, data, start, module, plan, saver, average),
         checkpoints=directory.checkpoints,
@@ -271,19 +277,23 @@ def _train(
             f"this run is finished: step {start.step:,} of `trainer.max_steps` ({root.trainer.max_steps:,}); raise it "
             "to train on"
         )
+    stopped_by = loop.stopped_by
     try:
-        ended = start.step >= root.trainer.max_steps or loop.stopped_by is not None
-        if not ended and not ranks.any(stop.reason is not None):
+        if start.step < root.trainer.max_steps and stopped_by is None:
+            stopped_by = stop.adopt(ranks.agree_now(stop.flags))  # what came while the parts were made
+        if start.step < root.trainer.max_steps and stopped_by is None:
             with closing(feed):
                 fit(module, loop, root.trainer.max_steps, device, ranks)
     finally:
         observers.close()
         saver.finish()
-    stopped_by = None if module.step >= root.trainer.max_steps else loop.stopped_by or stop.reason
-    journal.say(_last_line(directory, module.step, loop.checkpoint, stopped_by))
+    stopped_by = None if module.step >= root.trainer.max_steps else loop.stopped_by or stopped_by or stop.reason
+    # Not `loop.checkpoint` itself: of the best that are kept it may not be one.
+    written = next(reversed(checkpoint_paths(directory.checkpoints)), None) if loop.checkpoint else None
+    journal.say(_last_line(directory, module.step, written, stopped_by))
     return TrainingResult(
         directory=directory.path,
-        checkpoint=loop.checkpoint or (resumed.path if resumed else None),
+        checkpoint=written or (resumed.path if resumed else None),
         step=module.step,
         validation=loop.validation,
         stopped_by=stopped_by,

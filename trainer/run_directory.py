@@ -69,7 +69,8 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
             unless_done.callback(_unlock, locks)
             if dirpath and keys.create_checkpoint_callback:
                 locks.append(_lock(checkpoints, "saves its checkpoints", "checkpoint_callback_params.dirpath"))
-            existing = checkpoint_paths(checkpoints)
+            # A `dirpath` that nothing is saved to, nor read from, may be that of any run.
+            existing = checkpoint_paths(checkpoints) if keys.create_checkpoint_callback or not dirpath else []
             if existing and not keys.resume_if_exists:
                 raise UserError(
                     f"{checkpoints} already holds checkpoints up to {existing[-1].name}; go on from there with "

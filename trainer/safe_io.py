@@ -110,20 +110,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         return file.finish()
 
 
-def read_json(path: Path, *, as_written: bool = False) -> Any:
-    """Read a JSON file of at most 64 MiB and 64 levels; NaN and infinity are refused.
+def read_json(path: Path, *, as_written: bool = False, largest: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file of at most 64 levels; NaN and infinity are refused.
 
     Args:
         path: the file.
         as_written: insist on the very bytes that `write_json` writes, so that no changed bit goes unnoticed.
+        largest: bytes that it may have.
 
     Raises:
         DamagedFileError: missing, not a regular file, too large, not JSON, or not as written.
     """
     with _open_regular(path) as file:
-        data = file.read(MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        raise DamagedFileError(f"{path.name} is larger than {MAX_JSON_BYTES >> 20} MiB")
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise DamagedFileError(f"{path.name} is larger than {largest >> 20} MiB")
     try:
         document = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -34,8 +34,6 @@ class Flag(IntFlag):
     MAX_TIME_PER_RUN = 8
     SAVE = 16
     """`train_time_interval` has passed."""
-    BAD_WEIGHTS = 32
-    """Some of its weights are not finite."""
 
 
 _SIGNALS = {Flag.TERMINATED: signal.SIGTERM, Flag.INTERRUPTED: signal.SIGINT}

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from functools import cache
+from importlib import import_module, metadata
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..launch import INTERPRETED
 from .call import Installed
+from .dispatch import Decision
+from .flash_attn import FlashAttn
+from .lse_first.backend import lse_first
 from .packed import PackedSequences
-from .reference import reference_attention
+from .reference import reference_backend
 from .sdpa import sdpa_cudnn, sdpa_efficient, sdpa_flash, sdpa_math
-from .unfused import unfused_attention
+from .support import why_no_te
+from .te import TEAttention, te_flash, te_fused, te_unfused
+from .triton_backend import triton_attention
+from .unfused import UnfusedAttention
 
 
 class AttentionFunction(Protocol):
-    """What every backend is: the arguments and result of `reference_attention`."""
+    """What every backend is: the arguments and result of `reference_backend`."""
 
     def __call__(
         self,
@@ -27,21 +38,50 @@ class AttentionFunction(Protocol):
         causal: bool,
         dropout: float = 0.0,
         bias: Tensor | None = None,
+        distance_bias: Tensor | None = None,
         window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
         packed: PackedSequences | None = None,
+        key_padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Attend from (batch, queries, heads, head_dim) to (batch, keys, groups, head_dim)."""
         ...
 
 
 FUNCTIONS: dict[str, AttentionFunction] = {
+    "triton": triton_attention,
     "sdpa_flash": sdpa_flash,
+    "flash_attn": FlashAttn(),
+    "te_flash": te_flash,
     "sdpa_efficient": sdpa_efficient,
     "sdpa_cudnn": sdpa_cudnn,
+    "te_fused": te_fused,
+    "unfused": UnfusedAttention(),
     "sdpa_math": sdpa_math,
-    "unfused": unfused_attention,
-    "reference": reference_attention,
+    "te_unfused": te_unfused,
+    "lse_first": lse_first,
+    "reference": reference_backend,
 }
+
+
+def function_of(decision: Decision, *, masked_softmax_fusion: bool = True) -> AttentionFunction:
+    """The function of a decision.
+
+    Args:
+        decision: its call says whether the function must be deterministic.
+        masked_softmax_fusion: `unfused` may take the fused softmax.
+    """
+    function = FUNCTIONS[decision.backend]
+    if isinstance(function, UnfusedAttention):
+        return UnfusedAttention(masked_softmax_fusion=masked_softmax_fusion)
+    if isinstance(function, FlashAttn):
+        return FlashAttn(deterministic=decision.call.deterministic)
+    if isinstance(function, TEAttention):
+        return TEAttention(function.family, deterministic=decision.call.deterministic)
+    return function
+
+
+# ---------------------------------------------------------------- versions
 
 
 def torch_version() -> tuple[int, int]:
@@ -50,10 +90,45 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def installed() -> Installed:
-    """The versions in this process."""
-    return Installed(
+def installed(device_type: str = "cpu") -> Installed:
+    """The versions in this process.
+
+    Args:
+        device_type: for `cuda`, TransformerEngine is imported where it is installed, to find out whether it works.
+    """
+    triton, te, flash_attn = (_version(name) for name in ("triton", "transformer-engine", "flash-attn"))
+    found = Installed(
         torch=torch_version(),
         cudnn=torch.backends.cudnn.version(),
+        triton=triton and triton[:2],
+        interpreted=INTERPRETED,
+        te=te and te[:2],
+        flash_attn=flash_attn,
+        flash_attn_3=_version("flash-attn-3") is not None,
+        flash_attn_4=_version("flash-attn-4") is not None,
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
     )
+    if device_type != "cuda" or why_no_te(found) is not None:
+        return found
+    return replace(found, te_problem=_import_problem("transformer_engine.pytorch"))
+
+
+def _version(distribution: str) -> tuple[int, int, int] | None:
+    """(major, minor, patch) of an installed distribution, None without it; nothing is imported."""
+    try:
+        numbers = re.findall(r"\d+", metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return None
+    major, minor, patch = (int(number) for number in [*numbers, 0, 0, 0][:3])
+    return major, minor, patch
+
+
+@cache
+def _import_problem(module: str) -> str:
+    """Why a package that is installed cannot be imported, in one line; empty when it can."""
+    try:
+        import_module(module)
+    except Exception as error:  # a build for another torch, a missing library, a check of its own: anything
+        said = " ".join(str(error).split())[:160]
+        return f"{module.partition('.')[0]} is installed but cannot be imported: {type(error).__name__}: {said}"
+    return ""

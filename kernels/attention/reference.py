@@ -1,11 +1,12 @@
-"""Attention as it is defined, eagerly and with nothing saved: the truth of every test. Chosen by name only."""
+"""Attention as it is defined, in plain torch with the whole matrix of scores: the truth of every test."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import AttentionGeometry, check_arguments
+from .dropout import dropout_mask
 from .packed import PackedSequences
 
 
@@ -13,7 +14,7 @@ def visible_keys(
     queries: int, keys: int, *, causal: bool, window: tuple[int, int] | None, device: torch.device
 ) -> Tensor:
     """Which key each query may see, bool (queries, keys). Both sequences end at the same token (bottom-right)."""
-    distance = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
+    distance = key_distances(queries, keys, device)
     visible = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         left, right = window
@@ -24,7 +25,162 @@ def visible_keys(
     return visible
 
 
+def key_distances(queries: int, keys: int, device: torch.device) -> Tensor:
+    """How far behind each query each key stands, int64 (queries, keys): j - (i + keys - queries)."""
+    return torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
+
+
 def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(cap(scale * q k^T) + bias + distance_bias, over the visible keys) v, computed in fp32 or fp64.
+
+    The arguments and results of `flash_attention`, for any floating dtype, head width and device, differentiable in
+    every tensor. Memory grows with queries * keys. Packed sequences are computed one at a time, after one wait for the
+    device.
+
+    Args:
+        q: (batch, queries, heads, head_dim), or packed (total queries, heads, head_dim).
+        k: (batch, keys, groups, head_dim), or packed; query head h reads group h // (heads / groups).
+        v: like `k`.
+        causal: a query sees no later key; both sequences end at the same token (bottom-right aligned).
+        window_size: keys visible to the left and to the right of a query, inclusive; -1 for all.
+        softmax_scale: factor of the scores; None is 1 / sqrt(head_dim).
+        softcap: cap * tanh(score / cap) bounds the scaled scores, before a bias is added; 0 for none.
+        bias: added to the scores, broadcastable to (batch, heads, queries, keys); -inf hides a key.
+        distance_bias: (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i + keys - queries),
+            clipped to [-R, R].
+        dropout_p: probability of dropping an attention weight; the others grow by 1 / (1 - dropout_p).
+        rng: int64 [seed, offset] of the dropout mask.
+        cu_seqlens_q: int32 (sequences + 1), where the sequences of a packed `q` end, from 0 on. Tokens after the last
+            entry belong to no sequence.
+        cu_seqlens_k: likewise of `k` and `v`.
+        max_seqlen_q: a bound of the lengths in `cu_seqlens_q`.
+        max_seqlen_k: a bound of the lengths in `cu_seqlens_k`.
+        key_padding_mask: bool (batch, keys), True for the keys that take part.
+        deterministic: accepted for the sake of one signature; the definition has no order of summation to fix.
+        return_lse: return the log-sum-exp of the scores too.
+
+    Returns:
+        Output in the shape and dtype of `q`. With `return_lse` also the natural log-sum-exp, fp32 (fp64 for fp64
+        inputs), (batch, heads, queries) or packed (heads, total queries), differentiable. A query that sees no key has
+        output 0, log-sum-exp -inf and no gradient; a key that no query sees has no influence, even if it is NaN.
+
+    Raises:
+        ValueError: an argument breaks a rule; see `check_arguments`.
+    """
+    geometry = check_arguments(
+        q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
+        distance_bias=distance_bias, dropout_p=dropout_p, rng=rng, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        key_padding_mask=key_padding_mask, for_kernel=False,
+    )  # fmt: skip
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        out, lse = _attend(
+            q, k, v, geometry, softcap, bias=bias, distance_bias=distance_bias, key_padding_mask=key_padding_mask,
+            dropout_p=dropout_p, rng=rng, first_sequence=0,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+
+    outs, lses = [], []
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for sequence in range(geometry.batch):
+        rows, columns = slice(*ends_q[sequence : sequence + 2]), slice(*ends_k[sequence : sequence + 2])
+        out, lse = _attend(
+            q[None, rows], k[None, columns], v[None, columns], geometry, softcap, distance_bias=distance_bias,
+            dropout_p=dropout_p, rng=rng, first_sequence=sequence,
+        )  # fmt: skip
+        outs.append(out[0])
+        lses.append(lse[0])
+    rest = q.shape[0] - ends_q[-1]
+    outs.append(q.new_zeros(rest, *q.shape[1:]))
+    lses.append(q.new_full((geometry.heads, rest), float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32)))
+    out, lse = torch.cat(outs), torch.cat(lses, dim=1)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    geometry: AttentionGeometry,
+    softcap: float,
+    *,
+    bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float,
+    rng: Tensor | None,
+    first_sequence: int,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of dense tensors; `first_sequence` is the number of the first of them in the call."""
+    batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+    window = (geometry.left, geometry.right)
+    visible = visible_keys(queries, keys, causal=False, window=window, device=q.device)[None, None]
+    if key_padding_mask is not None:
+        visible = visible & key_padding_mask[:, None, None, :]
+    seen = visible.any(dim=2).transpose(1, 2)[..., None]  # (batch or 1, keys, 1, 1)
+    scores = _scores(q, torch.where(seen, k, 0), geometry.scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if distance_bias is not None:
+        reach = distance_bias.shape[1] // 2
+        place = key_distances(queries, keys, q.device).clamp(-reach, reach) + reach
+        scores = scores + distance_bias[:, place]
+    keep = None
+    if dropout_p and rng is not None:
+        keep = dropout_mask(
+            rng, dropout_p, batch=batch, heads=geometry.heads, queries=queries, keys=keys,
+            queries_bound=geometry.queries, keys_bound=geometry.keys, first_sequence=first_sequence,
+        )  # fmt: skip
+    hidden_scores = scores.masked_fill(~visible, float("-inf"))
+    return _softmax_times_values(hidden_scores, torch.where(seen, v, 0), keep, dropout_p, q.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Scaled scores, scale * q k^T, (batch, heads, queries, keys), in fp32 or fp64."""
+    accumulate = torch.promote_types(q.dtype, torch.float32)
+    wide_k = k.to(accumulate).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    return torch.einsum("bqhd,bkhd->bhqk", q.to(accumulate), wide_k) * scale
+
+
+def _softmax_times_values(
+    scores: Tensor, v: Tensor, keep: Tensor | None, dropout_p: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Output (batch, queries, heads, head_dim) and log-sum-exp (batch, heads, queries); hidden scores are -inf."""
+    empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
+    # an empty row is made finite before the softmax, so that neither it nor its gradient is NaN
+    scores = scores.masked_fill(empty, 0.0)
+    lse = scores.logsumexp(dim=-1)
+    probabilities = scores.softmax(dim=-1).masked_fill(empty, 0.0)
+    if keep is not None:
+        probabilities = probabilities.masked_fill(~keep, 0.0) / (1 - dropout_p)
+    wide_v = v.to(scores.dtype).repeat_interleave(scores.shape[1] // v.shape[2], dim=2)
+    out = torch.einsum("bhqk,bkhd->bqhd", probabilities, wide_v).to(dtype)
+    return out, lse.masked_fill(empty[..., 0], float("-inf"))
+
+
+def reference_backend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -33,10 +189,13 @@ def reference_attention(
     causal: bool,
     dropout: float = 0.0,
     bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
     window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
     packed: PackedSequences | None = None,
+    key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * Q K^T + bias + mask) V, in fp32 (fp64 for fp64 inputs).
+    """The definition with the arguments of a backend of the dispatcher; chosen by name only.
 
     Args:
         query: (batch, queries, heads, head_dim).
@@ -44,28 +203,31 @@ def reference_attention(
         value: like `key`.
         scale: factor of the scores.
         causal: a query sees no later key, bottom-right aligned.
-        dropout: probability of dropping an attention weight.
+        dropout: probability of dropping an attention weight, drawn by torch's generator.
         bias: added to the scaled scores, broadcastable to (batch, heads, queries, keys).
+        distance_bias: (heads, 2 R + 1), as in `reference_attention`.
         window: keys visible to the left and right, inclusive; -1 for all.
+        softcap: as in `reference_attention`.
         packed: documents that do not see each other, where a row holds several; `causal` is as they were prepared.
+        key_padding_mask: bool (batch, keys), True for the keys that take part.
 
     Returns:
         (batch, queries, heads, head_dim) in the dtype of `query`. A query that may see no key gives 0, gradients 0.
     """
-    accumulate = torch.promote_types(query.dtype, torch.float32)
-    per_group = query.shape[2] // key.shape[2]
-    wide_key = key.to(accumulate).repeat_interleave(per_group, dim=2)
-    wide_value = value.to(accumulate).repeat_interleave(per_group, dim=2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", query.to(accumulate), wide_key) * scale
+    scores = _scores(query, key, scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + bias.to(accumulate)
+        scores = scores + bias.to(scores.dtype)
+    if distance_bias is not None:
+        reach = distance_bias.shape[1] // 2
+        place = key_distances(query.shape[1], key.shape[1], query.device).clamp(-reach, reach) + reach
+        scores = scores + distance_bias[:, place]
     visible = visible_keys(query.shape[1], key.shape[1], causal=causal, window=window, device=query.device)
     if packed is not None:
         numbers = packed.documents
         visible = visible & (numbers[:, None, :, None] == numbers[:, None, None, :])
-    scores = scores.masked_fill(~visible, float("-inf"))
-    empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
-    # an empty row is made finite before the softmax, so that neither it nor its gradient is NaN
-    probabilities = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    probabilities = F.dropout(probabilities, dropout) if dropout else probabilities
-    return torch.einsum("bhqk,bkhd->bqhd", probabilities, wide_value).to(query.dtype)
+    if key_padding_mask is not None:
+        visible = visible & key_padding_mask[:, None, None, :]
+    keep = torch.rand_like(scores) >= dropout if dropout else None
+    return _softmax_times_values(scores.masked_fill(~visible, float("-inf")), value, keep, dropout, query.dtype)[0]

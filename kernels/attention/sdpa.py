@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .packed import PackedSequences
 from .reference import visible_keys
+from .written_out import hidden_keys, queries_without_keys, written_out_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +35,45 @@ class ForcedSDPA:
         causal: bool,
         dropout: float = 0.0,
         bias: Tensor | None = None,
+        distance_bias: Tensor | None = None,
         window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
         packed: PackedSequences | None = None,
+        key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend, with the arguments of `reference_attention`.
+        """Attend, with the arguments of `AttentionFunction`.
 
         Raises:
-            ValueError: a window, or a causal mask over unequal lengths, which SDPA aligns top-left.
+            ValueError: a window, a softcap, or a causal mask over unequal lengths, which SDPA aligns top-left.
             RuntimeError: from PyTorch, when the backend cannot run these inputs.
         """
         if window is not None:
             raise ValueError(f"`window` ({window}) must be None, SDPA knows no window; use `unfused`.")
+        if softcap:
+            raise ValueError(f"`softcap` ({softcap}) must be 0, SDPA knows no softcap; use `unfused`.")
         queries, keys = query.shape[1], key.shape[1]
         if causal and queries != keys:
             raise ValueError(f"`causal` must not meet {queries} queries and {keys} keys in SDPA; use `unfused`.")
+        bias = written_out_bias(bias, distance_bias, queries, keys)
         if bias is not None:
             bias = bias.to(query.dtype)
-            if causal:  # SDPA takes a mask or the causal flag, not both
-                visible = visible_keys(queries, keys, causal=True, window=None, device=query.device)
-                bias, causal = bias.masked_fill(~visible, float("-inf")), False
-        if packed is not None:  # its mask is causal already
-            bias, causal = packed.mask if bias is None else bias + packed.mask, False
+        empty = None
+        if key_padding_mask is not None:
+            hidden = hidden_keys(
+                queries, keys, causal=causal, window=None, packed=packed, key_padding_mask=key_padding_mask,
+                device=query.device,
+            )  # fmt: skip
+            assert hidden is not None
+            empty = queries_without_keys(hidden)
+            # such a row is made visible here and 0 below, so that neither it nor its gradient is NaN
+            start = query.new_zeros(()) if bias is None else bias
+            bias, causal = start.masked_fill(hidden & ~empty, float("-inf")), False
+        elif packed is not None:  # its mask is causal already
+            mask = packed.needed_mask()
+            bias, causal = mask if bias is None else bias + mask, False
+        elif bias is not None and causal:  # SDPA takes a mask or the causal flag, not both
+            visible = visible_keys(queries, keys, causal=True, window=None, device=query.device)
+            bias, causal = bias.masked_fill(~visible, float("-inf")), False
         per_group = query.shape[2] // key.shape[2]
         if self.repeat_groups and per_group > 1:
             key, value = key.repeat_interleave(per_group, dim=2), value.repeat_interleave(per_group, dim=2)
@@ -69,6 +88,8 @@ class ForcedSDPA:
                 scale=scale,
                 enable_gqa=per_group > 1 and not self.repeat_groups,
             )
+        if empty is not None:
+            context = context.masked_fill(empty, 0.0)
         return context.transpose(1, 2)
 
 

@@ -2,57 +2,90 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..launch import triton_runs_on
+from ..masked_softmax import scaled_masked_softmax
 from .packed import PackedSequences
-from .reference import visible_keys
+from .written_out import hidden_keys, queries_without_keys, written_out_bias
 
 
-def unfused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    dropout: float = 0.0,
-    bias: Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    packed: PackedSequences | None = None,
-) -> Tensor:
-    """Like `reference_attention`, with the products in the dtype of the inputs and the softmax in fp32.
+@dataclass(frozen=True, slots=True)
+class UnfusedAttention:
+    """The products in the dtype of the inputs, the softmax in fp32.
 
-    The queries of one group are stacked, so that grouped keys and values are read as they are and never repeated.
+    Attributes:
+        masked_softmax_fusion: on a GPU one kernel does the masked softmax. Only the probabilities are kept for the
+            backward pass, a causal mask is never built, and without bias and softcap nor is an fp32 copy of the scores.
     """
-    batch, queries, heads, head_dim = query.shape
-    keys, groups = key.shape[1], key.shape[2]
-    per_group = heads // groups
-    stacked = query.unflatten(2, (groups, per_group)).permute(0, 2, 3, 1, 4)  # (batch, groups, per_group, queries, d)
-    stacked = stacked.reshape(batch * groups, per_group * queries, head_dim)
-    keys_t = key.permute(0, 2, 3, 1).reshape(batch * groups, head_dim, keys)
-    values = value.transpose(1, 2).reshape(batch * groups, keys, head_dim)
 
-    # alpha scales inside the product, in its fp32 accumulator: fp16 scores do not overflow on the way; the first
-    # argument, which beta=0 takes out, is zeros because MPS reads it all the same (pytorch #187521)
-    scores = torch.baddbmm(stacked.new_zeros(1), stacked, keys_t, beta=0, alpha=scale)
-    scores = scores.to(torch.promote_types(query.dtype, torch.float32)).view(batch, heads, queries, keys)
-    if bias is not None:
-        scores = scores + bias
-    if packed is not None:
-        scores = scores + packed.mask
-    if (causal and packed is None) or window is not None:
-        visible = visible_keys(queries, keys, causal=causal, window=window, device=query.device)
-        scores = scores.masked_fill(~visible, float("-inf"))
-    may_be_empty = bias is not None or window is not None or (causal and queries > keys)
-    empty = (scores == float("-inf")).all(dim=-1, keepdim=True) if may_be_empty else None
-    if empty is not None:  # made finite before the softmax, so that neither the row nor its gradient is NaN
-        scores = scores.masked_fill(empty, 0.0)
-    probabilities = scores.softmax(dim=-1)
-    if empty is not None:
-        probabilities = probabilities.masked_fill(empty, 0.0)
-    probabilities = probabilities.to(query.dtype)
-    probabilities = F.dropout(probabilities, dropout) if dropout else probabilities
-    context = torch.bmm(probabilities.view(batch * groups, per_group * queries, keys), values)
-    return context.view(batch, groups * per_group, queries, head_dim).transpose(1, 2)
+    masked_softmax_fusion: bool = True
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        dropout: float = 0.0,
+        bias: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        packed: PackedSequences | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, with the arguments of `AttentionFunction`.
+
+        The queries of one group are stacked, so that grouped keys and values are read as they are and never repeated.
+        """
+        batch, queries, heads, head_dim = query.shape
+        keys, groups = key.shape[1], key.shape[2]
+        per_group = heads // groups
+        stacked = query.unflatten(2, (groups, per_group)).permute(0, 2, 3, 1, 4)  # (batch, groups, per_group, q, d)
+        stacked = stacked.reshape(batch * groups, per_group * queries, head_dim)
+        keys_t = key.permute(0, 2, 3, 1).reshape(batch * groups, head_dim, keys)
+        values = value.transpose(1, 2).reshape(batch * groups, keys, head_dim)
+
+        # alpha scales inside the product, in its fp32 accumulator: fp16 scores do not overflow on the way; the first
+        # argument, which beta=0 takes out, is zeros because MPS reads it all the same (pytorch #187521)
+        scores = torch.baddbmm(stacked.new_zeros(1), stacked, keys_t, beta=0, alpha=scale)
+        scores = scores.view(batch, heads, queries, keys)
+        dense = written_out_bias(bias, distance_bias, queries, keys)
+        if dense is not None or softcap:
+            scores = scores.to(torch.promote_types(query.dtype, torch.float32))
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            scores = scores if dense is None else scores + dense
+        fused = self.masked_softmax_fusion and triton_runs_on(scores)
+        causal_in_kernel = fused and causal and packed is None  # the mask of documents is causal already
+        hidden = hidden_keys(
+            queries, keys, causal=causal and not causal_in_kernel, window=window, packed=packed,
+            key_padding_mask=key_padding_mask, device=query.device,
+        )  # fmt: skip
+        if fused:
+            probabilities = scaled_masked_softmax(scores, hidden, causal=causal_in_kernel)
+        else:
+            scores = scores.to(torch.promote_types(query.dtype, torch.float32))
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, float("-inf"))
+            may_be_empty = dense is not None or window is not None or key_padding_mask is not None
+            probabilities = _softmax(scores, may_be_empty or (causal and queries > keys))
+        probabilities = probabilities.to(query.dtype)
+        probabilities = F.dropout(probabilities, dropout) if dropout else probabilities
+        context = torch.bmm(probabilities.reshape(batch * groups, per_group * queries, keys), values)
+        return context.view(batch, groups * per_group, queries, head_dim).transpose(1, 2)
+
+
+def _softmax(scores: Tensor, may_be_empty: bool) -> Tensor:
+    """Softmax of which a row that is all -inf gives 0."""
+    if not may_be_empty:
+        return scores.softmax(dim=-1)
+    empty = queries_without_keys(scores == float("-inf"))
+    # made finite before the softmax, so that neither the row nor its gradient is NaN
+    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

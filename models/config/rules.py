@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from ...kernels.attention.support import BY_NAME
 from .block import Finding
 from .gpt import GPTKeys
 from .slices import head_dim_of, mlp_slice, rotary_dim_of
 from .stack import StackKeys
 
-_FLASH_NAMES = ("flash", "sdpa_flash", "sdpa_efficient")
-_FUSED_NAMES = ("fused", "sdpa_cudnn")
 _ROTARY_KEYS = ("rotary_percentage", "rotary_base", "rotary_interleaved", "seq_len_interpolation_factor")
 
 
@@ -124,9 +123,10 @@ def backend_fits_family_switch(keys: StackKeys) -> Iterator[Finding]:
     backend, switch = keys.attention_backend, keys.use_flash_attention
     if backend == "auto" or switch is None:
         return
-    if switch and backend not in (*_FLASH_NAMES, *_FUSED_NAMES):
+    family = _family(backend)
+    if switch and family not in ("flash", "fused"):
         excluded, allowed = "allows flash and fused attention only", "flash or fused"
-    elif not switch and backend in _FLASH_NAMES:
+    elif not switch and family == "flash":
         excluded, allowed = "excludes flash attention", "fused or unfused"
     else:
         return
@@ -136,6 +136,49 @@ def backend_fits_family_switch(keys: StackKeys) -> Iterator[Finding]:
         f"`attention_backend` ({backend}) contradicts `use_flash_attention` ({switch}), which {excluded}.",
         f"use use_flash_attention=null, or attention_backend={allowed}",
     )
+
+
+def backend_fits_transformer_engine(keys: StackKeys) -> Iterator[Finding]:
+    """`transformer_engine` must not exclude what `attention_backend` names, and acts where it leaves a choice."""
+    backend, switch = keys.attention_backend, keys.transformer_engine
+    if switch is False and backend.startswith("te_"):
+        yield Finding(
+            "error",
+            ("attention_backend", "transformer_engine"),
+            f"`attention_backend` ({backend}) contradicts `transformer_engine` (False), which excludes "
+            "TransformerEngine's attention.",
+            "use transformer_engine=null, or attention_backend=auto",
+        )
+    elif switch and backend in BY_NAME and not backend.startswith("te_"):
+        yield Finding(
+            "warning",
+            ("transformer_engine", "attention_backend"),
+            f"`transformer_engine` (True) has no effect with `attention_backend` ({backend}), which is not "
+            "TransformerEngine's.",
+            f"use attention_backend={_family(backend) if _family(backend) != 'named' else 'auto'}",
+        )
+
+
+def softmax_fusion_is_of_unfused(keys: StackKeys) -> Iterator[Finding]:
+    """`masked_softmax_fusion` is an option of the `unfused` backend."""
+    if keys.masked_softmax_fusion:
+        return
+    backend = keys.attention_backend
+    excluded = "use_flash_attention" if keys.use_flash_attention else ""
+    if backend not in ("auto", "unfused"):
+        excluded = "attention_backend"
+    if excluded:
+        yield Finding(
+            "warning",
+            ("masked_softmax_fusion", excluded),
+            f"`masked_softmax_fusion` (False) has no effect with `{excluded}` ({getattr(keys, excluded)}): it is an "
+            "option of the `unfused` backend.",
+            f"~model.masked_softmax_fusion, or {excluded}={'unfused' if excluded == 'attention_backend' else 'null'}",
+        )
+
+
+def _family(backend: str) -> str:
+    return BY_NAME[backend].family if backend in BY_NAME else backend
 
 
 def qkv_bias_is_part_of_bias(keys: StackKeys) -> Iterator[Finding]:
@@ -179,6 +222,8 @@ STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
     rotary_keys_need_rope,
     tanh_form_needs_gelu,
     backend_fits_family_switch,
+    backend_fits_transformer_engine,
+    softmax_fusion_is_of_unfused,
     qkv_bias_is_part_of_bias,
 )
 

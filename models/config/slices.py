@@ -37,6 +37,8 @@ class AttentionSlice:
         causal: a token sees no later token.
         use_flash_attention: None for any family, True without unfused, False without flash.
         backend: `auto`, one family or one backend.
+        transformer_engine: True for TransformerEngine first, False for none of it, None for either.
+        masked_softmax_fusion: unfused attention may take the fused softmax.
     """
 
     heads: int
@@ -49,6 +51,8 @@ class AttentionSlice:
     causal: bool
     use_flash_attention: bool | None
     backend: str
+    transformer_engine: bool | None
+    masked_softmax_fusion: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +175,8 @@ def attention_slice(keys: StackKeys, *, causal: bool) -> AttentionSlice:
         causal=causal,
         use_flash_attention=keys.use_flash_attention,
         backend=keys.attention_backend,
+        transformer_engine=keys.transformer_engine,
+        masked_softmax_fusion=keys.masked_softmax_fusion,
     )
 
 

@@ -27,10 +27,16 @@ AttentionBackend = Literal[
     "flash",
     "fused",
     "unfused",
+    "triton",
     "sdpa_flash",
     "sdpa_efficient",
     "sdpa_cudnn",
     "sdpa_math",
+    "flash_attn",
+    "te_flash",
+    "te_fused",
+    "te_unfused",
+    "lse_first",
     "reference",
 ]
 
@@ -100,3 +106,8 @@ class StackKeys(Block):
     """True: flash or fused kernels only. False: no flash kernels. null: whatever fits best."""
     attention_backend: AttentionBackend = own("auto")
     """One family (`flash`, `fused`, `unfused`) or one backend by name; `auto` lets the dispatcher choose."""
+    transformer_engine: bool | None = None
+    """True: TransformerEngine's attention first in each family, an error where it is not installed; False: never; null:
+    where it is installed and fits best. The linear layers are PyTorch's in any case."""
+    masked_softmax_fusion: bool = True
+    """Scale, mask and softmax of unfused attention in one kernel on a GPU; False: in plain torch."""

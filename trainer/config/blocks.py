@@ -140,8 +140,8 @@ class DataBlock(Block):
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of a document in a sample."""
     reset_attention_mask: bool = False
-    """A token sees no token of an earlier document in its sample. Attention then takes a mask of micro batch size x
-    length x length for all layers."""
+    """A token sees no token of an earlier document in its sample. Where the attention backend takes no lengths of
+    documents, that is a mask of micro batch size x length x length for all layers."""
     dataset_kwargs: dict[str, Text | int | float | bool | list[Text | int | float] | None] = own({})
     """Whatever the data set of an installed package takes, free in form."""
     splits_string: str = Field(

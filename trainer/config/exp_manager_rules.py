@@ -218,14 +218,15 @@ def trial_leaves_things_out(facts: Facts) -> Iterator[Finding]:
 def profiled_steps_come(facts: Facts) -> Iterator[Finding]:
     """Ranges of steps that are profiled."""
     trainer, memory = facts.root.trainer, facts.root.model.memory_profile
-    path, steps = "trainer.profile_steps", trainer.max_steps
+    path, limit = "trainer.profile_steps", "trainer.fast_dev_run" if int(trainer.fast_dev_run) else "trainer.max_steps"
+    steps = int(trainer.fast_dev_run) or trainer.max_steps
     if trainer.profiler == "pytorch":
-        yield from _range_comes(path, path, trainer.profile_steps[0], trainer.profile_steps[1], steps)
+        yield from _range_comes(path, path, trainer.profile_steps[0], trainer.profile_steps[1], limit, steps)
     elif path in facts.own:
         yield _no_effect(path, "trainer.profiler", "without `trainer.profiler=pytorch`")
     if memory.enabled:
         yield from _range_comes(
-            f"{_MEMORY}.start_step", f"{_MEMORY}.end_step", memory.start_step, memory.end_step, steps
+            f"{_MEMORY}.start_step", f"{_MEMORY}.end_step", memory.start_step, memory.end_step, limit, steps
         )
         if isinstance(trainer.devices, int) and memory.rank >= trainer.devices * trainer.num_nodes:
             yield Finding(
@@ -236,16 +237,16 @@ def profiled_steps_come(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _range_comes(start: str, end: str, first: int, last: int, steps: int) -> Iterator[Finding]:
+def _range_comes(start: str, end: str, first: int, last: int, limit: str, steps: int) -> Iterator[Finding]:
     keys = (start,) if start == end else (start, end)
     if first > last:
         yield Finding("error", keys, f"the first step ({first}) must not come after the last ({last})")
     elif first > steps:
         yield Finding(
             "error",
-            (*keys, "trainer.max_steps"),
-            f"step {first} is never reached: `max_steps` is {steps}",
-            f"trainer.max_steps={last}",
+            (*keys, limit),
+            f"step {first} is never reached: `{limit.rpartition('.')[2]}` makes {steps}",
+            f"{limit}={last}",
         )
 
 

@@ -267,7 +267,7 @@ def _geometry() -> Iterator[Row]:
         at,
         "bias_activation_fusion bias_gelu_fusion bias_dropout_add_fusion "
         "persist_layer_norm get_attention_mask_from_fusion "
-        "gradient_accumulation_fusion apply_rope_fusion cross_entropy_loss_fusion masked_softmax_fusion "
+        "gradient_accumulation_fusion apply_rope_fusion cross_entropy_loss_fusion "
         "bias_dropout_fusion bias_swiglu_fusion deallocate_pipeline_outputs",
         _SPEED,
     )
@@ -282,7 +282,6 @@ def _precision() -> Iterator[Row]:
     yield _off(at, "fp32_residual_connection", "a residual stream in fp32", False)
     yield from _history(at, "grad_div_ar_fusion gradient_as_bucket_view grad_allreduce_chunk_size_mb", _NCCL)
     yield from _history(at, "fp32_grad_accum contiguous_grad_bucket async_grad_allreduce", _NCCL)
-    yield _off(at, "transformer_engine", "TransformerEngine's layers", None, False)
     yield _off(at, "fp8", "training in fp8", None, False)
     fp8 = "model.fp8"
     yield from _rows(
@@ -626,7 +625,6 @@ _OTHER_TOKENIZER = "use huggingface with a tokenizer.json, sentencepiece, or byt
 _ADAM = "adam adds weight decay to the gradient, which its running square undoes; use adamw (equal without decay)"
 _OTHER_OPTIMIZER = "stoker keeps AdamW, Adafactor, Muon and SGD; use adamw"
 _SCHEDULE = "a rate that depends on epochs or losses does not follow from the step; use CosineAnnealing"
-_BACKEND = "this attention backend"
 
 
 def _values(state: State, note: str, *values: Any) -> dict[Any, tuple[State, str]]:
@@ -644,9 +642,6 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
         "model.transformer_block_type": _values(State.NOT_YET, "this order of norms", "post_ln", "normformer"),
         "model.normalization": _values(
             State.REFUSED, "norms always calculate in fp32; use layernorm", "low_precision_layernorm"
-        ),
-        "model.attention_backend": _values(
-            State.NOT_YET, _BACKEND, "triton", "te_flash", "te_fused", "te_unfused", "flash_attn", "lse_first"
         ),
         "model.tokenizer.library": _values(
             State.REFUSED, _OTHER_TOKENIZER, "regex", "tabular", "tiktoken", "null-tokenizer", "yttm"

@@ -48,6 +48,9 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
 }
 """Megatron's codes of integer dtypes; 6 and 7 are floats, which are no token ids."""
 
+MAX_SIDE_FILE = 256 << 20
+"""Bytes of the largest PREFIX.json that is read: it names every input, of which there may be a million."""
+
 _CHUNK = 1 << 20
 """Entries that are read, checked or written at once: memory does not grow with the data."""
 _COPY_BYTES = 16 << 20

@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..safe_io import DamagedFileError, read_json
 from .blend import BlendedSamples
 from .index_cache import IndexCache
-from .indexed import IndexedReader, bin_path, idx_path
+from .indexed import MAX_SIDE_FILE, IndexedReader, bin_path, idx_path
 from .mapped import MappedEvaluation, MappedTraining, TokenRange, check_ids
 from .prefixes import Blend, is_per_split, parse_prefixes
 from .samples import Samples
@@ -241,7 +241,7 @@ def _tokenizer_document(prefix: Path, reader: IndexedReader) -> dict[str, Any] |
     if not head.lstrip(b"{ \t\r\n").startswith(b'"format"'):  # some other file of this name
         return None
     try:
-        record = read_json(path)
+        record = read_json(path, largest=MAX_SIDE_FILE)
     except DamagedFileError as error:
         raise UserError(f"`{_KEY}`: {path.parent / ''}{error}") from None
     document = record.get("tokenizer")

@@ -6,6 +6,7 @@ whole global batch, so the sum is the gradient of one process, however the targe
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -104,15 +105,20 @@ def units(model: GPT) -> list[list[nn.Parameter]]:
     return [before, *layers, [parameter for parameter in model.parameters() if parameter not in named]]
 
 
-def data_parallel(layout: DataLayout, device: torch.device, reduce_dtype: torch.dtype | None) -> DataParallel:
+def data_parallel(
+    layout: DataLayout, device: torch.device, reduce_dtype: torch.dtype | None, timeout: timedelta | None = None
+) -> DataParallel:
     """The data axes of a run.
 
     Args:
         layout: of the run.
         device: of this rank.
         reduce_dtype: in which gradients are summed; None: as they are.
+        timeout: how long a rank waits for another; None: torch's own.
     """
     from .replicated import Replicated
     from .sharded import Sharded
 
-    return (Replicated if layout.whole_weights else Sharded)(layout, device, reduce_dtype)
+    if layout.whole_weights:
+        return Replicated(layout, device, reduce_dtype)
+    return Sharded(layout, device, reduce_dtype, timeout)

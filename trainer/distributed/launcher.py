@@ -16,14 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ..config.run_config import RunConfig
 from ..environment import worker_environment
-from ..errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from ..errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError, keep_trace
 from .placement import Placement
 
 GRACE_SECONDS = 8.0
@@ -41,16 +41,23 @@ class Worker:
     outcome_pipe: int
     ended_at: float | None = None
     outcome: dict[str, Any] | None = None
+    _told: bytes = field(default=b"", repr=False)
 
     def poll(self) -> bool:
-        """Whether it has ended; reads its outcome when it has."""
-        if self.ended_at is None and self.process.poll() is not None:
+        """Whether it has ended; reads what it says of its outcome, as a pipe holds less than a long traceback."""
+        if self.ended_at is not None:
+            return True
+        has_ended = self.process.poll() is not None
+        # Not until the end of the pipe: a process that the worker has left behind may hold it open.
+        with contextlib.suppress(BlockingIOError):
+            while text := os.read(self.outcome_pipe, 1 << 16):
+                self._told += text
+        if has_ended:
             self.ended_at = time.monotonic()
-            with os.fdopen(self.outcome_pipe, "rb") as pipe:
-                text = pipe.read()
+            os.close(self.outcome_pipe)
             with contextlib.suppress(ValueError):
-                self.outcome = json.loads(text)
-        return self.ended_at is not None
+                self.outcome = json.loads(self._told)
+        return has_ended
 
     @property
     def code(self) -> int | None:
@@ -183,6 +190,7 @@ class _Launch:
         for local_rank in range(place.per_node):
             rank = place.node * place.per_node + local_rank
             read_end, write_end = os.pipe()
+            os.set_blocking(read_end, False)
             shared = [write_end] + ([listener.fileno()] if listener and rank == 0 else [])
             with _interrupts_held():
                 process = subprocess.Popen(
@@ -194,6 +202,8 @@ class _Launch:
                         local_rank=local_rank,
                         per_node=place.per_node,
                         address=address,
+                        # Now: modules of the user's own, imported before the configuration is read, may load torch.
+                        env_vars=self._config.root.env_vars,
                     ),
                     pass_fds=shared,
                     start_new_session=True,
@@ -216,6 +226,8 @@ class _Launch:
             with contextlib.suppress(BrokenPipeError):  # it has ended already: that will be told
                 process.stdin.write(json.dumps(order).encode() + b"\n")
                 process.stdin.flush()
+            if self._signal is not None:  # it may have come before this worker was one of those it is handed to
+                self._forward(self._signal, None)
         if listener is not None:
             listener.close()
 
@@ -229,12 +241,8 @@ class _Launch:
 
 def _with_trace_in_file(lines: list[str]) -> list[str]:
     """The first line alone; the traceback below it goes into a file, or stays where no file can be written."""
-    path = Path(time.strftime("stoker-crash-%Y%m%d-%H%M%S.txt"))
-    try:
-        path.write_text("\n".join(lines) + "\n")
-    except OSError:
-        return lines
-    return [f"{lines[0]}; the traceback is in {path}"]
+    path = keep_trace("\n".join(lines) + "\n")
+    return lines if path is None else [f"{lines[0]}; the traceback is in {path}"]
 
 
 @contextlib.contextmanager

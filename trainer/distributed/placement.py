@@ -67,6 +67,13 @@ def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
         if world == 1:
             return Placement(1, 1)
         place = _number(environ, rank)
+        local = "LOCAL_RANK" if started else "SLURM_LOCALID"
+        if local in environ and _number(environ, local) != place % per_node:
+            raise UserError(
+                f"process {place} ({rank}) is number {environ[local]} of its machine ({local}), but with {per_node} on "
+                f"each it must be number {place % per_node}: fill one machine after the other, "
+                "with srun --distribution=block"
+            )
         return Placement(world, per_node, place // per_node, trainer.num_nodes, place, _address(environ))
     if trainer.num_nodes == 1:
         return Placement(world, per_node)

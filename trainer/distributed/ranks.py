@@ -10,6 +10,8 @@ import os
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -28,11 +30,13 @@ class Ranks:
         rank: of this process, 0 to world_size - 1.
         world_size: processes in the run.
         local_rank: of this process on its machine, which is the index of its device.
+        timeout: how long a process waits for another; None: torch's own.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    timeout: timedelta | None = None
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     """Where messages go; None: the group of all."""
     _pending: tuple[Any, Tensor] | None = field(default=None, repr=False)
@@ -44,8 +48,8 @@ class Ranks:
 
     def apart(self) -> Ranks:
         """The same processes with a channel of their own for text, for a thread beside training."""
-        group: Any = dist.new_group(backend="gloo") if self.world_size > 1 else None
-        return Ranks(self.rank, self.world_size, self.local_rank, group)
+        group: Any = dist.new_group(backend="gloo", timeout=self.timeout) if self.world_size > 1 else None
+        return Ranks(self.rank, self.world_size, self.local_rank, self.timeout, group)
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -84,9 +88,9 @@ class Ranks:
         self._pending = dist.all_reduce(tensor, op=dist.ReduceOp.BOR, async_op=True), tensor
         return answer
 
-    def any(self, here: bool) -> bool:
-        """Whether it holds for any process; all wait for the answer."""
-        return "1" in self.gather("1" if here else "0")
+    def agree_now(self, flags: int) -> int:
+        """Bitwise or of the flags of all processes; all wait for the answer."""
+        return reduce(or_, map(int, self.gather(str(int(flags)))))
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add a tensor up over all processes, in place; returns it."""
@@ -127,8 +131,9 @@ def join(rank: int, world_size: int, local_rank: int, *, store: Store | None, ti
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else None
     if device is not None:
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-    return Ranks(rank, world_size, local_rank)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    return Ranks(rank, world_size, local_rank, limit)
 
 
 def leave() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from ...models.gpt import GPT
@@ -25,10 +28,20 @@ class Sharded(DataParallel):
         layout: of the run.
         device: of this rank.
         reduce_dtype: in which gradients are summed; None: as they are.
+        timeout: how long a rank waits for another; None: torch's own.
     """
 
-    def __init__(self, layout: DataLayout, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        layout: DataLayout,
+        device: torch.device,
+        reduce_dtype: torch.dtype | None,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.mesh = init_device_mesh(device.type, (layout.replicas, layout.shards), mesh_dim_names=AXES)
+        if timeout is not None:  # the groups of `hybrid` do not take over that of the group of all
+            for axis in AXES:
+                _set_pg_timeout(timeout, self.mesh.get_group(axis))
         super().__init__(layout, self.mesh.get_group("dp_shard"))
         # Casting inputs would round the count of target tokens.
         self._policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -16,7 +17,16 @@ from ..environment import prepare_process
 from ..errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, UserError
 from ..user_code import import_modules
 
-_SIGNS_OF_LOSS = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL")
+_PR_SET_PDEATHSIG = 1  # sys/prctl.h
+_SIGNS_OF_LOSS = (
+    "Connection closed by peer",
+    "onnection reset",
+    "Connection was likely closed",
+    "Broken pipe",
+    "imed out",
+    "Application timeout",
+    "NCCL",
+)
 """What gloo, NCCL and the store say when another process is gone."""
 
 
@@ -26,6 +36,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    _die_with_launcher()
     threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()
     code, kind, lines = EXIT_DONE, "", []
     try:
@@ -72,6 +83,12 @@ def _train(order: dict[str, Any]) -> int:
     ranks.barrier()
     leave()
     return result.exit_code
+
+
+def _die_with_launcher() -> None:
+    """Have Linux kill this process when the launcher is gone, even while it is stopped and cannot see that itself."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_launcher() -> None:

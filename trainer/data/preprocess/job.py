@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import EXIT_IO, UserError
-from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
+from ..indexed import MAX_SIDE_FILE, IndexedWriter, bin_path, idx_path, token_dtype
 from ..tokenizers import Tokenizer, from_document
 from .documents import DAMAGED, Reading, line_number
 from .inputs import Source, find_sources
@@ -23,7 +23,6 @@ from .train_tokenizer import train_tokenizer
 from .worker import Tally
 
 FORMAT = 1
-MAX_SIDE_FILE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)

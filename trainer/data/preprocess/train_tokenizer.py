@@ -46,10 +46,10 @@ def train_tokenizer(
             for document in _documents(unit, sources, reading):
                 if isinstance(document, Reject):
                     continue
-                text = document[:left]
+                data = document[:left].encode()[:left]
                 found += 1
-                yield text
-                left -= len(text.encode())
+                yield data.decode(errors="ignore")  # a character may be cut at the end
+                left -= len(data)
                 if left <= 0:
                     break
 

@@ -1,0 +1,307 @@
+"""What the attention functions refuse, before any launch: each error names the argument, what it is and the rule.
+
+Nothing here reads a value from a GPU: of tensors on a device only shape, dtype and place are looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
+
+
+class AttentionGeometry(NamedTuple):
+    """The sizes of a checked call.
+
+    Attributes:
+        batch: sequences.
+        heads: query heads.
+        groups: key and value heads; divides `heads`.
+        head_dim: width of a head.
+        queries: tokens of a sequence that ask; the longest sequence's (`max_seqlen_q`) when packed.
+        keys: tokens of a sequence that are asked; likewise.
+        packed: tensors are (total, heads, head_dim), with `cu_seqlens_q` and `cu_seqlens_k`.
+        scale: factor of the scores.
+        left: keys visible before a query, -1 for all of them.
+        right: keys visible after a query, -1 for all of them; 0 when causal.
+    """
+
+    batch: int
+    heads: int
+    groups: int
+    head_dim: int
+    queries: int
+    keys: int
+    packed: bool
+    scale: float
+    left: int
+    right: int
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    for_kernel: bool = True,
+) -> AttentionGeometry:
+    """Check the arguments of `flash_attention` and its siblings.
+
+    Values of `cu_seqlens_q` and `cu_seqlens_k` are checked on a CPU only: reading them from a GPU would wait for it.
+
+    Args:
+        q: and all others: as in `flash_attention`.
+        for_kernel: apply the limits of the Triton kernels too: dtype and head width.
+
+    Returns:
+        The sizes of the call, with `causal` folded into the window.
+
+    Raises:
+        ValueError: an argument breaks a rule; the message names it, what it is, the rule and a way out.
+    """
+    packed = _check_packed_is_whole(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _check_tensors(q, k, v, packed)
+    heads, head_dim = q.shape[-2:]
+    groups = k.shape[-2]
+    if for_kernel:
+        _check_kernel_limits(q, head_dim)
+    if packed:
+        assert cu_seqlens_q is not None
+        assert cu_seqlens_k is not None
+        queries = _check_max_seqlen("max_seqlen_q", max_seqlen_q)
+        keys = _check_max_seqlen("max_seqlen_k", max_seqlen_k)
+        _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", "max_seqlen_q", queries)
+        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", "max_seqlen_k", keys)
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(
+                f"`cu_seqlens_k` ({cu_seqlens_k.shape[0]} entries) must have as many entries as `cu_seqlens_q` "
+                f"({cu_seqlens_q.shape[0]}); both count the same sequences."
+            )
+        batch = cu_seqlens_q.shape[0] - 1
+    else:
+        batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+    _check_masks_and_biases(q, batch, heads, queries, keys, packed, bias, distance_bias, key_padding_mask)
+    scale = _check_numbers(head_dim, softmax_scale, softcap)
+    _check_dropout(q, dropout_p, rng)
+    left, right = _check_window(window_size)
+    # a window as wide as the sequences is none: the same code then runs, to the same bits
+    left = -1 if left >= keys - 1 else left
+    right = 0 if causal else (-1 if right >= queries - 1 else right)
+    return AttentionGeometry(batch, heads, groups, head_dim, queries, keys, packed, scale, left, right)
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
+def _check_packed_is_whole(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> bool:
+    given = {
+        "cu_seqlens_q": cu_seqlens_q is not None,
+        "cu_seqlens_k": cu_seqlens_k is not None,
+        "max_seqlen_q": max_seqlen_q is not None,
+        "max_seqlen_k": max_seqlen_k is not None,
+    }
+    missing = [name for name, there in given.items() if not there]
+    if missing and len(missing) < len(given):
+        there = [name for name in given if name not in missing]
+        raise ValueError(
+            f"`{missing[0]}` (None) must be given with `{there[0]}`; packed sequences need all of {', '.join(given)}, "
+            "and dense tensors none."
+        )
+    return not missing
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    layout = "(total, heads, head_dim)" if packed else "(batch, tokens, heads, head_dim)"
+    rank = 3 if packed else 4
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != rank:
+            hint = "with" if packed else "without"
+            raise ValueError(
+                f"`{name}` {_shape(tensor)} must have {rank} dimensions, {layout}, {hint} `cu_seqlens_q`; reshape it."
+            )
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"`{name}` ({tensor.dtype}) must have the dtype of `q` ({q.dtype}); convert one of them.")
+        if tensor.device != q.device:
+            raise ValueError(f"`{name}` ({tensor.device}) must be on the device of `q` ({q.device}); move one of them.")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"`q` ({q.dtype}) must be bfloat16, float16, float32 or float64; convert q, k and v.")
+    if v.shape != k.shape:
+        raise ValueError(f"`v` {_shape(v)} must have the shape of `k` {_shape(k)}.")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"`k` {_shape(k)} must have the head width of `q`, {q.shape[-1]}, not {k.shape[-1]}.")
+    if not packed and k.shape[0] != q.shape[0]:
+        raise ValueError(f"`k` {_shape(k)} must have the batch of `q`, {q.shape[0]}, not {k.shape[0]}.")
+    heads, groups = q.shape[-2], k.shape[-2]
+    if heads < 1 or groups < 1 or heads % groups:
+        raise ValueError(
+            f"`q` ({heads} heads) must have a multiple of the heads of `k` and `v` ({groups}), one at least; repeat or "
+            "drop heads."
+        )
+    if q.shape[-1] < 1:
+        raise ValueError(f"`q` {_shape(q)} must have heads at least 1 wide.")
+
+
+def _check_kernel_limits(q: Tensor, head_dim: int) -> None:
+    if q.dtype == torch.float64 and q.device.type != "cpu":  # on a CPU the interpreter computes in fp64
+        raise ValueError(
+            f"`q` ({q.dtype}) must be bfloat16, float16 or float32 on {q.device}; convert q, k and v, or use "
+            "`reference_attention`."
+        )
+    if not SMALLEST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM or head_dim % 8:
+        raise ValueError(
+            f"`q` {_shape(q)} must have heads {SMALLEST_HEAD_DIM} to {LARGEST_HEAD_DIM} wide, in steps of 8, not "
+            f"{head_dim}; pad q, k and v with zeros and give `softmax_scale`."
+        )
+
+
+def _check_max_seqlen(name: str, value: int | None) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise ValueError(
+            f"`{name}` ({type(value).__name__}) must be an int, known without a look at the device; a bound will do."
+        )
+    if value < 0:
+        raise ValueError(f"`{name}` ({value}) must not be negative; give the longest sequence's number of tokens.")
+    return int(value)
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: Tensor, tensor: Tensor, of: str, bound: str, longest: int) -> None:
+    if cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"`{name}` ({cu_seqlens.dtype}) must be int32; convert it with `.int()`.")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            f"`{name}` {_shape(cu_seqlens)} must have one dimension of (sequences + 1) entries: 0, then where each "
+            "sequence ends."
+        )
+    if cu_seqlens.device != tensor.device:
+        raise ValueError(f"`{name}` ({cu_seqlens.device}) must be on the device of `{of}` ({tensor.device}); move it.")
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor:
+        return
+    ends: list[int] = cu_seqlens.tolist()
+    if ends[0] != 0:
+        raise ValueError(f"`{name}` must begin with 0, not {ends[0]}.")
+    for place, (start, end) in enumerate(pairwise(ends)):
+        if end < start:
+            raise ValueError(f"`{name}` must not decrease, but entry {place + 1} is {end} after {start}.")
+        if end - start > longest:
+            raise ValueError(
+                f"`{bound}` ({longest}) must not be less than any sequence's length, but sequence {place} has "
+                f"{end - start} tokens."
+            )
+    if ends[-1] > tensor.shape[0]:
+        raise ValueError(f"`{name}` must end within `{of}` ({tensor.shape[0]} tokens), but ends at {ends[-1]}.")
+
+
+def _check_masks_and_biases(
+    q: Tensor,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    packed: bool,
+    bias: Tensor | None,
+    distance_bias: Tensor | None,
+    key_padding_mask: Tensor | None,
+) -> None:
+    accumulate = torch.promote_types(q.dtype, torch.float32)
+    others = {"bias": bias, "distance_bias": distance_bias, "key_padding_mask": key_padding_mask}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"`{name}` ({tensor.device}) must be on the device of `q` ({q.device}); move it.")
+    if bias is not None:
+        if packed:
+            raise ValueError(
+                f"`bias` {_shape(bias)} must be None with `cu_seqlens_q`: packed sequences have no common matrix of "
+                "scores; use `distance_bias` or dense tensors."
+            )
+        if bias.dtype not in (q.dtype, accumulate):
+            raise ValueError(f"`bias` ({bias.dtype}) must be {q.dtype}, as `q`, or {accumulate}; convert it.")
+        full = (batch, heads, queries, keys)
+        fits = bias.dim() <= 4 and all(
+            have == 1 or have == want  # not `in`, which compares symbolic sizes by identity
+            for have, want in zip(reversed(bias.shape), reversed(full), strict=False)
+        )
+        if not fits:
+            raise ValueError(
+                f"`bias` {_shape(bias)} must broadcast to (batch, heads, queries, keys) = {full}: each dimension, from "
+                "the last, 1 or that size."
+            )
+    if distance_bias is not None:
+        if distance_bias.dtype not in (torch.float32, accumulate):
+            raise ValueError(f"`distance_bias` ({distance_bias.dtype}) must be float32; convert it with `.float()`.")
+        shape = distance_bias.shape
+        if len(shape) != 2 or shape[0] != heads or shape[1] < 3 or shape[1] % 2 == 0:
+            raise ValueError(
+                f"`distance_bias` {_shape(distance_bias)} must be (heads, 2 R + 1) with {heads} heads and R >= 1: one "
+                "number for each distance from -R to R."
+            )
+    if key_padding_mask is not None:
+        if packed:
+            raise ValueError("`key_padding_mask` must be None with `cu_seqlens_k`: packed sequences have no padding.")
+        if key_padding_mask.dtype != torch.bool:
+            raise ValueError(
+                f"`key_padding_mask` ({key_padding_mask.dtype}) must be bool, True where a key takes part; convert it "
+                "with `.bool()`."
+            )
+        if key_padding_mask.shape != (batch, keys):
+            raise ValueError(
+                f"`key_padding_mask` {_shape(key_padding_mask)} must be (batch, keys) = ({batch}, {keys})."
+            )
+
+
+def _check_numbers(head_dim: int, softmax_scale: float | None, softcap: float) -> float:
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    # comparisons, which a compiler can trace with symbolic numbers, and which NaN fails
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"`softmax_scale` ({softmax_scale}) must be finite; None is 1 / sqrt(head_dim).")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"`softcap` ({softcap}) must be 0, for none, or a positive number.")
+    return scale
+
+
+def _check_dropout(q: Tensor, dropout_p: float, rng: Tensor | None) -> None:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"`dropout_p` ({dropout_p}) must be at least 0 and less than 1.")
+    if rng is None:
+        if dropout_p:
+            raise ValueError(
+                f"`rng` (None) must be given with `dropout_p` ({dropout_p}): an int64 tensor [seed, offset] on "
+                f"{q.device}."
+            )
+        return
+    if rng.dtype != torch.int64 or rng.shape != (2,):
+        raise ValueError(f"`rng` ({rng.dtype} {_shape(rng)}) must be an int64 tensor [seed, offset] of shape (2,).")
+    if rng.device != q.device:
+        raise ValueError(f"`rng` ({rng.device}) must be on the device of `q` ({q.device}); move it.")
+
+
+def _check_window(window_size: Sequence[int]) -> tuple[int, int]:
+    whole = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not whole or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window_size):
+        raise ValueError(
+            f"`window_size` ({window_size}) must be two whole numbers, keys to the left and to the right of a query, "
+            "-1 for all."
+        )
+    return window_size[0], window_size[1]

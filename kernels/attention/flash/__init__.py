@@ -1,0 +1,1 @@
+"""Flash attention in Triton: portable kernels, forward and backward, with biases that have gradients."""

@@ -1,0 +1,281 @@
+"""The custom operations of flash attention, and its public function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ...launch import HAS_TRITON, INTERPRETED
+from ..arguments import check_arguments
+from .backward import launch_dkdv, launch_dq, prepare_backward
+from .bias_gradient import launch_bias_gradient, launch_distance_gradient
+from .forward import empty_results, launch_forward
+from .problem import Problem
+
+# ---------------------------------------------------------------- custom operations
+
+
+@torch.library.custom_op("stoker::flash_attention", mutates_args=())
+def _flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    distance_bias: Tensor | None,
+    key_padding_mask: Tensor | None,
+    rng: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    max_queries: int,
+    max_keys: int,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; the arguments after v are the fields of a `Problem`."""
+    problem = Problem(
+        bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale, softcap, dropout_p,
+        max_queries, max_keys,
+    )  # fmt: skip
+    return launch_forward(q, k, v, problem)
+
+
+@_flash_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(q, Problem(*problem))
+
+
+@torch.library.custom_op("stoker::flash_attention_backward", mutates_args=())
+def _flash_attention_backward(
+    out_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    distance_bias: Tensor | None,
+    key_padding_mask: Tensor | None,
+    rng: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    max_queries: int,
+    max_keys: int,
+    needs_q: bool,
+    needs_kv: bool,
+    needs_bias: bool,
+    needs_distance_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, bias and distance_bias; one that is not needed is empty."""
+    problem = Problem(
+        bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale, softcap, dropout_p,
+        max_queries, max_keys,
+    )  # fmt: skip
+    saved = prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
+    q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient = (q.new_empty(0) for _ in range(5))
+    if needs_kv:
+        k_gradient, v_gradient = launch_dkdv(saved, problem)
+    full_bias = needs_bias and bias is not None and bias.shape == (*q.shape[:1], q.shape[2], max_queries, max_keys)
+    if needs_q or full_bias or needs_distance_bias:
+        scores_dtype = bias.dtype if bias is not None and full_bias else None
+        dq, scores, far = launch_dq(saved, problem, scores_dtype=scores_dtype, far_sums=needs_distance_bias)
+        q_gradient = dq if needs_q else q_gradient
+        if scores is not None:
+            bias_gradient = scores
+        if far is not None and distance_bias is not None:
+            distance_gradient = launch_distance_gradient(saved, problem, far).to(distance_bias.dtype)
+    if needs_bias and bias is not None and not full_bias:
+        bias_gradient = launch_bias_gradient(saved, problem).to(bias.dtype)
+    return q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient
+
+
+@_flash_attention_backward.register_fake
+def _(
+    out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    *fields, needs_q, needs_kv, needs_bias, needs_distance_bias = rest
+    problem = Problem(*fields)
+
+    def like(tensor: Tensor | None, needed: bool) -> Tensor:
+        return tensor.new_empty(tensor.shape) if needed and tensor is not None else q.new_empty(0)
+
+    return (
+        like(q, needs_q),
+        like(k, needs_kv),
+        like(v, needs_kv),
+        like(problem.bias, needs_bias),
+        like(problem.distance_bias, needs_distance_bias),
+    )
+
+
+# ---------------------------------------------------------------- autograd
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *fields = inputs
+    problem = Problem(*fields)
+    ctx.save_for_backward(q, k, v, *output, *problem[:6])
+    ctx.numbers = problem[6:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, out_gradient: Tensor | None, lse_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if out_gradient is None:
+        if lse_gradient is None:
+            return (None,) * 16
+        out_gradient = torch.zeros_like(out)
+    needs = ctx.needs_input_grad
+    wanted = (needs[0], needs[1] or needs[2], needs[3], needs[4])
+    problem = (*tensors, *ctx.numbers)
+    gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *wanted)
+    used = [gradient if needed else None for gradient, needed in zip(gradients, needs[:5], strict=True)]
+    return (*used, *(None,) * 11)
+
+
+def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
+    raise RuntimeError("flash_attention has no second derivative; use reference_attention where one is needed.")
+
+
+_flash_attention.register_autograd(_backward, setup_context=_save)
+_flash_attention_backward.register_autograd(_no_second_derivative)
+
+
+# ---------------------------------------------------------------- FLOPs
+
+
+def _visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
+    """How many (query, key) pairs a window leaves, both sequences ending at the same token."""
+
+    def up_to(limit: int) -> int:
+        """Pairs with key - query - (keys - queries) <= limit: a sum of clipped row lengths."""
+        first = min(max(keys - queries + limit + 1, 0), keys)
+        # rows grow by one key each, from `grow_from` on, until they have all keys
+        grow_from = max(0, -(keys - queries + limit + 1))
+        grown = min(max(queries - grow_from, 0), keys - first + 1)
+        full = max(queries - grow_from - grown, 0)
+        return grown * first + grown * (grown - 1) // 2 + full * keys
+
+    below = up_to(right) if right >= 0 else queries * keys
+    return below - (up_to(-left - 1) if left >= 0 else 0)
+
+
+def _multiplications(q: Any, problem: Problem) -> int:
+    """Multiply-adds of one product of queries and keys, over the visible pairs; packed, as if all were longest."""
+    heads, head_dim = q.shape[-2:]
+    pairs = _visible_pairs(problem.max_queries, problem.max_keys, problem.left, problem.right)
+    if problem.packed:
+        sequences = problem.batch(q)
+        rows = min(q.shape[0], sequences * problem.max_queries)
+        return heads * head_dim * pairs * rows // max(problem.max_queries, 1)
+    return q.shape[0] * heads * head_dim * pairs
+
+
+@register_flop_formula(torch.ops.stoker.flash_attention, get_raw=True)
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *problem: Any, out_val: Any = None, **_: Any) -> int:
+    return 4 * _multiplications(q, Problem(*problem))
+
+
+@register_flop_formula(torch.ops.stoker.flash_attention_backward, get_raw=True)
+def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+    return 10 * _multiplications(arguments[2], Problem(*arguments[7:20]))
+
+
+# ---------------------------------------------------------------- public function
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(cap(softmax_scale * q k^T) + bias + distance_bias, over the visible keys) v, no scores in memory.
+
+    Differentiable once in q, k, v, `bias`, `distance_bias`, and through the log-sum-exp. The backward pass has no
+    atomics: every gradient is the same bits each time.
+
+    Args:
+        q: (batch, queries, heads, head_dim), or packed (total queries, heads, head_dim); bf16, fp16 or fp32, under the
+            interpreter fp64 too; head_dim a multiple of 8 from 16 to 256. Under autocast, cast to its dtype.
+        k: (batch, keys, groups, head_dim), or packed; query head h reads group h // (heads / groups).
+        v: like `k`.
+        causal: a query sees no later key; both sequences end at the same token (bottom-right aligned).
+        window_size: keys visible to the left and to the right of a query, inclusive; -1 for all.
+        softmax_scale: factor of the scores; None is 1 / sqrt(head_dim).
+        softcap: cap * tanh(score / cap) bounds the scaled scores, before a bias is added; 0 for none.
+        bias: added to the scores, dtype of q or fp32, broadcastable to (batch, heads, queries, keys); dense only.
+        distance_bias: fp32 (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i + keys -
+            queries), clipped to [-R, R]. Its gradient takes O(queries + keys) memory.
+        dropout_p: probability of dropping an attention weight; the others grow by 1 / (1 - dropout_p).
+        rng: int64 [seed, offset] of the dropout mask, on the device of q; see `dropout.py`.
+        cu_seqlens_q: int32 (sequences + 1), where the sequences of a packed `q` end, from 0 on. Entries may repeat;
+            tokens after the last entry belong to no sequence.
+        cu_seqlens_k: likewise of `k` and `v`.
+        max_seqlen_q: a bound of the lengths in `cu_seqlens_q`.
+        max_seqlen_k: a bound of the lengths in `cu_seqlens_k`.
+        key_padding_mask: bool (batch, keys), True for the keys that take part; dense only.
+        deterministic: accepted for the sake of one signature; the kernels always are.
+        return_lse: return the log-sum-exp of the scores too.
+
+    Returns:
+        Output in the shape and dtype of `q`. With `return_lse` also the natural log-sum-exp, fp32 (fp64 for fp64
+        inputs), (batch, heads, queries) or packed (heads, total queries). A query that sees no key has output 0,
+        log-sum-exp -inf and no gradient; NaN in a key that no query sees does not spread.
+
+    Raises:
+        ValueError: an argument breaks a rule, see `check_arguments`; or Triton cannot run where the tensors are.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        if bias is not None and bias.dtype not in (q.dtype, torch.float32):
+            bias = bias.to(q.dtype)
+    sizes = check_arguments(
+        q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
+        distance_bias=distance_bias, dropout_p=dropout_p, rng=rng, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        key_padding_mask=key_padding_mask,
+    )  # fmt: skip
+    _check_triton_serves(q)
+    out, lse = _flash_attention(
+        q, k, v, bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, sizes.left, sizes.right,
+        sizes.scale, float(softcap), float(dropout_p), sizes.queries, sizes.keys,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _check_triton_serves(q: Tensor) -> None:
+    if not HAS_TRITON:
+        raise ValueError("flash_attention needs Triton, which this platform does not have; use reference_attention.")
+    if not (q.is_cuda or INTERPRETED):
+        raise ValueError(
+            f"`q` ({q.device}) must be on a CUDA device: flash_attention needs CUDA or, for tests, TRITON_INTERPRET=1."
+        )

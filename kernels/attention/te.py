@@ -1,0 +1,159 @@
+"""TransformerEngine's DotProductAttention as three backends of the dispatcher; imported when it is first called.
+
+TransformerEngine chooses its kernels from NVTE_* while it runs. A call here sets them in a scope, so that one family is
+left, and afterwards looks which one ran.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .eager import outside_graphs
+from .flags import environment_override
+from .packed import PackedSequences, whole_cu_seqlens
+from .written_out import hidden_keys, written_out_bias
+
+TEFamily = Literal["flash", "fused", "unfused"]
+_MODULE = "transformer_engine.pytorch.attention.dot_product_attention"
+_SWITCHES: dict[TEFamily, str] = {
+    "flash": "NVTE_FLASH_ATTN",
+    "fused": "NVTE_FUSED_ATTN",
+    "unfused": "NVTE_UNFUSED_ATTN",
+}
+
+
+@lru_cache(maxsize=64)
+def _module(
+    family: TEFamily, heads: int, groups: int, head_dim: int, scale: float, dropout: float, deterministic: bool
+) -> Any:
+    """A DotProductAttention; it has no parameters. `family` and `deterministic` act through the environment."""
+    return import_module("transformer_engine.pytorch").DotProductAttention(
+        heads, head_dim, num_gqa_groups=groups, attention_dropout=dropout, qkv_format="bshd", softmax_scale=scale
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TEAttention:
+    """DotProductAttention held to one family.
+
+    Attributes:
+        family: the only one TransformerEngine may take.
+        deterministic: equal calls give equal gradients, to the bit.
+    """
+
+    family: TEFamily
+    deterministic: bool = False
+
+    @outside_graphs
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        dropout: float = 0.0,
+        bias: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        packed: PackedSequences | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, with the arguments of `AttentionFunction`.
+
+        Raises:
+            ValueError: a softcap, a padding mask, or a bias that the family does not take.
+            RuntimeError: TransformerEngine refused the call, or took another family.
+        """
+        if softcap:
+            raise ValueError(f"`softcap` ({softcap}) must be 0 in te_{self.family}; use `triton`.")
+        if key_padding_mask is not None:
+            raise ValueError(f"`key_padding_mask` must be None in te_{self.family}; use `triton`.")
+        biased = bias is not None or distance_bias is not None
+        if biased and (self.family == "flash" or (self.family == "fused" and packed is not None)):
+            packing = " with packed documents" if packed is not None else ""
+            raise ValueError(f"a bias must be None in te_{self.family}{packing}; use `triton`.")
+        queries, keys = query.shape[1], key.shape[1]
+        options = self._mask(queries, keys, causal, window, packed, query.device)
+        dense = written_out_bias(bias, distance_bias, queries, keys)
+        if dense is not None:
+            shape = (*(1,) * (4 - dense.dim()), *dense.shape)
+            whole = (shape[0], shape[1], queries, keys)  # cuDNN takes no bias that repeats a row
+            options |= {
+                "core_attention_bias_type": "post_scale_bias",
+                "core_attention_bias": dense.to(query.dtype).reshape(shape).expand(whole).contiguous(),
+            }
+        tensors = [query, key, value]
+        if "cu_seqlens_q" in options:
+            tensors = [tensor.flatten(0, 1) for tensor in tensors]
+        context = self._run(tensors, scale, dropout, options)
+        return context.view(query.shape)
+
+    def _mask(
+        self,
+        queries: int,
+        keys: int,
+        causal: bool,
+        window: tuple[int, int] | None,
+        packed: PackedSequences | None,
+        device: torch.device,
+    ) -> dict[str, Any]:
+        """The mask in TransformerEngine's words. True in its masks hides, and its plain `causal` is top-left."""
+        aligned = "causal" if queries == keys else "causal_bottom_right"
+        kind = aligned if causal else "no_mask"
+        if packed is None:
+            return {"attn_mask_type": kind, "window_size": window}
+        if self.family == "unfused":  # it would lay out every document at the length of a row
+            hidden = hidden_keys(
+                queries, keys, causal=causal, window=window, packed=packed, key_padding_mask=None, device=device
+            )
+            return {"attn_mask_type": "arbitrary", "attention_mask": hidden}
+        ends = whole_cu_seqlens(packed)
+        return {
+            "qkv_format": "thd",
+            "attn_mask_type": "padding_causal" if causal else "padding",
+            "window_size": window,
+            "cu_seqlens_q": ends,
+            "cu_seqlens_kv": ends,
+            "max_seqlen_q": queries,
+            "max_seqlen_kv": keys,
+        }
+
+    def _run(self, tensors: list[Tensor], scale: float, dropout: float, options: dict[str, Any]) -> Tensor:
+        state = import_module(_MODULE)._attention_backends
+        deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
+        values = {name: str(int(family == self.family)) for family, name in _SWITCHES.items()}
+        if deterministic:
+            values["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        query, key = tensors[:2]
+        with environment_override(values):
+            module = _module(
+                self.family, query.shape[-2], key.shape[-2], query.shape[-1], scale, dropout, deterministic
+            )
+            # in evaluation it keeps nothing for a backward pass
+            module.train(torch.is_grad_enabled())
+            state["backend_selection_requires_update"] = True  # its memory of choices does not look at NVTE_*
+            try:
+                context: Tensor = module(*tensors, **options)
+            except ValueError as error:
+                raise RuntimeError(
+                    f"TransformerEngine refuses this call in te_{self.family}: {error} NVTE_DEBUG=1 "
+                    "NVTE_DEBUG_LEVEL=2 prints its reasons; attention_backend=auto takes another backend."
+                ) from error
+            ran = [family for family in _SWITCHES if state[f"use_{family}_attention"]]
+        if ran != [self.family]:
+            raise RuntimeError(f"TransformerEngine was held to {self.family} attention and took {ran or 'none'}.")
+        return context
+
+
+te_flash = TEAttention("flash")
+te_fused = TEAttention("fused")
+te_unfused = TEAttention("unfused")

@@ -1,0 +1,56 @@
+"""What a backend cannot take as it is, written out over queries and keys: distance biases, causal masks, padding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .packed import PackedSequences
+from .reference import key_distances, visible_keys
+
+
+def written_out_bias(bias: Tensor | None, distance_bias: Tensor | None, queries: int, keys: int) -> Tensor | None:
+    """A dense bias and a distance bias as one dense bias, differentiable in both.
+
+    Args:
+        bias: broadcastable to (batch, heads, queries, keys).
+        distance_bias: (heads, 2 R + 1), see `reference_attention`.
+        queries: tokens that ask.
+        keys: tokens that are asked.
+    """
+    if distance_bias is None:
+        return bias
+    reach = distance_bias.shape[1] // 2
+    place = key_distances(queries, keys, distance_bias.device).clamp(-reach, reach) + reach
+    # an embedding: its gradient sums equal places in a fixed order, which indexing does not
+    dense = F.embedding(place, distance_bias.t()).permute(2, 0, 1)
+    return dense if bias is None else bias + dense
+
+
+def hidden_keys(
+    queries: int,
+    keys: int,
+    *,
+    causal: bool,
+    window: tuple[int, int] | None,
+    packed: PackedSequences | None,
+    key_padding_mask: Tensor | None,
+    device: torch.device,
+) -> Tensor | None:
+    """What a query must not see, bool, broadcastable to (batch, heads, queries, keys); None for nothing."""
+    hidden = None
+    if (causal and packed is None) or window is not None:  # the mask of documents is causal already
+        hidden = ~visible_keys(queries, keys, causal=causal, window=window, device=device)[None, None]
+    if packed is not None:
+        apart = packed.needed_mask() == float("-inf")
+        hidden = apart if hidden is None else hidden | apart
+    if key_padding_mask is not None:
+        padding = ~key_padding_mask[:, None, None, :]
+        hidden = padding if hidden is None else hidden | padding
+    return hidden
+
+
+def queries_without_keys(hidden: Tensor) -> Tensor:
+    """Queries from which every key is hidden, bool (batch or 1, heads or 1, queries or 1, 1)."""
+    return hidden.all(dim=-1, keepdim=True)

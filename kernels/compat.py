@@ -1,0 +1,256 @@
+"""The functions of the flash-attn package, version 2, with the same arguments in the same order, on our kernels.
+
+`from stoker.kernels.compat import flash_attn_func` replaces `from flash_attn import flash_attn_func`. Beyond it: fp32
+tensors, softcap together with dropout, log-sum-exps and ALiBi slopes with gradients. Not taken: `block_table`.
+
+Arguments that all functions share:
+
+- `dropout_p`: the mask is drawn from torch's generator of the device, so `torch.manual_seed` repeats it.
+- `softmax_scale`: None is 1 / sqrt(head_dim).
+- `causal`, `window_size`: bottom-right aligned; keys to the left and right of a query, inclusive, -1 for all.
+- `softcap`: cap * tanh(score / cap), 0 for none.
+- `alibi_slopes`: fp32 (heads,) or (batch, heads); -slope * |i + keys - queries - j| is added to the score of query i
+  and key j. Slopes that want a gradient get one.
+- `deterministic`: gradients are deterministic with and without it.
+- `return_attn_probs`: return (out, softmax_lse, None): the natural log-sum-exps, fp32 (batch, heads, queries) or packed
+  (heads, total), and None where flash-attn hands its own tests the matrix of probabilities, which is never made here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention.flash.ops import flash_attention
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of dense tensors.
+
+    Args:
+        q: (batch, queries, heads, head_dim); and all others: see the top of the file.
+        k: (batch, keys, groups, head_dim).
+        v: like `k`.
+
+    Returns:
+        Output like `q`; with `return_attn_probs` (out, softmax_lse, None).
+
+    Raises:
+        ValueError: an argument breaks a rule; see `flash_attention`.
+    """
+    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    if alibi_slopes is None:
+        return _result(flash_attention(q, k, v, **options, return_lse=True), return_attn_probs)
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"`q` {tuple(q.shape)} must be (batch, queries, heads, head_dim), and `k` alike.")
+    batch, queries, heads, _ = q.shape
+    _check_slopes(alibi_slopes, batch, heads, of_each_sequence=True)
+    options["distance_bias"] = _alibi_vector(alibi_slopes, queries, k.shape[1])
+    if alibi_slopes.dim() == 1:
+        return _result(flash_attention(q, k, v, **options, return_lse=True), return_attn_probs)
+    # slopes of each sequence: the heads of all sequences become the heads of one
+    q, k, v = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (q, k, v))
+    out, lse = flash_attention(q, k, v, **options, return_lse=True)
+    out = out[0].unflatten(1, (batch, heads)).transpose(0, 1)
+    return _result((out, lse[0].unflatten(0, (batch, heads))), return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention of packed sequences.
+
+    Args:
+        q: (total queries, heads, head_dim); and all others: see the top of the file.
+        k: (total keys, groups, head_dim).
+        v: like `k`.
+        cu_seqlens_q: int32 (sequences + 1), 0 and where the sequences of `q` end.
+        cu_seqlens_k: likewise of `k` and `v`.
+        max_seqlen_q: a bound of the lengths in `cu_seqlens_q`.
+        max_seqlen_k: a bound of the lengths in `cu_seqlens_k`.
+        alibi_slopes: (heads,) only.
+        block_table: None.
+
+    Returns:
+        Output like `q`; with `return_attn_probs` (out, softmax_lse, None).
+
+    Raises:
+        ValueError: slopes of each sequence, a `block_table`, or an argument breaks a rule of `flash_attention`.
+    """
+    if block_table is not None:
+        raise ValueError("`block_table` must be None: keys in pages are not supported; gather them first.")
+    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[-2], of_each_sequence=False)
+        options["distance_bias"] = _alibi_vector(alibi_slopes, max_seqlen_q, max_seqlen_k)
+    results = flash_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        return_lse=True,
+        **options,
+    )
+    return _result(results, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of one tensor (batch, tokens, 3, heads, head_dim): queries, keys, values."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    q, k, v = _unpacked(qkv, "qkv", 3, 5)
+    return flash_attn_func(q, k, v, *options)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with keys and values in one tensor (batch, keys, 2, groups, head_dim)."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    k, v = _unpacked(kv, "kv", 2, 5)
+    return flash_attn_func(q, k, v, *options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of one tensor (total, 3, heads, head_dim): queries, keys, values."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    q, k, v = _unpacked(qkv, "qkv", 3, 4)
+    return flash_attn_varlen_func(q, k, v, *lengths, *options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` with keys and values in one tensor (total keys, 2, groups, head_dim)."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    k, v = _unpacked(kv, "kv", 2, 4)
+    return flash_attn_varlen_func(q, k, v, *lengths, *options)
+
+
+def _unpacked(packed: Tensor, name: str, count: int, rank: int) -> tuple[Tensor, ...]:
+    if packed.dim() != rank or packed.shape[-3] != count:
+        leading = "batch, tokens" if rank == 5 else "total"
+        raise ValueError(f"`{name}` {tuple(packed.shape)} must be ({leading}, {count}, heads, head_dim).")
+    return packed.unbind(-3)
+
+
+def _options(
+    q: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """Keyword arguments of `flash_attention`, with a fresh seed where there is dropout."""
+    seed = torch.randint(2**62, (1,), device=q.device) if dropout_p else None
+    return {
+        "dropout_p": dropout_p,
+        "rng": None if seed is None else F.pad(seed, (0, 1)),  # no offset
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "deterministic": deterministic,
+    }
+
+
+def _check_slopes(slopes: Tensor, batch: int, heads: int, *, of_each_sequence: bool) -> None:
+    if slopes.dtype != torch.float32:
+        raise ValueError(f"`alibi_slopes` ({slopes.dtype}) must be float32; convert them with `.float()`.")
+    if slopes.shape == (heads,) or (of_each_sequence and slopes.shape == (batch, heads)):
+        return
+    wanted = f"(heads,) = ({heads},)" + (f" or (batch, heads) = ({batch}, {heads})" if of_each_sequence else "")
+    reason = "" if of_each_sequence else "; packed sequences share the slopes of their heads"
+    raise ValueError(f"`alibi_slopes` {tuple(slopes.shape)} must be {wanted}{reason}.")
+
+
+def _alibi_vector(slopes: Tensor, queries: int, keys: int) -> Tensor:
+    """-slope * |distance| for each head and each distance two tokens can have, (heads or batch * heads, 2 R + 1)."""
+    reach = max(queries - 1, keys - 1, 1)
+    distance = torch.arange(-reach, reach + 1, device=slopes.device, dtype=torch.float32)
+    return -slopes.flatten()[:, None] * distance.abs()
+
+
+def _result(results: Any, return_attn_probs: bool) -> Any:
+    """What flash-attn returns, from output and log-sum-exp."""
+    return (*results, None) if return_attn_probs else results[0]

@@ -1,0 +1,424 @@
+"""softmax(scale * x + mask) over the last dimension in one operation, for rows of any length.
+
+Forward and backward read and write each element once up to 32768 columns (16384 in the backward); longer rows are read
+twice. What a causal mask hides is not read at all, and no mask is ever built for it. Nothing but the probabilities is
+kept for the backward pass.
+
+A mask follows Megatron's FusedScaleMaskSoftmax: True hides a position. Unlike there, a row that sees nothing gives
+zeros and a zero gradient, and no length, alignment or dtype is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .interpreted import rounded
+from .launch import jit, next_power_of_2, tl, triton, triton_runs_on
+
+ONE_PASS_COLUMNS = 32768  # a row in fp32 is half of the registers of a streaming multiprocessor
+ONE_PASS_COLUMNS_BACKWARD = 16384  # two tensors
+TILE = 2048  # elements of a program that holds several short rows
+STEP = 8192  # columns of a step over a long row
+LONG_WARPS = 16
+
+
+# ---------------------------------------------------------------- reference
+
+
+def reference_scaled_masked_softmax(
+    x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
+) -> Tensor:
+    """The operation in plain torch, any device and dtype, with the arguments of `scaled_masked_softmax`."""
+    scores = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    if x.numel() == 0:
+        return scores.to(x.dtype)
+    if mask is not None:
+        scores = scores.masked_fill(mask, float("-inf"))
+    if causal:
+        queries, keys = x.shape[-2:]
+        later = torch.ones(queries, keys, dtype=torch.bool, device=x.device).triu(keys - queries + 1)
+        scores = scores.masked_fill(later, float("-inf"))
+    empty = scores.amax(dim=-1, keepdim=True) == float("-inf")
+    # an empty row is made finite before the softmax, so that neither it nor its gradient is NaN
+    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0).to(x.dtype)
+
+
+def reference_backward(output_gradient: Tensor, probabilities: Tensor, scale: float) -> Tensor:
+    """The gradient of `x`; where the probability is 0 it is 0, whatever arrives there."""
+    accumulate = torch.promote_types(probabilities.dtype, torch.float32)
+    wide = probabilities.to(accumulate)
+    arriving = output_gradient.to(accumulate).masked_fill(probabilities == 0, 0.0)
+    weighted = wide * arriving
+    return ((weighted - wide * weighted.sum(dim=-1, keepdim=True)) * scale).to(probabilities.dtype)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@jit
+def _visible(
+    mask_pointer,
+    row,
+    column,
+    total_rows,
+    queries,
+    columns,
+    heads,
+    mask_batch_stride,
+    mask_head_stride,
+    mask_query_stride,
+    mask_key_stride,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Which of `column` (columns of a tile) each of `row` (rows of a tile, int64) may see, as a 2-D tile."""
+    query = row % queries
+    visible = (row < total_rows)[:, None] & (column < columns)[None, :]
+    if CAUSAL:
+        visible = visible & (column[None, :] <= (query + columns - queries)[:, None])
+    if MASKED:
+        outer = row // queries
+        start = (outer // heads) * mask_batch_stride + (outer % heads) * mask_head_stride + query * mask_query_stride
+        place = start[:, None] + (column.to(tl.int64) * mask_key_stride)[None, :]
+        hidden = tl.load(mask_pointer + place, mask=visible, other=1)
+        visible = visible & (hidden == 0)
+    return visible
+
+
+@jit
+def _forward_kernel(
+    x_pointer,
+    mask_pointer,
+    probabilities_pointer,
+    scale,
+    total_rows,
+    queries,
+    columns,
+    heads,
+    mask_batch_stride,
+    mask_head_stride,
+    mask_query_stride,
+    mask_key_stride,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """One program: ROWS whole rows of x (batch, heads, queries, columns), contiguous, in registers."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    visible = _visible(
+        mask_pointer,
+        row,
+        column,
+        total_rows,
+        queries,
+        columns,
+        heads,
+        mask_batch_stride,
+        mask_head_stride,
+        mask_query_stride,
+        mask_key_stride,
+        CAUSAL,
+        MASKED,
+    )
+    place = row[:, None] * columns + column[None, :]
+    x = tl.load(x_pointer + place, mask=visible, other=0.0).to(ACCUMULATE)
+    score = tl.where(visible, x * scale, float("-inf"))
+    highest = tl.max(score, 1)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)  # exp(-inf - -inf) would be NaN
+    grown = tl.exp(score - highest[:, None])
+    total = tl.sum(grown, 1)
+    probability = grown / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        probabilities_pointer + place,
+        rounded(probability, probabilities_pointer.dtype.element_ty),
+        mask=(row < total_rows)[:, None] & (column < columns)[None, :],
+    )
+
+
+@jit
+def _long_forward_kernel(
+    x_pointer,
+    mask_pointer,
+    probabilities_pointer,
+    scale,
+    total_rows,
+    queries,
+    columns,
+    heads,
+    mask_batch_stride,
+    mask_head_stride,
+    mask_query_stride,
+    mask_key_stride,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """One program: one row of x (batch, heads, queries, columns), BLOCK columns a step, read twice."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    end = columns
+    if CAUSAL:
+        end = tl.minimum(columns, tl.program_id(0) % queries + columns - queries + 1)
+    highest = tl.full((1, BLOCK), float("-inf"), ACCUMULATE)
+    total = tl.zeros((1, BLOCK), ACCUMULATE)
+    for start in range(0, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        visible = _visible(
+            mask_pointer,
+            row,
+            column,
+            total_rows,
+            queries,
+            columns,
+            heads,
+            mask_batch_stride,
+            mask_head_stride,
+            mask_query_stride,
+            mask_key_stride,
+            CAUSAL,
+            MASKED,
+        )
+        x = tl.load(x_pointer + row[:, None] * columns + column[None, :], mask=visible, other=0.0).to(ACCUMULATE)
+        score = tl.where(visible, x * scale, float("-inf"))
+        higher = tl.maximum(highest, score)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - shift) + tl.exp(score - shift)
+        highest = higher
+    row_highest = tl.max(highest, 1)
+    row_highest = tl.where(row_highest == float("-inf"), 0.0, row_highest)
+    row_total = tl.sum(total * tl.exp(highest - row_highest[:, None]), 1)
+    row_total = tl.where(row_total == 0.0, 1.0, row_total)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        visible = _visible(
+            mask_pointer,
+            row,
+            column,
+            total_rows,
+            queries,
+            columns,
+            heads,
+            mask_batch_stride,
+            mask_head_stride,
+            mask_query_stride,
+            mask_key_stride,
+            CAUSAL,
+            MASKED,
+        )
+        place = row[:, None] * columns + column[None, :]
+        x = tl.load(x_pointer + place, mask=visible, other=0.0).to(ACCUMULATE)
+        score = tl.where(visible, x * scale, float("-inf"))
+        probability = tl.exp(score - row_highest[:, None]) / row_total[:, None]
+        tl.store(
+            probabilities_pointer + place,
+            rounded(probability, probabilities_pointer.dtype.element_ty),
+            mask=(column < columns)[None, :],
+        )
+
+
+@jit
+def _backward_kernel(
+    output_gradient_pointer,
+    probabilities_pointer,
+    gradient_pointer,
+    scale,
+    total_rows,
+    queries,
+    columns,
+    CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """One program: the gradient of ROWS rows, scale * p * (dp - sum(p * dp)); every pointer is (rows, columns).
+
+    Nothing is read where a causal mask hides, and where p is 0 whatever dp holds, NaN included, counts nothing.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < total_rows)[:, None] & (column < columns)[None, :]
+    visible = inside
+    if CAUSAL:
+        visible = inside & (column[None, :] <= (row % queries + columns - queries)[:, None])
+    place = row[:, None] * columns + column[None, :]
+    probability = tl.load(probabilities_pointer + place, mask=visible, other=0.0).to(ACCUMULATE)
+    arriving = tl.load(output_gradient_pointer + place, mask=visible, other=0.0).to(ACCUMULATE)
+    weighted = probability * tl.where(probability == 0.0, 0.0, arriving)
+    gradient = (weighted - probability * tl.expand_dims(tl.sum(weighted, 1), 1)) * scale
+    tl.store(gradient_pointer + place, rounded(gradient, gradient_pointer.dtype.element_ty), mask=inside)
+
+
+@jit
+def _long_backward_kernel(
+    output_gradient_pointer,
+    probabilities_pointer,
+    gradient_pointer,
+    scale,
+    queries,
+    columns,
+    CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """One program: the gradient of one row, BLOCK columns a step, read twice."""
+    row = tl.program_id(0).to(tl.int64)
+    end = columns
+    if CAUSAL:
+        end = tl.minimum(columns, tl.program_id(0) % queries + columns - queries + 1)
+    total = tl.zeros((BLOCK,), ACCUMULATE)
+    for start in range(0, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        place = row * columns + column
+        probability = tl.load(probabilities_pointer + place, mask=column < end, other=0.0).to(ACCUMULATE)
+        arriving = tl.load(output_gradient_pointer + place, mask=column < end, other=0.0).to(ACCUMULATE)
+        total += probability * tl.where(probability == 0.0, 0.0, arriving)
+    row_total = tl.sum(total, 0)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        place = row * columns + column
+        probability = tl.load(probabilities_pointer + place, mask=column < end, other=0.0).to(ACCUMULATE)
+        arriving = tl.load(output_gradient_pointer + place, mask=column < end, other=0.0).to(ACCUMULATE)
+        weighted = probability * tl.where(probability == 0.0, 0.0, arriving)
+        gradient = (weighted - probability * row_total) * scale
+        tl.store(gradient_pointer + place, rounded(gradient, gradient_pointer.dtype.element_ty), mask=column < columns)
+
+
+def _accumulate(tensor: Tensor) -> Any:
+    return tl.float64 if tensor.dtype == torch.float64 else tl.float32
+
+
+def _tile(columns: int) -> dict[str, int]:
+    """Whole rows of a program and its warps: some 2048 elements of short rows, 32 elements a thread of long ones."""
+    block = max(16, next_power_of_2(columns))
+    rows = max(1, TILE // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 1024))}
+
+
+def _as_four(x: Tensor) -> tuple[int, int, int, int]:
+    """The shape as (batch, heads, queries, columns), with ones in front or the first dimensions as one."""
+    shape = (1,) * (4 - x.ndim) + tuple(x.shape)
+    outer = 1
+    for size in shape[:-3]:
+        outer *= size
+    return outer, shape[-3], shape[-2], shape[-1]
+
+
+def triton_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """Launch the forward kernel that fits the length of the rows; `x` is contiguous and not empty."""
+    batch, heads, queries, columns = _as_four(x)
+    probabilities = torch.empty_like(x)
+    held, strides = x, (0, 0, 0, 0)
+    if mask is not None:
+        held = mask.view(torch.uint8).expand(x.shape)  # strides of 0, no copy
+        held = held.flatten(0, x.ndim - 4) if x.ndim > 4 else held
+        strides = (0,) * (4 - held.ndim) + held.stride()
+    rows = batch * heads * queries
+    arguments = (x, held, probabilities, scale, rows, queries, columns, heads, *strides)
+    kinds = {"CAUSAL": causal, "MASKED": mask is not None, "ACCUMULATE": _accumulate(x), "enable_fp_fusion": True}
+    if columns <= ONE_PASS_COLUMNS:
+        tile = _tile(columns)
+        _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](*arguments, **kinds, **tile)
+    else:
+        _long_forward_kernel[(rows,)](*arguments, **kinds, BLOCK=STEP, num_warps=LONG_WARPS)
+    return probabilities
+
+
+def triton_backward(output_gradient: Tensor, probabilities: Tensor, scale: float, causal: bool) -> Tensor:
+    """Launch the backward kernel that fits the length of the rows; both tensors are contiguous and not empty."""
+    batch, heads, queries, columns = _as_four(probabilities)
+    gradient = torch.empty_like(probabilities)
+    rows = batch * heads * queries
+    tensors = (output_gradient, probabilities, gradient)
+    kinds = {"CAUSAL": causal, "ACCUMULATE": _accumulate(gradient), "enable_fp_fusion": True}
+    if columns <= ONE_PASS_COLUMNS_BACKWARD:
+        tile = _tile(columns)
+        grid = (triton.cdiv(rows, tile["ROWS"]),)
+        _backward_kernel[grid](*tensors, scale, rows, queries, columns, **kinds, **tile)
+    else:
+        _long_backward_kernel[(rows,)](*tensors, scale, queries, columns, **kinds, BLOCK=STEP, num_warps=LONG_WARPS)
+    return gradient
+
+
+# ---------------------------------------------------------------- custom operations
+
+
+@torch.library.custom_op("stoker::scaled_masked_softmax", mutates_args=())
+def _scaled_masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    if triton_runs_on(x) and x.numel():
+        return triton_forward(x.contiguous(), mask, scale, causal)
+    return reference_scaled_masked_softmax(x, mask, scale, causal).contiguous()
+
+
+@_scaled_masked_softmax.register_fake
+def _(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("stoker::scaled_masked_softmax_backward", mutates_args=())
+def _scaled_masked_softmax_backward(
+    output_gradient: Tensor, probabilities: Tensor, scale: float, causal: bool
+) -> Tensor:
+    if triton_runs_on(probabilities) and probabilities.numel():
+        return triton_backward(output_gradient.contiguous(), probabilities.contiguous(), scale, causal)
+    return reference_backward(output_gradient, probabilities, scale).contiguous()
+
+
+@_scaled_masked_softmax_backward.register_fake
+def _(output_gradient: Tensor, probabilities: Tensor, scale: float, causal: bool) -> Tensor:
+    return torch.empty_like(probabilities, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    _, _, ctx.scale, ctx.causal = inputs
+
+
+def _backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    gradient = _scaled_masked_softmax_backward(output_gradient, ctx.saved_tensors[0], ctx.scale, ctx.causal)
+    return gradient, None, None, None
+
+
+_scaled_masked_softmax.register_autograd(_backward, setup_context=_save)
+
+
+# ---------------------------------------------------------------- public function
+
+
+def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
+    """softmax(scale * x) over the positions that are not hidden.
+
+    Args:
+        x: (..., queries, keys), bf16, fp16, fp32 or fp64; arithmetic is fp32 (fp64 for fp64).
+        mask: bool, broadcastable to `x`; True hides a position, as in Megatron. (Note that SDPA's masks and the
+            `key_padding_mask` of `flash_attention` mean the opposite.) None hides nothing.
+        scale: factor of `x`, any sign.
+        causal: query i sees keys 0 to i + keys - queries only (bottom-right aligned).
+
+    Returns:
+        Probabilities like `x`, same dtype, differentiable once in `x`. What is hidden gives 0 and gets gradient 0,
+        whatever `x` and the arriving gradient hold there. A row that sees nothing, or -inf only, is all 0, its
+        gradient too.
+
+    Raises:
+        ValueError: `x` is not floating or has fewer than two dimensions with `causal`, `mask` is not bool, does not
+            broadcast to `x` or is on another device.
+    """
+    if not x.is_floating_point() or x.ndim < (2 if causal else 1):
+        raise ValueError(
+            f"`x` must be floating, (..., queries, keys), but is {x.dtype} {tuple(x.shape)} (causal={causal})."
+        )
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise ValueError(f"`mask` must be bool (True hides), but is {mask.dtype}.")
+        if mask.device != x.device:
+            raise ValueError(f"`mask` must be on the device of `x` ({x.device}), but is on {mask.device}.")
+        sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
+        if mask.ndim > x.ndim or any(size not in (1, wanted) for size, wanted in sizes):
+            raise ValueError(f"`mask` {tuple(mask.shape)} must broadcast to `x` {tuple(x.shape)}.")
+    return _scaled_masked_softmax(x, mask, float(scale), causal)

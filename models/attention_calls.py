@@ -1,0 +1,88 @@
+"""The kinds of attention call that a stack makes, and the backend for each. Pure: no torch, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from ..kernels.attention.call import AttentionCall, DType, Installed
+from ..kernels.attention.dispatch import Decision, choose
+from ..kernels.attention.flags import AttentionFlags
+from .config.slices import AttentionSlice
+
+CallKind = Literal["training", "evaluation", "generation"]
+
+
+def attention_calls(
+    attention: AttentionSlice,
+    *,
+    device: str,
+    capability: tuple[int, int] | None,
+    dtype: DType,
+    batch: int,
+    seq_length: int,
+    longest: int,
+    packed: bool,
+    deterministic: bool,
+) -> dict[CallKind, AttentionCall]:
+    """Every kind of call a causal stack makes: training, evaluation without dropout, generation of any length.
+
+    A text that is generated is one document, even where those of a sample are `packed`.
+
+    Args:
+        attention: the attention of each layer.
+        device: kind of device.
+        capability: CUDA compute capability, None elsewhere.
+        dtype: of the arithmetic.
+        batch: samples in a call.
+        seq_length: tokens in a sample.
+        longest: tokens of the longest text that can be generated.
+        packed: samples of training and evaluation hold several documents, which do not see each other.
+        deterministic: equal calls must give equal bits.
+    """
+
+    def call(length: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
+        return AttentionCall(
+            device=device,
+            capability=capability,
+            dtype=dtype,
+            batch=batch,
+            heads=attention.heads,
+            groups=attention.groups,
+            head_dim=attention.head_dim,
+            queries=length,
+            keys=length,
+            any_length=any_length,
+            causal=attention.causal,
+            packed=packed and not any_length,
+            dropout=attention.dropout if training else 0.0,
+            training=training,
+            deterministic=deterministic,
+        )
+
+    return {
+        "training": call(seq_length, training=True),
+        "evaluation": call(seq_length),
+        "generation": call(longest, any_length=True),
+    }
+
+
+def decide(
+    attention: AttentionSlice, calls: Mapping[CallKind, AttentionCall], flags: AttentionFlags, installed: Installed
+) -> dict[CallKind, Decision]:
+    """The dispatcher's choice for each kind of call.
+
+    Raises:
+        NoBackendError: nothing is left for one of them.
+    """
+    return {
+        kind: choose(
+            call,
+            use_flash_attention=attention.use_flash_attention,
+            attention_backend=attention.backend,
+            transformer_engine=attention.transformer_engine,
+            flags=flags,
+            installed=installed,
+        )
+        for kind, call in calls.items()
+    }

@@ -1,0 +1,386 @@
+"""Attention problems for the tests: cases, their tensors, a plain 16-bit attention to be measured against, the bar.
+
+The bar: of the same rounded inputs, the error against the fp64 reference is compared with the error that plain torch
+makes in the same dtype, in two norms.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stoker.kernels.attention.dropout import dropout_mask
+from stoker.kernels.attention.reference import key_distances, reference_attention, visible_keys
+
+LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 200, 257, 1023, 1025)
+HEAD_DIMS = (16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
+Attention = Callable[..., Any]
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention problem, without its numbers.
+
+    Attributes:
+        bias: the dimensions of `bias` that are not 1, of "bhqk"; None for no bias. `bias_fp32`: in fp32, not as q.
+        reach: R of `distance_bias`, 0 for none.
+        lengths: (queries, keys) of packed sequences; `batch`, `queries` and `keys` do not matter then.
+        padding: a random end of each sequence's keys takes no part.
+        spread: standard deviation of q and k.
+    """
+
+    batch: int = 1
+    heads: int = 2
+    groups: int = 1
+    head_dim: int = 16
+    queries: int = 33
+    keys: int = 33
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    scale: float | None = None
+    softcap: float = 0.0
+    bias: str | None = None
+    bias_fp32: bool = False
+    reach: int = 0
+    dropout: float = 0.0
+    lengths: tuple[tuple[int, int], ...] = ()
+    padding: bool = False
+    spread: float = 1.0
+
+    def __str__(self) -> str:
+        """Only what differs from the default: the name of the test."""
+        default = Case()
+        parts = [f"{n}={v}" for n, v in vars(self).items() if v != getattr(default, n)]
+        return ",".join(parts).replace(" ", "") or "default"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors that may want gradients, by argument name, and the other arguments."""
+
+    tensors: dict[str, Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def detached(self, dtype: torch.dtype | None = None) -> Problem:
+        """Fresh leaves with the same numbers, in another dtype if given."""
+        return Problem(
+            {n: t.detach().clone().to(dtype or t.dtype).requires_grad_() for n, t in self.tensors.items()},
+            dict(self.options),
+        )
+
+    def with_tensors(self, **tensors: Tensor) -> Problem:
+        return Problem(self.tensors | tensors, dict(self.options))
+
+    def with_options(self, **options: Any) -> Problem:
+        return Problem(dict(self.tensors), self.options | options)
+
+
+def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Problem:
+    """Draw the tensors of a case; the numbers do not depend on dtype (before rounding) or device."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, spread: float = 1.0, to: torch.dtype = dtype) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64) * spread
+        return drawn.to(to).to(device).requires_grad_()
+
+    options: dict[str, Any] = {
+        "causal": case.causal, "window_size": case.window, "softmax_scale": case.scale, "softcap": case.softcap,
+    }  # fmt: skip
+    if case.lengths:
+        leading_q, leading_k = [(sum(pair[side] for pair in case.lengths),) for side in (0, 1)]
+        for side, name in ((0, "q"), (1, "k")):
+            ends = torch.tensor([0, *(pair[side] for pair in case.lengths)]).cumsum(0)
+            options[f"cu_seqlens_{name}"] = ends.to(torch.int32).to(device)
+            options[f"max_seqlen_{name}"] = max(pair[side] for pair in case.lengths)
+    else:
+        leading_q, leading_k = (case.batch, case.queries), (case.batch, case.keys)
+    tensors = {
+        "q": draw(*leading_q, case.heads, case.head_dim, spread=case.spread),
+        "k": draw(*leading_k, case.groups, case.head_dim, spread=case.spread),
+        "v": draw(*leading_k, case.groups, case.head_dim),
+    }
+    accumulate = torch.promote_types(dtype, torch.float32)
+    if case.bias is not None:
+        full = {"b": case.batch, "h": case.heads, "q": case.queries, "k": case.keys}
+        shape = [size if name in case.bias else 1 for name, size in full.items()]
+        tensors["bias"] = draw(*shape, to=accumulate if case.bias_fp32 else dtype)
+    if case.reach:
+        tensors["distance_bias"] = draw(case.heads, 2 * case.reach + 1, to=accumulate)
+    if case.dropout:
+        options |= {"dropout_p": case.dropout, "rng": torch.tensor([seed + 7, 3], device=device)}
+    if case.padding:
+        kept = torch.randint(0, case.keys + 1, (case.batch, 1), generator=generator)
+        options["key_padding_mask"] = (torch.arange(case.keys) < kept).to(device)
+    return Problem(tensors, options)
+
+
+def run(attention: Attention, problem: Problem, *, lse_gradient: bool = True, wanted: tuple[str, ...] = ()) -> Results:
+    """Output, log-sum-exp, and the gradients (all, or those `wanted`) of a fixed random projection of both."""
+    leaves = {name: problem.tensors[name] for name in wanted or problem.tensors}
+    out, lse = attention(**problem.tensors, **problem.options, return_lse=True)
+    generator = torch.Generator().manual_seed(99)
+    upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in (out, lse)]
+    ends = [(t, u) for t, u in zip((out, lse), upstream, strict=True) if t.requires_grad]
+    ends = ends[:1] if not lse_gradient else ends
+    gradients = torch.autograd.grad([t for t, _ in ends], list(leaves.values()), [u for _, u in ends])
+    named = {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach(), **named}
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window_size: tuple[int, int],
+    softmax_scale: float | None,
+    softcap: float,
+    bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    key_padding_mask: Tensor | None = None,
+    return_lse: bool = True,
+    sequence: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """What a careful user writes in torch: products in the dtype of the inputs, scores and softmax in fp32."""
+    assert return_lse
+    options: dict[str, Any] = {
+        "causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap,
+        "distance_bias": distance_bias, "dropout_p": dropout_p, "rng": rng,
+    }  # fmt: skip
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        rows, columns = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        parts = zip(q.split(rows), k.split(columns), v.split(columns), strict=True)
+        bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        done = [
+            plain_attention(*(t[None] for t in part), **options, **bounds, sequence=number)
+            for number, part in enumerate(parts)
+        ]
+        return torch.cat([out[0] for out, _ in done]), torch.cat([lse[0] for _, lse in done], dim=1)
+    queries, keys, heads = q.shape[1], k.shape[1], q.shape[2]
+    wide_k, wide_v = (t.repeat_interleave(heads // t.shape[2], dim=2).transpose(1, 2) for t in (k, v))
+    scores = q.transpose(1, 2) @ wide_k.transpose(2, 3)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    scores = softcap * (scores / softcap).tanh() if softcap else scores
+    scores = scores if bias is None else scores + bias
+    if distance_bias is not None:
+        reach = distance_bias.shape[1] // 2
+        scores = scores + distance_bias[:, key_distances(queries, keys, q.device).clamp(-reach, reach) + reach]
+    visible = visible_keys(queries, keys, causal=causal, window=window_size, device=q.device)
+    if key_padding_mask is not None:
+        visible = visible & key_padding_mask[:, None, None]
+    scores = scores.masked_fill(~visible, float("-inf"))
+    empty = (scores == float("-inf")).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)
+    if dropout_p and rng is not None:
+        keep = dropout_mask(
+            rng, dropout_p, batch=q.shape[0], heads=heads, queries=queries, keys=keys,
+            queries_bound=max_seqlen_q or queries, keys_bound=max_seqlen_k or keys, first_sequence=sequence,
+        )  # fmt: skip
+        weights = weights * keep / (1 - dropout_p)
+    return (weights.to(q.dtype) @ wide_v).transpose(1, 2), lse
+
+
+# ---------------------------------------------------------------- the bar
+
+
+def _rms(tensor: Tensor) -> float:
+    return tensor.square().mean().sqrt().item() if tensor.numel() else 0.0
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+RELATIVE = {  # root mean square of the error over that of the truth: output, gradients
+    torch.bfloat16: (3e-3, 6e-3),
+    torch.float16: (8e-4, 2e-3),
+    torch.float32: (2e-6, 4e-6),
+    torch.float64: (1e-12, 1e-12),
+}
+
+
+def assert_accurate(
+    attention: Attention, case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, *, relative: bool = True
+) -> None:
+    """Hold `attention` to the bar on one case: output, log-sum-exp and every gradient.
+
+    `relative`: also bound the error relative to the truth, which plain torch in 16 bits need not meet.
+    """
+    problem = build(case, dtype, device, seed)
+    truth = run(reference_attention, problem.detached(torch.float64))
+    plain = run(plain_attention, problem)
+    ours = run(attention, problem)
+    assert ours["out"].dtype == dtype
+    assert ours["lse"].dtype == torch.promote_types(dtype, torch.float32)
+    lenient = case.dropout > 0 or case.head_dim > 192
+    for name, gold in truth.items():
+        mine = ours[name].double()
+        assert mine.shape == gold.shape, name
+        if name == "lse":
+            hidden = gold == float("-inf")
+            assert torch.equal(hidden, mine == float("-inf")), "lse of rows without keys"
+            error = (mine - gold).masked_fill(hidden, 0.0)
+            allowed = 1e-5 if relative else 8 * torch.finfo(dtype).eps
+            assert _largest(error / (1 + gold.masked_fill(hidden, 0.0).abs())) <= allowed, name
+            continue
+        assert name == "out" or ours[name].dtype == problem.tensors[name[1:]].dtype, name
+        assert mine.isfinite().all(), f"{name} is not finite"
+        error, allowed = mine - gold, plain[name].double() - gold
+        told = f"{name}: max {_largest(error):.3g} rms {_rms(error):.3g}, plain {_largest(allowed):.3g} " + (
+            f"{_rms(allowed):.3g}, truth {_largest(gold):.3g} {_rms(gold):.3g}"
+        )
+        if dtype in (torch.bfloat16, torch.float16):
+            by_max, by_rms = (1.25, 1.05) if name == "out" else (2.0, 1.25)
+            by_max, by_rms = (max(by_max, 2.0), max(by_rms, 1.25)) if lenient else (by_max, by_rms)
+            if gold.numel() < 2048:  # of few numbers, the ratio of two errors is mostly chance
+                by_max, by_rms = 3.0, 2.0
+            unit = torch.finfo(dtype).eps
+            assert _largest(error) <= by_max * _largest(allowed) + unit * _largest(gold), told
+            assert _rms(error) <= by_rms * _rms(allowed) + 0.02 * unit * _rms(gold), told
+        # a gradient that cancels to nearly nothing has no relative error worth a bar
+        if relative:
+            assert _rms(error) <= RELATIVE[dtype][0 if name == "out" else 1] * max(_rms(gold), 0.1), told
+
+
+# ---------------------------------------------------------------- random cases
+
+
+def random_case(draw: random.Random, *, largest: int, widest: int) -> Case:
+    """A case with a random set of features; sequences up to `largest`, heads up to `widest`."""
+    groups = draw.choice((1, 2, 3))
+    heads = groups * draw.choice((1, 1, 2, 3, 6))
+    lengths = [length for length in LENGTHS if length <= largest]
+    queries = draw.choice(lengths)
+    keys = queries if draw.random() < 0.5 else draw.choice(lengths)
+    case = Case(
+        batch=draw.choice((1, 2)), heads=heads, groups=groups, queries=queries, keys=keys,
+        head_dim=draw.choice([d for d in HEAD_DIMS if d <= widest]), causal=draw.random() < 0.5,
+        scale=draw.choice((None, None, 1.0, 0.0, -0.3)), softcap=draw.choice((0.0, 0.0, 0.0, 2.0)),
+        dropout=draw.choice((0.0, 0.0, 0.0, 0.17)),
+    )  # fmt: skip
+    if draw.random() < 0.35:
+        case = replace(case, window=(draw.choice((-1, 0, 1, 16, 40)), draw.choice((-1, 0, 1, 16, 40))))
+    if draw.random() < 0.35:
+        case = replace(case, reach=draw.choice((1, 2, 15, 16, 31, 128)))
+    if draw.random() < 0.3:
+        count = draw.choice((1, 2, 4))
+        pairs = tuple((draw.choice([0, *lengths]), draw.choice([0, *lengths])) for _ in range(count))
+        if max(pair[0] for pair in pairs) and max(pair[1] for pair in pairs):
+            return replace(case, batch=count, lengths=pairs, queries=33, keys=33)
+    if draw.random() < 0.3:
+        bias = draw.choice(("", "k", "q", "qk", "hqk", "bqk", "bhqk", "bhk", "h"))
+        case = replace(case, bias=bias, bias_fp32=draw.random() < 0.5)
+    return replace(case, padding=draw.random() < 0.25)
+
+
+# ---------------------------------------------------------------- for every file of tests
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+FULL = pytest.mark.full
+ON_DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
+# the interpreter needs a second or so for a forward and a backward: what the fast tier can spare runs in the full one
+SLOWLY_ON_DEVICES = pytest.mark.parametrize("device", [pytest.param("cpu", marks=FULL), CUDA])
+
+
+def mostly_full(
+    argument: str, cases: dict[str, Any], fast: Sequence[str], *, gpu: bool = False
+) -> pytest.MarkDecorator:
+    """Parametrize by `argument` (and "device"): on a CPU the `fast` names in the fast tier, all others in the full one.
+
+    `gpu`: all of them on a GPU too.
+    """
+    params = [
+        pytest.param(case, "cpu", marks=() if name in fast else FULL, id=f"{name}-cpu") for name, case in cases.items()
+    ]
+    if gpu:
+        params += [pytest.param(case, "cuda", marks=pytest.mark.gpu, id=f"{n}-cuda") for n, case in cases.items()]
+    return pytest.mark.parametrize((argument, "device"), params)
+
+
+PACKED = ((5, 9), (0, 4), (33, 20), (7, 0), (18, 18), (0, 0))
+EVERY_PATH = {
+    "plain": Case(),
+    "causal": Case(causal=True, queries=20, keys=33),
+    "window": Case(window=(9, 3), queries=40, keys=33),
+    "softcap": Case(softcap=1.5, causal=True),
+    "bias": Case(bias="hqk", heads=3, groups=3),
+    "distance_bias": Case(reach=6, queries=40, keys=50),
+    "both_biases": Case(bias="bqk", bias_fp32=True, reach=40, causal=True),
+    "packed": Case(batch=len(PACKED), lengths=PACKED, reach=8, causal=True),
+    "padding": Case(padding=True, batch=3),
+    "dropout": Case(dropout=0.3, window=(20, -1)),
+}
+
+
+def assert_equal(ours: Results, theirs: Results, *, but: tuple[str, ...] = ()) -> None:
+    """The same bits."""
+    assert ours.keys() == theirs.keys()
+    for name in ours.keys() - set(but):
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> bool:
+    return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def per_sequence(problem: Problem) -> list[Problem]:
+    """The sequences of a packed problem as dense problems of one sequence each."""
+    options = {n: v for n, v in problem.options.items() if "seqlen" not in n}
+    q_sizes, k_sizes = (problem.options[f"cu_seqlens_{side}"].diff().tolist() for side in "qk")
+    shared = {n: t for n, t in problem.tensors.items() if n not in ("q", "k", "v")}
+    q, k, v = (problem.tensors[n].detach().split(s) for n, s in zip("qkv", (q_sizes, k_sizes, k_sizes), strict=True))
+    return [
+        Problem({n: t[None].requires_grad_() for n, t in zip("qkv", part, strict=True)} | shared, options)
+        for part in zip(q, k, v, strict=True)
+    ]
+
+
+def outputs(attention: Callable[..., Any], problem: Problem) -> list[Tensor]:
+    """Output, log-sum-exp and the gradients of the sum of squares of the output, which have no random part."""
+    out, lse = attention(**problem.tensors, **problem.options, return_lse=True)
+    gradients = torch.autograd.grad(out.float().square().sum(), list(problem.tensors.values()))
+    return [out.detach(), lse.detach(), *gradients]
+
+
+def check_gradients(attention: Callable[..., Any], case: Case) -> None:
+    """Numerical differentiation in fp64 of output and log-sum-exp by every tensor."""
+    problem = build(case, torch.float64)
+    names = list(problem.tensors)
+
+    def finite(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attention(**dict(zip(names, tensors, strict=True)), **problem.options, return_lse=True)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+    assert torch.autograd.gradcheck(finite, tuple(problem.tensors.values()), fast_mode=True, atol=1e-6, rtol=1e-4)
+
+
+class told:  # noqa: N801 - reads as a word
+    """Adds case and seed to a failure inside a loop."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.note = f"case {case}, seed {seed}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            error.add_note(self.note)

@@ -1,0 +1,78 @@
+"""Flash attention compiles for sm_80, 90, 100 and 120 without a GPU, within shared memory and the recorded budgets."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
+)
+
+# bytes of shared memory a program may have
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+# bytes of stack, which is where registers spill to: at most, over the architectures and families; with Triton 3.9.0
+SPILLED = {
+    "forward": {64: 0, 80: 0, 128: 32, 256: 72},
+    "dq": {64: 0, 80: 0, 128: 48, 256: 32},
+    "dkdv": {64: 32, 80: 32, 128: 192, 256: 704},
+    "bias_gradient": {64: 0, 128: 544, 256: 352},
+    "distance_gradient": {64: 0, 128: 48, 256: 40},
+}
+# variants that are worse: a dense bias is read through one address per score; wide heads in fp32, or with a looked-up
+# bias on sm_80
+SPILLED_MORE = {
+    ("forward", "bias_padding", 64): 344,
+    ("forward", "bias_padding", 128): 600,
+    ("forward", "causal", 256): 224,
+    ("forward", "distance", 256): 2080,
+    ("dq", "bias_padding", 64): 144,
+    ("dq", "bias_padding", 128): 480,
+    ("dq", "causal_dropout", 128): 128,
+    ("dkdv", "bias_padding", 64): 704,
+    ("dkdv", "bias_padding", 128): 272,
+    ("dkdv", "causal", 128): 488,
+    ("dkdv", "distance", 64): 88,
+}
+
+
+def stack_budget(row: dict) -> int:
+    more = SPILLED_MORE.get((row["kind"], row["family"], row["head_dim"]), 0)
+    return max(SPILLED[row["kind"]][row["head_dim"]], more)
+
+
+def compiled(which: str) -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("flash_compile.py")), which],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(rows: list[dict]) -> None:
+    for row in rows:
+        assert row["shared"] <= SHARED[row["capability"]], row
+        assert row["stack"] + row["local"] <= stack_budget(row), row
+        if row["capability"] == 90 and row["kind"] in ("forward", "dq", "dkdv"):
+            assert row["wgmma"], row
+
+
+def test_a_kernel_of_each_kind_compiles_and_spills_nothing() -> None:
+    rows = compiled("few")
+    assert {row["kind"] for row in rows} == {"forward", "dq", "distance_gradient"}
+    check(rows)
+
+
+@pytest.mark.full
+def test_every_family_compiles_within_its_budget() -> None:
+    rows = compiled("all")
+    assert len(rows) > 80
+    check(rows)

@@ -1,0 +1,240 @@
+"""`stoker explain attention`: the dispatcher's table for any device, from any machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_config
+
+from stoker.kernels.attention.dispatch import NoBackendError
+from stoker.kernels.attention.support import BACKENDS
+from stoker.models.attention_calls import CallKind
+from stoker.models.build import build_gpt
+from stoker.models.gpt import GPT
+from stoker.trainer.cli import main
+from stoker.trainer.config.load import load_run_config
+from stoker.trainer.determinism import attention_flags
+from stoker.trainer.explain import ARCHITECTURES
+from stoker.trainer.run import run_training
+
+KINDS = ["training", "evaluation", "generation"]
+
+
+@pytest.fixture(autouse=True)
+def _no_flags_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def explain(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    assert main(["explain", "attention", "--json", *words]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def backends(answer: dict[str, Any]) -> list[str | None]:
+    return [kind["backend"] for kind in answer["kinds"]]
+
+
+def test_without_a_topic_it_lists_topics(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    assert "stoker explain attention" in capsys.readouterr().out
+    assert main(["explain", "atention"]) == 2
+    assert "did you mean `stoker explain attention`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arch", "expected", "word"),
+    [
+        ("sm75", ["sdpa_efficient"] * 3, "fp32"),
+        ("sm80", ["sdpa_flash"] * 3, "sm_80, bf16"),
+        ("sm86", ["sdpa_flash"] * 3, "sm_86, bf16"),
+        ("sm89", ["sdpa_flash"] * 3, "sm_89, bf16"),
+        ("sm90", ["sdpa_cudnn", "sdpa_cudnn", "sdpa_flash"], "sm_90, bf16"),
+        ("sm100", ["sdpa_cudnn", "sdpa_cudnn", "sdpa_flash"], "sm_100, bf16"),
+        ("sm120", ["sdpa_cudnn", "sdpa_cudnn", "sdpa_flash"], "sm_120, bf16"),
+        ("cpu", ["sdpa_flash"] * 3, "cpu, fp32"),
+    ],
+)
+def test_every_architecture_from_a_machine_without_it(
+    capsys: pytest.CaptureFixture[str], arch: str, expected: list[str], word: str
+) -> None:
+    answer = explain(capsys, "--arch", arch, "model=gpt_125m", "model.transformer_engine=False")
+    assert backends(answer) == expected
+    assert answer["where"].startswith(f"for {arch}, assuming PyTorch ")
+    assert [kind["kind"] for kind in answer["kinds"]] == KINDS
+    for kind in answer["kinds"]:
+        assert word in kind["call"]
+        assert {row["backend"] for row in kind["rows"]} == {backend.name for backend in BACKENDS}
+        (chosen,) = (row for row in kind["rows"] if row["backend"] == kind["backend"])
+        assert chosen["reason"].startswith("chosen (")
+        assert all(row["reason"] for row in kind["rows"])
+    assert set(ARCHITECTURES) == {"sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "cpu"}
+
+
+def test_keys_and_flags_act(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = ("--arch", "sm90", "model=gpt_125m")
+    te = explain(capsys, *hopper, "model.transformer_engine=True")
+    assert backends(te)[0] == "te_fused"
+    assert "TransformerEngine 2." in te["where"]
+    packed = explain(capsys, *hopper, "model.data.reset_attention_mask=True", "data=text", "model.data.path=README.md")
+    assert backends(packed) == ["triton", "triton", "sdpa_flash"]
+    assert "packed documents" in packed["kinds"][0]["call"]
+    exact = explain(capsys, *hopper, "trainer.deterministic=True", "model.use_flash_attention=True")
+    assert backends(exact) == ["sdpa_flash", "sdpa_cudnn", "sdpa_flash"]  # torch is deterministic in such a run
+    by_yaml = explain(capsys, *hopper, "+env_vars.NVTE_FUSED_ATTN=0")
+    assert backends(by_yaml) == ["sdpa_flash"] * 3
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    by_environment = explain(capsys, *hopper)
+    assert backends(by_environment) == ["sdpa_cudnn"] * 3
+    assert "cuDNN stays" in by_environment["flags"][0]
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "off")
+    assert main(["explain", "attention", *hopper]) == 2
+    assert "`NVTE_FLASH_ATTN` (off) must be 0 or 1" in capsys.readouterr().err
+
+
+def test_nothing_left_is_exit_2_with_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--arch", "cpu", "model.use_flash_attention=True", "model.attention_dropout=0.1")
+    answer = explain(capsys, *words, code=2)
+    assert backends(answer) == [None, "sdpa_flash", "sdpa_flash"]
+    assert len(answer["kinds"][0]["rows"]) == len(BACKENDS)
+    assert main(["explain", "attention", *words]) == 2
+    shown = capsys.readouterr().out
+    assert "training: no attention backend for cpu, fp32" in shown
+    assert "no dropout (0.1)" in shown
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "attention", "model=gpt_tiny", "trainer.accelerator=cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("attention of 4 layers on this machine, with PyTorch ")
+    assert [line.split(":")[0] for line in lines if line[:1].islower() and ": " in line] == KINDS
+    assert main(["explain", "attention", "model.hidden_sice=4"]) == 2
+
+
+@pytest.mark.parametrize("level", ["0", "1"])
+def test_a_run_prints_its_tables_when_asked(
+    level: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in run.log in any case, with what the variables do not do."""
+    monkeypatch.setenv("NVTE_DEBUG", "1")
+    monkeypatch.setenv("NVTE_DEBUG_LEVEL", level)
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    run_training(tiny_config(tmp_path, trainer__max_steps=1))
+    printed = "".join(capsys.readouterr())
+    log = (tmp_path / "run.log").read_text()
+    for words in ("removed by NVTE_FLASH_ATTN=0", "cuDNN stays", "16 x 16 tokens", "chosen ("):
+        assert (words in printed) is (level == "1"), words
+        assert words in log
+
+
+# ---------------------------------------------------------------- on a GPU: what the profiler saw
+
+SIGNATURES = {  # of kernels on the device, and of operations on the host where kernels do not tell backends apart
+    "sdpa_flash": (r"flash_fwd", r"aten::_scaled_dot_product_flash_attention"),
+    "sdpa_efficient": (r"fmha_cutlassF|PyTorchMemEffAttention", r"aten::_scaled_dot_product_efficient_attention"),
+    "sdpa_cudnn": (r"cudnn", r"aten::_scaled_dot_product_cudnn_attention"),
+    "sdpa_math": (r"softmax", r"aten::_scaled_dot_product_attention_math"),
+    "triton": (r"forward_kernel", r"stoker::flash_attention"),
+    "lse_first": (r"lse_kernel", r"stoker::lse_first_attention"),
+    "flash_attn": (r"flash_fwd", r"flash_attn::_flash_attn"),
+    "te_fused": (r"cudnn", r"FusedAttn"),
+    "te_flash": (r"flash", r"flash_attn"),
+    "te_unfused": (r"softmax", r"aten::baddbmm"),
+    "unfused": (r"softmax|_forward_kernel", r"aten::baddbmm"),
+}
+COMBINATIONS: list[tuple[dict[str, str], list[str]]] = [
+    ({}, []),
+    *[({name: "0"}, []) for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")],
+    ({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}, []),
+    ({"NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}, []),
+    ({"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}, []),
+    ({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, []),
+    ({"NVTE_MASKED_SOFTMAX_FUSION": "0"}, ["model.attention_backend=unfused"]),
+    ({}, ["model.use_flash_attention=True"]),
+    ({}, ["model.use_flash_attention=False"]),
+    ({"NVTE_FUSED_ATTN": "0"}, ["model.use_flash_attention=False"]),
+    ({}, ["model.data.reset_attention_mask=True"]),
+    ({"NVTE_FLASH_ATTN": "0"}, ["model.data.reset_attention_mask=True"]),
+    ({}, ["model.transformer_engine=True"]),
+    ({}, ["model.transformer_engine=False"]),
+    *[({}, [f"model.attention_backend={backend.name}"]) for backend in BACKENDS if backend.name != "reference"],
+]
+PRESETS = ("gpt_tiny", "gpt_125m", "gpt2_124m", "gpt3_1b", "llama_1b")
+
+
+def seen_by_the_profiler(run: Callable[[], object]) -> tuple[set[str], set[str]]:
+    """Kernels of the device and operations of the host in a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()  # compiles and plans
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = profiler.events()
+    assert events is not None
+    on_device = {event.name for event in events if str(event.device_type).endswith("CUDA")}
+    return on_device, {event.name for event in events} - on_device
+
+
+def matches(backend: str, kernels: set[str], operations: set[str]) -> bool:
+    kernel, operation = SIGNATURES[backend]
+    return any(re.search(kernel, name) for name in kernels) and any(re.search(operation, name) for name in operations)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("variables", "words"), COMBINATIONS, ids=lambda part: ",".join(part) or "-")
+def test_the_profiler_saw_the_backend_that_explain_names(
+    preset: str,
+    variables: dict[str, str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One layer of each preset, a sample of 256 tokens, every kind of call."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    shrunk = [
+        f"model={preset}", "model.num_layers=1", "model.encoder_seq_length=256", "model.max_position_embeddings=null",
+        "model.micro_batch_size=2", "model.global_batch_size=2", "model.compile=False", *words,
+    ]  # fmt: skip
+    code = main(["explain", "attention", "--json", *shrunk])
+    explained = {kind["kind"]: kind["backend"] for kind in json.loads(capsys.readouterr().out)["kinds"]}
+    root = load_run_config(None, None, shrunk).root
+    packed = root.model.data.reset_attention_mask
+
+    def build(kinds: list[CallKind]) -> GPT:
+        return build_gpt(
+            root.model, vocab_size=200, device="cuda", dtype=torch.bfloat16, flags=attention_flags(root),
+            micro_batch_size=2, kinds=kinds, reset_attention_mask=packed,
+        )  # fmt: skip
+
+    for kind, named in explained.items():
+        if named is None:
+            assert code == 2
+            with pytest.raises(NoBackendError):
+                build([kind])
+            continue
+        model = build([kind]).train(kind == "training")
+        assert model.attention_decisions[kind].backend == named
+        tokens = torch.randint(0, 200, (2, 100 if kind == "generation" else 256), device="cuda")
+        documents = (tokens == 7).int().cumsum(1, dtype=torch.int32) if packed and kind != "generation" else None
+        if kind == "training":
+            kernels, operations = seen_by_the_profiler(
+                lambda m=model, t=tokens, d=documents: m.loss(t, t, 1.0, d).backward()
+            )
+        else:
+            with torch.no_grad():
+                kernels, operations = seen_by_the_profiler(lambda m=model, t=tokens, d=documents: m(t, d))
+        assert matches(named, kernels, operations), (kind, named, sorted(kernels))
+        same = {"te_unfused": {"unfused"}, "unfused": {"te_unfused"}, "te_flash": {"flash_attn", "sdpa_flash"}}
+        others = set(SIGNATURES) - {named, "sdpa_math"} - same.get(named, set())
+        if named not in ("unfused", "te_unfused"):
+            others -= {"unfused", "te_unfused"}
+        assert not [other for other in others if matches(other, kernels, operations)]
