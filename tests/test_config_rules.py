@@ -18,6 +18,14 @@ from stoker.trainer.environment import environment_text
 SCHED = "model.optim.sched"
 
 
+HYBRID = [
+    "model.fsdp=true",
+    "model.fsdp_sharding_strategy=hybrid",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=8",
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
@@ -97,6 +105,10 @@ def test_accepted(overrides: list[str]) -> None:
         (["env_vars.NVTE_FLASH_ATN=0"], "env_vars.NVTE_FLASH_ATN"),
         (["data=mock", "tokenizer=char"], "model.tokenizer.library"),
         (["env_vars.NVTE_FUSED_ATTN=0"], "nothing"),
+        ([*HYBRID, "trainer.devices=4"], "model.fsdp_sharding_strategy"),
+        ([*HYBRID, "trainer.devices=4", "model.fsdp_shard_size=4"], "model.fsdp_sharding_strategy"),
+        ([*HYBRID, "trainer.devices=4", "model.fsdp_shard_size=2"], "nothing"),
+        ([*HYBRID, "trainer.devices=2", "trainer.num_nodes=2"], "nothing"),
     ],
 )
 def test_warned(overrides: list[str], key: str) -> None:

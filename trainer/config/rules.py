@@ -14,6 +14,7 @@ from ...models.config.block import Finding
 from ...models.config.rules import divisors, gpt_rules
 from ..data.installed import BUILT_IN
 from ..data.prefixes import is_per_split
+from ..distributed.layout import DISTRIBUTED_OPTIMIZERS
 from ..environment import environment_text
 from .blocks import DataBlock
 from .data_rules import DATA_RULES
@@ -90,6 +91,16 @@ def sharding_has_processes(facts: Facts) -> Iterator[Finding]:
             f"`fsdp_shard_size` ({model.fsdp_shard_size}) must divide the {world} processes",
             f"model.fsdp_shard_size={max(d for d in divisors(world) if d <= model.fsdp_shard_size)}",
         )
+    if model.fsdp and several and model.fsdp_sharding_strategy == "hybrid":
+        size = model.fsdp_shard_size
+        if trainer.num_nodes == 1 and size in (None, world):
+            half = next((divisor for divisor in reversed(divisors(world)) if 1 < divisor < world), None)
+            yield Finding(
+                "warning",
+                ("model.fsdp_sharding_strategy", "model.fsdp_shard_size", "trainer.num_nodes"),
+                "`fsdp_sharding_strategy: hybrid` is `full` on one machine that shares one copy of the parameters",
+                f"model.fsdp_shard_size={half}" if half else "model.fsdp_sharding_strategy=full",
+            )
     for path in ("model.fsdp_grad_reduce_dtype", "trainer.process_timeout"):
         if path in facts.given and not several:
             yield _no_effect(path, "trainer.devices", "with one process")
@@ -443,8 +454,14 @@ def checkpoints_come_in_time(facts: Facts) -> Iterator[Finding]:
 
 def fused_names_mean_adamw(facts: Facts) -> Iterator[Finding]:
     """NeMo's names of its fused and distributed AdamW."""
-    name = facts.root.model.optim.name
-    if name != optimizer_kind(name):
+    model = facts.root.model
+    name = model.optim.name
+    if name in DISTRIBUTED_OPTIMIZERS:
+        what = (
+            "`fsdp` cuts its state already" if model.fsdp else "its state is cut over the processes, where several run"
+        )
+        yield Finding("info", ("model.optim.name",), f"`{name}` is AdamW here; {what}", "adamw")
+    elif name != optimizer_kind(name):
         yield Finding(
             "info", ("model.optim.name",), f"`{name}` is AdamW here, fused wherever the device allows it", "adamw"
         )
