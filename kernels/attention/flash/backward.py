@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...interpreted import rounded
 from ...launch import jit, next_power_of_2, tl
 from .problem import (
     Problem,
@@ -37,7 +38,6 @@ from .tile import (
     load_rows,
     packed_lengths,
     per_row_start,
-    rounded,
     row_start,
     score_gradients,
     section_tiles,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...interpreted import rounded
 from ...launch import jit, tl
 from .problem import (
     Problem,
@@ -31,7 +32,6 @@ from .tile import (
     load_rows,
     packed_lengths,
     per_row_start,
-    rounded,
     row_start,
     section_tiles,
     sections,

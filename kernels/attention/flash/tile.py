@@ -8,6 +8,7 @@ Exponents are in base 2: a score times log2(e).
 
 from __future__ import annotations
 
+from ...interpreted import rounded
 from ...launch import HAS_TRITON, INTERPRETED, jit, tl
 from ..dropout import kept_by_dropout
 
@@ -22,16 +23,6 @@ LN2 = _constant(0.6931471805599453)
 
 
 # ---------------------------------------------------------------- numbers
-
-
-@jit
-def rounded(x, dtype: tl.constexpr):
-    """`x` in `dtype`, to the nearest; the interpreter, which would cut bf16 off, rounds by integer arithmetic."""
-    if INTERPRET and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        near = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = tl.where(x == x, near.to(tl.float32, bitcast=True), x)
-    return x.to(dtype)
 
 
 @jit

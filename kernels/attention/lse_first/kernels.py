@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...interpreted import rounded
 from ...launch import jit, next_power_of_2, tl, triton
 from ..flash.backward import Saved, dkdv_kernel, dq_kernel, prepare_backward
 from ..flash.configs import device_capability
@@ -34,7 +35,6 @@ from ..flash.tile import (
     load_lse,
     load_rows,
     per_row_start,
-    rounded,
     row_start,
     store_rows,
 )
