@@ -66,6 +66,7 @@ export MASTER_ADDR MASTER_PORT
 # SIGTERM: preempted or cancelled. SIGUSR1: the limit is near (--signal above). Both mean: save and stop.
 # shellcheck disable=SC2329 # the traps call it
 stop() {
+  signalled=yes
   say "told to stop ($1); saving"
   [ -n "${step:-}" ] && kill -TERM "$step" 2>/dev/null
 }
@@ -76,11 +77,15 @@ say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $tasks process
 srun --ntasks="$tasks" --distribution=block --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
   "${STOKER:-stoker}" train "${overrides[@]}" "$@" &
 step=$!
-wait "$step"
-code=$?
-while kill -0 "$step" 2>/dev/null; do # a trap ended the wait, not the run
+# A signal ends a wait, not the run: wait again until the exit code is that of the run.
+code=127
+while :; do
+  signalled=
   wait "$step"
-  code=$?
+  status=$?
+  [ "$status" = 127 ] && break # nothing is left to wait for
+  code=$status
+  [ -z "$signalled" ] && break
 done
 
 again=
