@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 # bytes of shared memory a program may have
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
-# bytes of stack, which is where registers spill to: at most, over the architectures and families; with Triton 3.9.0
+# bytes of stack, which is where registers spill to: at most, over the architectures and families, with Triton 3.9.0
 SPILLED = {
     "forward": {64: 0, 80: 0, 128: 32, 256: 72},
     "dq": {64: 0, 80: 0, 128: 48, 256: 32},
@@ -28,16 +28,24 @@ SPILLED = {
 # bias on sm_80
 SPILLED_MORE = {
     ("forward", "bias_padding", 64): 344,
-    ("forward", "bias_padding", 128): 600,
+    ("forward", "bias_padding", 128): 632,
     ("forward", "causal", 256): 224,
+    ("forward", "causal_distance", 128): 96,
     ("forward", "distance", 256): 2080,
     ("dq", "bias_padding", 64): 144,
     ("dq", "bias_padding", 128): 480,
-    ("dq", "causal_dropout", 128): 128,
+    ("dq", "causal_dropout", 128): 144,
+    ("dq", "distance", 64): 24,
     ("dkdv", "bias_padding", 64): 704,
     ("dkdv", "bias_padding", 128): 272,
     ("dkdv", "causal", 128): 488,
-    ("dkdv", "distance", 64): 88,
+    ("dkdv", "distance", 64): 192,
+    # with Triton 3.6.0 only
+    ("bias_gradient", "bias_padding", 64): 48,
+    ("dkdv", "causal", 64): 800,
+    ("dkdv", "causal", 256): 800,
+    ("dkdv", "causal_distance", 128): 280,
+    ("dkdv", "packed", 128): 344,
 }
 
 
@@ -58,11 +66,14 @@ def compiled(which: str) -> list[dict]:
 
 
 def check(rows: list[dict]) -> None:
+    """All that is over a limit, at once."""
     for row in rows:
-        assert row["shared"] <= SHARED[row["capability"]], row
-        assert row["stack"] + row["local"] <= stack_budget(row), row
-        if row["capability"] == 90 and row["kind"] in ("forward", "dq", "dkdv"):
-            assert row["wgmma"], row
+        row["over"] = {
+            "shared memory": row["shared"] > SHARED[row["capability"]],
+            "stack": row["stack"] + row["local"] > stack_budget(row),
+            "no wgmma": row["capability"] == 90 and row["kind"] in ("forward", "dq", "dkdv") and not row["wgmma"],
+        }
+    assert [row for row in rows if any(row["over"].values())] == []
 
 
 def test_a_kernel_of_each_kind_compiles_and_spills_nothing() -> None:
