@@ -157,10 +157,11 @@ def test_values_on_a_device_are_not_read() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
 def test_no_wait_for_the_device() -> None:
     arguments: dict[str, Any] = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in packed(causal=True).items()}
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         check_arguments(**arguments)
         flash_attention(**arguments)
     finally:

@@ -33,11 +33,11 @@ def _sections_kernel(
     HAS_HIGH: tl.constexpr, HAS_DISTANCE: tl.constexpr,
 ):  # fmt: skip
     bounds = sections(first, last, length, low, high, reach, BLOCK, HAS_LOW, HAS_HIGH, HAS_DISTANCE)
-    tl.store(out_pointer, bounds[0])
     for section in range(3):
-        plain_end, edge_end = section_tiles(section, bounds)
-        tl.store(out_pointer + 1 + 2 * section, plain_end)
-        tl.store(out_pointer + 2 + 2 * section, edge_end)
+        plain_begin, plain_end, edge_end = section_tiles(section, bounds)
+        tl.store(out_pointer + 3 * section, plain_begin)
+        tl.store(out_pointer + 3 * section + 1, plain_end)
+        tl.store(out_pointer + 3 * section + 2, edge_end)
 
 
 @jit
@@ -82,21 +82,21 @@ def test_sections_visit_each_tile_as_it_must_be_visited():
         last = first + draw.randint(0, 7)
         low, high, reach = draw.randint(-1, 25), draw.randint(-1, 25), draw.randint(1, 12)
         with_distance = draw.random() < 0.5
-        out = torch.zeros(7, dtype=torch.int32)
+        out = torch.zeros(3, 3, dtype=torch.int32)
         _sections_kernel[(1,)](
             out, first, last, length, low, high, reach, BLOCK=block, HAS_LOW=low >= 0, HAS_HIGH=high >= 0,
             HAS_DISTANCE=with_distance,
         )  # fmt: skip
-        begin, *ends = out.tolist()
         visited: dict[int, str] = {}
-        cursor = begin
-        for section, (plain_end, edge_end) in enumerate(zip(ends[::2], ends[1::2], strict=True)):
-            for start in range(cursor, plain_end, block):
+        for section, (plain_begin, plain_end, edge_end) in enumerate(out.tolist()):
+            if section == 0 and low < 0 or section == 1 and not with_distance:
+                continue  # as the kernels do
+            for start in range(plain_begin, plain_end, block):
+                assert start not in visited
                 visited[start] = "low" if section == 1 else "high"
             for start in range(plain_end, edge_end, block):
                 assert start not in visited
                 visited[start] = "edge"
-            cursor = edge_end
         for start in range(0, max(length, 1), block):
             pairs = [(x, y) for x in range(first, last + 1) for y in range(start, start + block)]
             seen = [y < length and (low < 0 or y - x >= -low) and (high < 0 or y - x <= high) for x, y in pairs]

@@ -18,13 +18,17 @@ def written_out_bias(bias: Tensor | None, distance_bias: Tensor | None, queries:
         distance_bias: (heads, 2 R + 1), see `reference_attention`.
         queries: tokens that ask.
         keys: tokens that are asked.
+
+    Returns:
+        Broadcastable to (batch, heads, queries, keys), None without biases. What comes of a distance bias has four
+        dimensions and contiguous rows: PyTorch's memory-efficient attention takes nothing else.
     """
     if distance_bias is None:
         return bias
     reach = distance_bias.shape[1] // 2
     place = key_distances(queries, keys, distance_bias.device).clamp(-reach, reach) + reach
     # an embedding: its gradient sums equal places in a fixed order, which indexing does not
-    dense = F.embedding(place, distance_bias.t()).permute(2, 0, 1)
+    dense = F.embedding(place, distance_bias.t()).permute(2, 0, 1)[None].contiguous()
     return dense if bias is None else bias + dense
 
 

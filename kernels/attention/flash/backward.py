@@ -146,15 +146,14 @@ def dq_kernel(
         bounds = sections(
             first + offset, last + offset, keys, left, right, reach, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE
         )
-        cursor = bounds[0]
         for section in range(
             0 if HAS_LEFT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_LEFT and not HAS_DISTANCE else 1
         ):
-            plain_end, edge_end = section_tiles(section, bounds)
+            plain_start, plain_end, edge_end = section_tiles(section, bounds)
             far = tl.where(section == 1, far_low, far_high)
             for EDGE in tl.static_range(2):
-                end = edge_end if EDGE else plain_end
-                for start in tl.range(cursor, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
+                begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
+                for start in tl.range(begin, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
                     key = start + tl.arange(0, BLOCK_N)
                     part = keys_taking_part(padding_here, key, keys, first_seen, EDGE, HAS_PADDING)
                     k = load_rows(k_rows, start, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
@@ -186,7 +185,6 @@ def dq_kernel(
                             tile_sum = tl.sum(gradient, 1)
                             low_sum += tl.where(section == 1, tile_sum, 0.0)
                             high_sum += tl.where(section == 1, 0.0, tile_sum)
-                cursor = end
 
         dq_rows = row_start(q_gradient_pointer, sequence, head, start_q, stride_dqb, stride_dqs, stride_dqh)
         store_rows(dq_rows, first, stride_dqs, inside, accumulator * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -264,15 +262,14 @@ def dkdv_kernel(
             if HAS_DROPOUT:
                 seed = tl.load(rng_pointer)
                 counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
-            cursor = bounds[0]
             for section in range(
                 0 if HAS_RIGHT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_RIGHT and not HAS_DISTANCE else 1
             ):
-                plain_end, edge_end = section_tiles(section, bounds)
+                plain_start, plain_end, edge_end = section_tiles(section, bounds)
                 far = tl.where(section == 1, far_high, far_low)
                 for EDGE in tl.static_range(2):
-                    end = edge_end if EDGE else plain_end
-                    for start in tl.range(cursor, end, BLOCK_M, num_stages=1 if EDGE and HAS_DISTANCE else None):
+                    begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
+                    for start in tl.range(begin, end, BLOCK_M, num_stages=1 if EDGE and HAS_DISTANCE else None):
                         query = start + tl.arange(0, BLOCK_M)
                         inside = query < queries
                         q = load_rows(q_rows, start, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, EDGE)
@@ -293,7 +290,6 @@ def dkdv_kernel(
                         )  # fmt: skip
                         v_gradient = dot(rounded(dropped, q.dtype), out_gradient, v_gradient, PRECISION)
                         k_gradient = dot(rounded(before_cap, q.dtype), q, k_gradient, PRECISION)
-                    cursor = end
 
         dk_rows = row_start(k_gradient_pointer, sequence, group, start_k, stride_dkb, stride_dks, stride_dkh)
         dv_rows = row_start(v_gradient_pointer, sequence, group, start_k, stride_dvb, stride_dvs, stride_dvh)

@@ -104,16 +104,15 @@ def forward_kernel(
         bounds = sections(
             first + offset, last + offset, keys, left, right, reach, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE
         )
-        cursor = bounds[0]
         for section in range(
             0 if HAS_LEFT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_LEFT and not HAS_DISTANCE else 1
         ):
-            plain_end, edge_end = section_tiles(section, bounds)
+            plain_start, plain_end, edge_end = section_tiles(section, bounds)
             far = tl.where(section == 1, far_low, far_high)
             # looked-up biases are not worth the shared memory of a pipeline: edge tiles are few
             for EDGE in tl.static_range(2):
-                end = edge_end if EDGE else plain_end
-                for start in tl.range(cursor, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
+                begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
+                for start in tl.range(begin, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
                     key = start + tl.arange(0, BLOCK_N)
                     part = keys_taking_part(padding_here, key, keys, first_seen, EDGE, HAS_PADDING)
                     k = load_rows(k_rows, start, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
@@ -135,7 +134,6 @@ def forward_kernel(
                         weight = tl.where(kept, weight, 0.0)
                     accumulator = dot(rounded(weight, v.dtype), v, accumulator * shrink[:, None], PRECISION)
                     maximum = higher
-                cursor = end
 
         empty = total == 0.0
         accumulator = accumulator * (keep_scale / tl.where(empty, 1.0, total))[:, None]

@@ -142,11 +142,15 @@ def sections(
 
 @jit
 def section_tiles(section, bounds):
-    """Where the plain tiles of a section end, and then its edge tiles; section 0 is the window's, 1 low, 2 high."""
+    """Where a section's plain tiles begin and end, and its edge tiles, which follow; 0 is the window's, 1 low, 2 high.
+
+    The begin is chosen here, not carried from section to section: Triton 3.6 loses such a carried bound of a loop.
+    """
     begin, plain_begin, far_low_stop, far_high_begin, plain_stop, stop = bounds
+    plain_start = tl.where(section == 0, begin, tl.where(section == 1, plain_begin, far_high_begin))
     plain_end = tl.where(section == 0, begin, tl.where(section == 1, far_low_stop, plain_stop))
     edge_end = tl.where(section == 0, plain_begin, tl.where(section == 1, far_high_begin, stop))
-    return plain_end, edge_end
+    return plain_start, plain_end, edge_end
 
 
 # ---------------------------------------------------------------- one tile
