@@ -28,14 +28,15 @@ def reference_adamw_step(
     beta2: float,
     eps: float,
     weight_decay: float,
-    step: int,
+    step: Tensor,
     grad_scale: Tensor,
 ) -> None:
     """The update in plain torch: arithmetic in the dtype of `main`, in torch.optim.AdamW's order of operations."""
     if grad_scale < 0:
         return
-    correction1 = 1 - beta1**step
-    correction2_root = (1 - beta2**step) ** 0.5
+    number = step.item()
+    correction1 = 1 - beta1**number
+    correction2_root = (1 - beta2**number) ** 0.5
     for param, weight, grad, exp_avg, exp_avg_sq in zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True):
         scaled = grad.to(weight.dtype) * grad_scale.to(weight.dtype)
         weight.mul_(1 - lr * weight_decay)
@@ -58,23 +59,25 @@ def _adamw_kernel(
     exp_avg_pointer,
     exp_avg_sq_pointer,
     grad_scale_pointer,
+    step_size_pointer,
+    correction2_root_pointer,
     decay_factor,
     one_minus_beta1,
     beta2,
     one_minus_beta2,
-    step_size,
-    correction2_root,
     eps,
     size,
     SEPARATE_MAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program updates BLOCK elements; every pointer is a flat array of `size` elements.
+    """One program updates BLOCK elements; every pointer is a flat array of `size` elements, or of one for a scalar.
 
     1 - beta comes from the host: formed here in fp32 it would be off by 5e-5 for beta2 = 0.999.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     grad_scale = tl.load(grad_scale_pointer)
+    step_size = tl.load(step_size_pointer)
+    correction2_root = tl.load(correction2_root_pointer)
     inside = offsets < tl.where(grad_scale >= 0, size, 0)
     grad = tl.load(grad_pointer + offsets, mask=inside).to(tl.float32) * grad_scale
     weight = tl.load(main_pointer + offsets, mask=inside).to(tl.float32)
@@ -103,11 +106,13 @@ def triton_adamw_step(
     beta2: float,
     eps: float,
     weight_decay: float,
-    step: int,
+    step: Tensor,
     grad_scale: Tensor,
 ) -> None:
     """The kernel over each tensor in turn; contiguous tensors only."""
     block = 1024
+    step_size = (lr / (1 - beta1**step)).float()
+    correction2_root = (1 - beta2**step).sqrt().float()
     for param, weight, grad, exp_avg, exp_avg_sq in zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True):
         grad = grad.contiguous()
         _adamw_kernel[(triton.cdiv(weight.numel(), block),)](
@@ -117,12 +122,12 @@ def triton_adamw_step(
             exp_avg,
             exp_avg_sq,
             grad_scale,
+            step_size,
+            correction2_root,
             1 - lr * weight_decay,
             1 - beta1,
             beta2,
             1 - beta2,
-            lr / (1 - beta1**step),
-            (1 - beta2**step) ** 0.5,
             eps,
             weight.numel(),
             SEPARATE_MAIN=param is not weight,
@@ -148,7 +153,7 @@ def adamw_step(
     beta2: float,
     eps: float,
     weight_decay: float,
-    step: int,
+    step: Tensor,
     grad_scale: Tensor,
 ) -> None:
     """Update weights and moments in place.
@@ -164,9 +169,10 @@ def adamw_step(
         beta2: decay of the running square.
         eps: added to the root of the running square.
         weight_decay: decoupled weight decay; times `lr`.
-        step: number of this step, from 1, for the bias corrections.
+        step: number of this step, from 1, for the bias corrections; a scalar fp64 tensor, as the host does not know it
+            where steps may be skipped.
         grad_scale: scalar fp32 tensor every gradient is multiplied by (the clip coefficient); a negative one leaves
-            everything as it is. Where the kernel runs the host never reads it.
+            everything as it is. Where the kernel runs the host reads neither of the two.
     """
     if not params:
         return

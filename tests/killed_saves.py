@@ -20,16 +20,8 @@ from typing import Any
 
 import torch
 
-from stoker.trainer.checkpoint import (
-    OPTIMIZER,
-    WEIGHTS,
-    Content,
-    RunState,
-    apply_retention,
-    checkpoint_paths,
-    newest_checkpoint,
-    remove_leftovers,
-)
+from stoker.trainer.checkpoint import OPTIMIZER, WEIGHTS, RunState, checkpoint_paths, newest_checkpoint
+from stoker.trainer.checkpoint_writing import Content, apply_retention, remove_leftovers
 from stoker.trainer.distributed.pieces import Piece
 from stoker.trainer.distributed.ranks import Ranks
 from stoker.trainer.saving import Saver

@@ -21,10 +21,12 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
     from stoker.kernels.cross_entropy import _loss_and_gradient_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
 
-    scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size"), "fp32")
-    scalars |= {"correction2_root": "fp32", "eps": "fp32", "size": "i32"}
+    scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32") | {
+        "size": "i32"
+    }
+    on_device = dict.fromkeys(("grad_scale_pointer", "step_size_pointer", "correction2_root_pointer"), "*fp32")
     pointers = {"param": "*bf16", "main": "*fp32", "grad": "*bf16", "exp_avg": "*fp32", "exp_avg_sq": "*fp32"}
-    adamw = {f"{k}_pointer": v for k, v in pointers.items()} | {"grad_scale_pointer": "*fp32"} | scalars
+    adamw = {f"{k}_pointer": v for k, v in pointers.items()} | on_device | scalars
     loss = {
         "logits_pointer": "*bf16",
         "labels_pointer": "*i64",

@@ -3,8 +3,10 @@
 import errno
 import json
 import re
+import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +245,6 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 
 def test_train_sets_env_vars_and_hands_over(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
-    import types
 
     seen: dict[str, Any] = {}
 
@@ -257,6 +258,50 @@ def test_train_sets_env_vars_and_hands_over(capsys: Captured, monkeypatch: pytes
     assert seen == {"steps": 3, "flag": "1"}
     assert cli.main(["train", "env_vars.STOKER_TEST_FLAG=2"]) == 2
     assert "contradicts the environment" in capsys.readouterr().err
+
+
+def test_a_sigterm_when_no_process_is_left_ends_with_143(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two starts of a run, or after the last process: no handler of the launcher is there."""
+    ended: list[int] = []
+    monkeypatch.setattr("stoker.trainer.cli.os._exit", ended.append)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def launch(config: Any, placement: Any, imports: Any) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr("stoker.trainer.distributed.launcher.launch", launch)
+    try:
+        cli.main(["train", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [143]
+
+
+def test_code_of_the_users_own_runs_where_env_vars_are_set_already(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, list[str]]] = []
+
+    def launch(config: Any, placement: Any, imports: list[str]) -> int:
+        launched.append((placement.world_size, imports))
+        return 0
+
+    monkeypatch.setattr("stoker.trainer.distributed.launcher.launch", launch)
+    monkeypatch.setattr("stoker.trainer.cli._end_on_sigterm", lambda: None)
+    assert cli.main(["train", "--import", "string", "env_vars.STOKER_TEST_FLAG=1"]) == 0
+    assert launched == [(1, ["string"])]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    started = types.SimpleNamespace(train=lambda config, placement: 7)
+    monkeypatch.setitem(sys.modules, "stoker.trainer.distributed.started", started)  # type: ignore[arg-type]
+    monkeypatch.setenv("STOKER_TEST_FLAG", "1")
+    words = ["train", "--import", "string", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"]
+    assert cli.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7
+    assert "--import" not in capsys.readouterr().err
+    monkeypatch.delenv("STOKER_TEST_FLAG")
+    assert cli.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7
+    assert "after the modules of --import: STOKER_TEST_FLAG" in capsys.readouterr().err
 
 
 def test_doctor_reports_and_never_fails(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,13 @@ def test_the_environment_never_reaches_the_disk(tmp_path: Path) -> None:
     assert config.document["model"]["optim"]["sched"]["min_lr"] == "${divide:${..lr},10}"
 
 
+def test_a_secret_that_is_only_referred_to_can_be_read_again_from_a_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, "env", "defaults: [train, _self_]\nenv_vars:\n  HF_TOKEN: ${oc.env:SECRET}\n")
+    config = load(name="env", directory=tmp_path, environ={"SECRET": "hunter2"})
+    again = RunConfig.from_document(config.document, trusted=False)
+    assert again.root.env_vars == {"HF_TOKEN": "${oc.env:SECRET}"}
+
+
 def test_environment_is_read_only_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"name": "${oc.env:SECRET}", "exp_manager": {"exp_dir": "${name}"}}))

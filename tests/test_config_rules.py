@@ -16,6 +16,7 @@ from stoker.trainer.config.schema_index import schema_keys
 from stoker.trainer.environment import environment_text
 
 SCHED = "model.optim.sched"
+KWARGS = "model.data.dataset_kwargs"
 
 
 HYBRID = [
@@ -62,6 +63,13 @@ HYBRID = [
         (["exp_manager.name=/x"], "exp_manager.name", "below"),
         (["exp_manager.version=a/../../x"], "exp_manager.version", "below"),
         (["trainer.max_epochs=3"], "trainer.max_epochs", "max_steps"),
+        (["trainer.max_time=00:00:00:00"], "trainer.max_time", "a second or more"),
+        (["exp_manager.max_time_per_run=00:00:00:00"], "exp_manager.max_time_per_run", "a second or more"),
+        (["env_vars.HF_TOKEN=abc"], "env_vars.HF_TOKEN", "secret"),
+        ([f"{KWARGS}.password=abc"], f"{KWARGS}.password", "secret"),
+        ([f"{KWARGS}.token=hf_0123456789abcdef"], f"{KWARGS}.token", "secret"),
+        ([f"{KWARGS}.url=https://me:abc@host/x"], f"{KWARGS}.url", "secret"),
+        ([f"{KWARGS}.urls=[https://host/x,https://me:abc@host/x]"], f"{KWARGS}.urls", "secret"),
     ],
 )
 def test_refused(overrides: list[str], key: str, says: str) -> None:
@@ -83,6 +91,8 @@ def test_refused(overrides: list[str], key: str, says: str) -> None:
         ["env_vars.A=1"],
         ["env_vars.A=true"],
         ["trainer.devices=auto"],
+        [f"{KWARGS}.text_key=text", f"{KWARGS}.eos_token='</s>'", f"{KWARGS}.max_token=16"],
+        [f"{KWARGS}.password=${{oc.env:A}}", f"{KWARGS}.url=https://host/x", "env_vars.HF_TOKEN=${oc.env:A}"],
     ],
 )
 def test_accepted(overrides: list[str]) -> None:

@@ -277,6 +277,18 @@ def test_sigterm_to_one_rank_alone_stops_all(tmp_path, rank):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", [{}, {"model__fsdp": True}])
+def test_sigterm_to_one_rank_within_a_long_validation_stops_all(tmp_path, layout):
+    long = {"trainer__val_check_interval": 3, "trainer__limit_val_batches": 1.0, "model__encoder_seq_length": 1024}
+    with job(tmp_path, **long, **layout) as run:
+        run.until_step(3)
+        time.sleep(1)
+        os.kill(run.ranks()[1], signal.SIGTERM)
+        check_stopped(run, 143)
+        assert "val_loss" not in (run.run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.full
 def test_interrupt_saves_the_last_step(tmp_path):
     with job(tmp_path, model__data__num_workers=2) as run:
         run.until_step(3)
@@ -407,7 +419,7 @@ def test_a_crash_that_says_more_than_a_pipe_holds_ends_the_run(tmp_path, package
 
 
 @pytest.mark.parametrize(
-    "names", [("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")]
+    "names", [("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")]
 )
 def test_ranks_that_are_dealt_out_over_the_machines_are_refused(names):
     """Two of a machine would take the same GPU."""
@@ -418,6 +430,28 @@ def test_ranks_that_are_dealt_out_over_the_machines_are_refused(names):
         assert (found.node, found.local_rank) == (rank // 2, rank % 2)
     with pytest.raises(UserError, match="must be number 0: fill one machine after the other"):
         place(trainer, meeting | dict(zip(names, ("2", "4", "1"), strict=True)))
+
+
+BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4"}
+"""What SLURM sets in a batch script, where nothing has started a process for each device."""
+
+
+def test_a_batch_script_without_srun_starts_its_processes_itself():
+    assert place(TrainerBlock.model_validate({"devices": 4}), BATCH) == Placement(4, 4)
+    with pytest.raises(UserError, match="on the first machine alone; start stoker with srun"):
+        place(TrainerBlock.model_validate({"devices": 2, "num_nodes": 2}), BATCH)
+
+
+@pytest.mark.parametrize(("tasks", "is_refused"), [("1", False), ("2", False), ("3", True), ("8", True)])
+def test_srun_starts_one_process_for_each_device_or_machine(tasks, is_refused):
+    """Otherwise each of them would start all processes."""
+    trainer = TrainerBlock.model_validate({"devices": 2, "num_nodes": 2})
+    environ = {"MASTER_ADDR": "first", "MASTER_PORT": "29400", **BATCH, "SLURM_STEP_NUM_TASKS": tasks}
+    if is_refused:
+        with pytest.raises(UserError, match=f"make 4 processes, but srun started {tasks}"):
+            place(trainer, environ)
+    else:
+        assert place(trainer, environ).rank is None
 
 
 def test_a_worker_has_env_vars_before_it_imports_anything():
@@ -464,7 +498,7 @@ def started(directory: Path, rank: int, port: int, names: tuple[str, str, str], 
 
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 
 
 @pytest.mark.full

@@ -14,6 +14,10 @@ def tensors(shapes, dtype, seed, device="cpu"):
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes]
 
 
+def number(step, device="cpu"):
+    return torch.tensor(step, dtype=torch.float64, device=device)
+
+
 def test_equals_torch_adamw_in_fp64():
     shapes = [(7, 5), (11,)]
     weights = tensors(shapes, torch.float64, 0)
@@ -25,7 +29,7 @@ def test_equals_torch_adamw_in_fp64():
         for weight, gradient in zip(theirs, gradients, strict=True):
             weight.grad = gradient * 0.5
         optimizer.step()
-        adamw_step(weights, weights, gradients, *moments, step=step, grad_scale=torch.tensor(0.5), **SETTINGS)
+        adamw_step(weights, weights, gradients, *moments, step=number(step), grad_scale=torch.tensor(0.5), **SETTINGS)
     for ours, expected in zip(weights, theirs, strict=True):
         torch.testing.assert_close(ours, expected.detach(), rtol=1e-13, atol=1e-15)
 
@@ -41,9 +45,8 @@ def test_kernel_equals_reference(device, separate):
         moments = [[torch.zeros_like(w) for w in main] for _ in range(2)]
         for step in range(1, 4):
             gradients = tensors(shapes, torch.float16 if separate else torch.float32, step, device)
-            function(
-                params, main, gradients, *moments, step=step, grad_scale=torch.tensor(0.7, device=device), **SETTINGS
-            )
+            scale = torch.tensor(0.7, device=device)
+            function(params, main, gradients, *moments, step=number(step, device), grad_scale=scale, **SETTINGS)
         state[name] = [*params, *main, *moments[0], *moments[1]]
     for ours, expected in zip(state["triton"], state["reference"], strict=True):
         tolerance = 2e-3 if ours.dtype == torch.float16 else 2e-6

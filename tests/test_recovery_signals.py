@@ -2,15 +2,17 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 
 import pytest
 import torch
-from recovery import Command, arguments, last_step
-from tiny_run import tiny_config
+from recovery import Command, arguments, figures, last_step
+from tiny_run import final_hashes, tiny_config
 
-from stoker.trainer.checkpoint import checkpoint_paths, newest_checkpoint
+from stoker.models.gpt import GPT
+from stoker.trainer.checkpoint import checkpoint_paths, find_checkpoint, newest_checkpoint
 from stoker.trainer.cli import main
 from stoker.trainer.distributed import supervisor
 from stoker.trainer.distributed.placement import Placement
@@ -79,13 +81,29 @@ def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_pa
     assert newest.state.step == last_step(directory)
 
 
+SLOW = """
+import time
+from stoker.trainer.data.installed import register_dataset
+from stoker.trainer.data.samples import MockSamples
+
+class Slow(MockSamples):
+    def batch(self, first, count):
+        time.sleep(400)
+
+@register_dataset("slow")
+def samples(data, split, sequence_length, tokenizer, seed):
+    return (Slow if split == "validation" else MockSamples)(6, sequence_length, seed, 1000)
+"""
+
+
 @pytest.mark.multi
 @pytest.mark.full
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     directory = tmp_path / "run"
-    words = arguments(directory, ENDLESS, "trainer.val_check_interval=2", "trainer.limit_val_batches=1.0")
-    with Command(*words, cwd=tmp_path) as command:
-        assert command.wait_until(lambda: last_step(directory) >= 2)  # a validation that takes minutes begins
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = arguments(directory, ENDLESS, "trainer.val_check_interval=2", "model.data.data_impl=slow")
+    with Command(*words, "--import", "slow", cwd=tmp_path) as command:
+        assert command.wait_until(lambda: last_step(directory) >= 2)  # a batch that takes minutes begins
         command.process.send_signal(signal.SIGINT)
         time.sleep(1)
         assert command.process.poll() is None
@@ -110,6 +128,116 @@ def test_a_sigterm_that_comes_twice_at_once_is_one_and_two_ctrl_c_are_two(monkey
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert killed == [signal.SIGTERM, signal.SIGINT]
+
+
+# ---------------------------------------------------------------- within a validation
+
+LONG = {
+    "trainer__limit_val_batches": 3,  # global batches, of two micro batches each
+    "trainer__num_sanity_val_steps": 0,
+    "exp_manager__create_early_stopping_callback": True,
+    "exp_manager__early_stopping_callback_params": {"patience": 9},
+    "exp_manager__checkpoint_callback_params": {"save_top_k": 1, "save_last": True},
+}
+
+
+@pytest.fixture
+def validation(monkeypatch):
+    """Counts the micro batches of validations, and sends signals to this process in some of them."""
+    real, seen = GPT.loss, []
+
+    def install(signals):
+        seen.clear()
+
+        def loss(self, *args, **kwargs):
+            if not self.training:
+                seen.append(len(seen) + 1)
+                if number := signals.get(len(seen)):
+                    signal.raise_signal(number)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(GPT, "loss", loss)
+        return seen
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("step", "signals"),
+    [(4, [{2: signal.SIGTERM}]), (8, [{7: signal.SIGINT}]), (4, [{1: signal.SIGTERM}, {3: signal.SIGTERM}])],
+    ids=["in the middle", "in the last validation", "twice"],
+)
+def test_a_signal_within_a_validation_acts_after_its_batch_and_the_run_is_as_unbroken(
+    tmp_path, validation, step, signals
+):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    validation({})
+    run_training(tiny_config(whole, **LONG))
+    for found in signals:
+        seen = validation(found)
+        result = run_training(tiny_config(broken, **LONG))
+        assert seen[-1] == max(found)
+        assert (result.step, result.exit_code) == (step, EXIT_INTERRUPTED if step == 8 else EXIT_TERMINATED)
+        newest, _ = newest_checkpoint(broken / "checkpoints")
+        assert newest
+        assert (newest.state.step, newest.state.val_loss, newest.state.loop.validation_due) == (step, None, True)
+    validation({})
+    result = run_training(tiny_config(broken, **LONG))
+    assert (result.step, result.exit_code, result.stopped_by) == (8, 0, None)
+    assert figures(whole).items() <= figures(broken).items()  # a process reports its first step too
+    assert [path.name for path in checkpoint_paths(broken / "checkpoints")] == [
+        path.name for path in checkpoint_paths(whole / "checkpoints")
+    ]
+    states = [find_checkpoint(path)[0].state for path in (broken, whole)]
+    assert states[0] == states[1]
+    assert final_hashes(broken, 8) == final_hashes(whole, 8)
+
+
+def test_a_run_that_is_told_to_stop_does_not_begin_a_validation(tmp_path, validation, monkeypatch):
+    seen = validation({})
+    real = GPT.loss
+
+    def loss(self, *args, **kwargs):
+        if self.training and next(calls) == 7:  # the last micro batch of step 4
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, *args, **kwargs)
+
+    calls = iter(range(100))
+    monkeypatch.setattr(GPT, "loss", loss)
+    assert run_training(tiny_config(tmp_path, **LONG)).exit_code == EXIT_TERMINATED
+    assert seen == []
+    newest, _ = newest_checkpoint(tmp_path / "checkpoints")
+    assert newest
+    assert newest.state.loop.validation_due
+
+
+def test_a_limit_on_time_leaves_time_for_the_validation(tmp_path, monkeypatch):
+    """Or else a run with a validation longer than its limit would never get beyond it."""
+    real, seen = GPT.loss, []
+
+    def loss(self, *args, **kwargs):
+        if not self.training:
+            seen.append(1)
+            monkeypatch.setattr("stoker.trainer.stop.seconds_of", lambda text: 0)  # the limit is over
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT, "loss", loss)
+    result = run_training(tiny_config(tmp_path, trainer__max_time="00:01:00:00", **LONG))
+    assert (result.step, result.stopped_by, len(seen)) == (5, "trainer.max_time=00:01:00:00", 6)
+    assert (4, "val_loss") in figures(tmp_path)
+
+
+def test_a_validation_that_was_caught_up_with_is_not_told_twice(tmp_path, validation):
+    """Killed after the figures were written, and before the checkpoint was written again."""
+    validation({2: signal.SIGTERM})
+    run_training(tiny_config(tmp_path, **LONG))
+    validation({})
+    kept = shutil.copytree(tmp_path / "checkpoints", tmp_path / "kept")
+    run_training(tiny_config(tmp_path, **LONG))
+    shutil.rmtree(tmp_path / "checkpoints")
+    kept.rename(tmp_path / "checkpoints")
+    run_training(tiny_config(tmp_path, **LONG))
+    assert [key for key in figures(tmp_path) if key[1] == "val_loss"] == [(4, "val_loss"), (8, "val_loss")]
 
 
 # ---------------------------------------------------------------- --restart
@@ -190,3 +318,11 @@ def test_a_stop_that_only_another_process_has_seen_before_the_first_step_is_a_st
 
     result = run_training(tiny_config(tmp_path), Other())
     assert (result.step, result.stopped_by, result.exit_code) == (0, "SIGTERM", EXIT_TERMINATED)
+
+
+def test_a_time_limit_that_is_over_before_the_first_step_is_explained(tmp_path):
+    config = tiny_config(tmp_path, exp_manager__max_time_per_run="00:00:00:00")
+    result = run_training(config)
+    assert (result.step, result.exit_code) == (0, 0)
+    told = "warning: exp_manager.max_time_per_run=00:00:00:00 was over before the first step, and would be again"
+    assert told in (tmp_path / "run.log").read_text()

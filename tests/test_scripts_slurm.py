@@ -20,7 +20,7 @@ SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do echo "$1" >>"$LOG"; shift; done
 trap 'kill -TERM "${processes[@]}" 2>/dev/null' TERM
 for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
-  SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & processes+=($!)
+  SLURM_STEP_NUM_TASKS=$SLURM_NTASKS SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & processes+=($!)
 done
 worst=0
 for process in "${processes[@]}"; do

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +14,13 @@ from stoker.trainer import safe_io
 from stoker.trainer.checkpoint import (
     OPTIMIZER,
     WEIGHTS,
-    Content,
     RunState,
-    apply_retention,
     checkpoint_paths,
     find_checkpoint,
     newest_checkpoint,
     open_checkpoint,
-    remove_leftovers,
-    write_checkpoint,
 )
+from stoker.trainer.checkpoint_writing import Content, apply_retention, remove_leftovers, write_checkpoint
 from stoker.trainer.distributed.pieces import piece_of
 from stoker.trainer.errors import UserError
 from stoker.trainer.optim.adamw import AdamW
@@ -248,6 +246,26 @@ def test_leftovers_go_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
     assert {path.name for path in remove_leftovers(tmp_path)} == {"step-2.tmp-123", "step-1.tmp-old-9"}
     assert names(tmp_path) == ["notes.tmp-1", "step-1", "step-x", "steps"]
+
+
+def test_a_checkpoint_that_was_not_replaced_gets_its_name_back(tmp_path, monkeypatch):
+    save(tmp_path, 3, 1.0)
+    real, calls = Path.rename, []
+
+    def rename(self, target):
+        calls.append(target)
+        if len(calls) == 2:  # the old one is aside, the new one has no name yet
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 3, 2.0)
+    monkeypatch.undo()
+    assert "step-3" not in names(tmp_path)
+    assert [path.name for path in remove_leftovers(tmp_path)] == [f"step-3.tmp-{os.getpid()}"]
+    assert names(tmp_path) == ["step-3"]
+    assert open_checkpoint(tmp_path / "step-3").state.val_loss == 1.0
 
 
 def test_json_without_finite_numbers_is_never_written(tmp_path):

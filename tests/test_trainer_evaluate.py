@@ -18,7 +18,8 @@ from stoker.models.gpt import GPT
 from stoker.trainer import evaluate as evaluate_command
 from stoker.trainer import generate as generate_command
 from stoker.trainer.baselines import unigram_bits_per_byte, xz_bits_per_byte
-from stoker.trainer.checkpoint import OPTIMIZER, WEIGHTS, Content, RunState, write_checkpoint
+from stoker.trainer.checkpoint import OPTIMIZER, WEIGHTS, RunState
+from stoker.trainer.checkpoint_writing import Content, write_checkpoint
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.build import build_data
 from stoker.trainer.data.samples import EvaluationWindows

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.trainer.data.samples import IGNORED_LABEL, EvaluationWindows, MockSamples
-from stoker.trainer.evaluation import evaluate
+from stoker.trainer.data.samples import IGNORED_LABEL, Batch, EvaluationWindows, MockSamples
+from stoker.trainer.errors import UserError
+from stoker.trainer.evaluation import StoppedError, evaluate
 
 ONES = np.ones(7, np.int64)
 
@@ -56,3 +57,31 @@ def test_losses_are_read_once_at_the_end() -> None:
         lambda tokens, labels: torch.tensor(10.0).as_subclass(Unread), samples, token_bytes=ONES, batch_size=1
     )
     assert result.loss == pytest.approx(2.0)
+
+
+class AllIgnored(MockSamples):
+    """Samples of which no token is to be predicted."""
+
+    def batch(self, first: int, count: int) -> Batch:
+        batch = super().batch(first, count)
+        return batch._replace(labels=torch.full_like(batch.labels, IGNORED_LABEL))
+
+
+def test_data_without_a_label_that_counts_are_refused() -> None:
+    samples = AllIgnored(7, 5, seed=0, samples=10)
+    with pytest.raises(UserError, match="not one token of 8 held-out samples counts"):
+        evaluate(lambda tokens, labels: torch.zeros(()), samples, token_bytes=ONES, batch_size=4, limit_batches=2)
+
+
+def test_it_can_be_stopped_between_two_batches() -> None:
+    samples, seen = MockSamples(7, 5, seed=0, samples=10), []
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        seen.append(len(tokens))
+        return torch.zeros(())
+
+    with pytest.raises(StoppedError):
+        evaluate(loss, samples, token_bytes=ONES, batch_size=2, is_told_to_stop=lambda: len(seen) == 3)
+    assert len(seen) == 3
+    seen.clear()
+    evaluate(loss, samples, token_bytes=ONES, batch_size=2, is_told_to_stop=lambda: len(seen) == 5)  # it has a result

@@ -173,3 +173,4 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     assert optimizer.grad_norm is not None
     assert not optimizer.grad_norm.isfinite()
+    assert optimizer.step_count == 1

@@ -215,19 +215,19 @@ def test_a_bad_step_changes_nothing_and_is_counted(tmp_path, poison, factor):
     assert find_checkpoint(tmp_path)[0].state.loop.skipped_steps == 1
 
 
-def test_a_skipped_batch_is_as_if_it_had_not_been_there(tmp_path, poison, monkeypatch):
-    """Equal to the bit where a step is nothing but its batch: no dropout, a constant rate, SGD with momentum.
-
-    (AdamW's bias correction goes by the number of the step, as dropout and schedules do: the host does not wait to
-    learn whether a step was skipped.)
-    """
+@pytest.mark.parametrize(("bad", "first_bad"), [({0}, 0), ({4, 5}, 8)], ids=["first step", "third step"])
+@pytest.mark.parametrize("optimizer", [{}, {"name": "adafactor"}, {"name": "sgd", "momentum": 0.9}], ids=str)
+def test_a_skipped_batch_is_as_if_it_had_not_been_there(tmp_path, poison, monkeypatch, optimizer, bad, first_bad):
+    """Equal to the bit where a step is nothing but its batch: no dropout and a constant rate."""
     with_bad, without = tmp_path / "with", tmp_path / "without"
-    settings = {**PLAIN, "model__optim": {**PLAIN["model__optim"], "name": "sgd", "momentum": 0.9}}
-    poison({4, 5})
+    settings = {**PLAIN, "model__optim": {**PLAIN["model__optim"], **optimizer}}
+    poison(bad)
     run_training(tiny_config(with_bad, trainer__max_steps=6, **settings))
     monkeypatch.undo()
     real = MockSamples.batch
-    monkeypatch.setattr(MockSamples, "batch", lambda self, first, count: real(self, first + 4 * (first >= 8), count))
+    monkeypatch.setattr(
+        MockSamples, "batch", lambda self, first, count: real(self, first + 4 * (first >= first_bad), count)
+    )
     run_training(tiny_config(without, trainer__max_steps=5, **settings))
     assert final_hashes(with_bad, 6) == final_hashes(without, 5)
 
@@ -242,6 +242,7 @@ def test_a_run_resumed_after_a_bad_step_is_the_unbroken_one(tmp_path, poison, mo
     run_training(tiny_config(tmp_path / "halves", **settings))
     assert final_hashes(tmp_path / "whole", 8) == final_hashes(tmp_path / "halves", 8)
     whole, halves = (rows(tmp_path / name)[5] for name in ("whole", "halves"))
+    assert find_checkpoint(tmp_path / "halves")[0].state.updates == 7
     assert (whole["loss"], whole["skipped_steps"]) == (halves["loss"], halves["skipped_steps"]) == (whole["loss"], 1)
 
 

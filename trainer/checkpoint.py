@@ -11,21 +11,19 @@
 
 Several ranks write a file each (`tensor_files`); they load on any other number of ranks.
 
-It is written as `step-N.tmp-*` beside its final place, every file flushed to the disk, then renamed. Reading starts at
-the manifest: a checkpoint is valid when every file has the recorded size and hash.
+Reading starts at the manifest: a checkpoint is valid when every file has the recorded size and hash.
+`checkpoint_writing.py` writes them and deletes those that are not kept.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, ValidationError
@@ -33,27 +31,17 @@ from torch import nn
 
 from ..models.config.block import Block
 from .distributed.pieces import Piece, piece_of
-from .distributed.ranks import Ranks
-from .errors import EXIT_IO, UserError
+from .errors import UserError
 from .loop_state import LoopState
 from .optim.base import Optimizer
-from .safe_io import (
-    DamagedFileError,
-    FileRecord,
-    check_file,
-    read_json,
-    sync_directory,
-    write_json,
-)
-from .tensor_files import file_name, files_of, read_pieces, write_pieces
+from .safe_io import DamagedFileError, FileRecord, check_file, read_json
+from .tensor_files import files_of, read_pieces
 
-T = TypeVar("T")
 FORMAT = 1
 WEIGHTS, OPTIMIZER, AVERAGE = "model", "optimizer", "ema"
 """Kinds of tensor files."""
 STATE, CONFIG, TOKENIZER, MANIFEST = "state.json", "config.json", "tokenizer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{1,15})")
-_TEMPORARY = re.compile(r"step-\d{1,15}\.tmp-.*")
 
 
 class RunState(Block):
@@ -61,6 +49,8 @@ class RunState(Block):
 
     step: int = Field(ge=0)
     """Completed optimizer steps."""
+    updates: Annotated[int, Field(ge=0)] | None = None
+    """Those of them that changed the weights; None in a checkpoint of a version that counted the others too."""
     consumed_samples: int = Field(ge=0)
     """Samples trained on; the position in the data."""
     val_loss: float | None = None
@@ -129,7 +119,7 @@ class Checkpoint:
             UserError: the tensors do not fit the optimizer; lists what differs.
         """
         self._fill(OPTIMIZER, optimizer.pieces())
-        optimizer.step_count = self.state.step
+        optimizer.step_count = self.state.step if self.state.updates is None else self.state.updates
 
     def load_average(self, average: Mapping[str, Piece]) -> None:
         """Copy the moving average of the weights.
@@ -154,97 +144,6 @@ class Checkpoint:
                     f"use the geometry, precision and optimizer it was trained with: {self.path / CONFIG}",
                 ]
             ) from None
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a checkpoint is made of.
-
-    Attributes:
-        state: where the run stands.
-        tensors: kind of file to name to this rank's rows.
-        config_document: the configuration.
-        tokenizer_document: what the tokenizer is rebuilt from.
-    """
-
-    state: RunState
-    tensors: Mapping[str, Mapping[str, Piece]]
-    config_document: Mapping[str, Any]
-    tokenizer_document: Mapping[str, Any]
-
-
-def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = None) -> Path:
-    """Write `directory/step-N` so that it exists completely or not at all, whatever happens in between.
-
-    Every rank writes its own files; the first one writes the rest and gives the whole its name.
-
-    Returns:
-        The path of the new checkpoint.
-
-    Raises:
-        UserError: the disk is full, read-only or not ours (exit code 74), on any rank; older checkpoints are untouched.
-    """
-    ranks = ranks or Ranks()
-    final = directory / f"step-{content.state.step}"
-    temporary = directory / f"{final.name}.tmp-{ranks.from_first(str(os.getpid()))}"
-
-    def together(act: Callable[[], T]) -> T | None:
-        result, problem = None, None
-        try:
-            result = act()
-        except OSError as error:
-            complete = checkpoint_paths(directory)
-            problem = UserError(
-                [
-                    f"cannot write checkpoint {final}: {error.strerror or error}",
-                    f"the newest checkpoint on disk is {complete[-1]}" if complete else "there is no older checkpoint",
-                ],
-                EXIT_IO,
-            )
-        try:
-            ranks.raise_together(problem)
-        except UserError:
-            if ranks.is_first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        return result
-
-    def prepare() -> None:
-        if ranks.is_first:
-            directory.mkdir(parents=True, exist_ok=True)
-            _remove(temporary)
-            temporary.mkdir()
-
-    def write_own() -> dict[str, FileRecord]:
-        return {
-            name: write_pieces(temporary / name, pieces)
-            for kind, pieces in content.tensors.items()
-            if (name := file_name(kind, ranks.rank, ranks.world_size))
-        }
-
-    def complete() -> None:
-        if not ranks.is_first:
-            return
-        files = {name: entry for text in texts for name, entry in json.loads(text).items()}
-        for name, document in (
-            (STATE, content.state.model_dump()),
-            (CONFIG, dict(content.config_document)),
-            (TOKENIZER, dict(content.tokenizer_document)),
-        ):
-            files[name] = asdict(write_json(temporary / name, document))
-        write_json(temporary / MANIFEST, {"format": FORMAT, "files": files})
-        sync_directory(temporary)
-        # Only a damaged or an equal checkpoint of the same step can be in the way: newer valid ones are resumed from.
-        replaced = _set_aside(final)
-        temporary.rename(final)
-        sync_directory(directory)
-        _remove(replaced)
-
-    together(prepare)
-    records = together(write_own) or {}
-    texts = ranks.gather(json.dumps({name: asdict(record) for name, record in records.items()}))
-    together(complete)
-    return final
 
 
 def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = True) -> Checkpoint:
@@ -322,95 +221,6 @@ def checkpoint_paths(directory: Path) -> list[Path]:
         return []
     numbered = [(int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(numbered)]
-
-
-def remove_leftovers(directory: Path) -> list[Path]:
-    """Remove what interrupted saves left; only while no other process writes there."""
-    leftovers = [path for path in directory.glob("step-*") if _TEMPORARY.fullmatch(path.name)]
-    for path in leftovers:
-        _remove(path)
-    return leftovers
-
-
-def is_kept(
-    candidate: RunState,
-    others: list[RunState],
-    *,
-    save_top_k: int,
-    save_last: bool,
-    monitor: str = "val_loss",
-    mode: str = "min",
-) -> bool:
-    """Whether a checkpoint survives among others: the best `save_top_k` do (-1: all), and the newest with `save_last`.
-
-    A checkpoint whose step has no value of the metric ranks last, and a newer one before an older one.
-
-    Args:
-        candidate: the checkpoint.
-        others: those beside it.
-        save_top_k: how many of the best are kept.
-        save_last: keep the newest too.
-        monitor: the metric, a name in `RunState.metrics` or `val_loss`.
-        mode: `min` or `max`: which values of it are better.
-    """
-    if save_top_k == -1 or (save_last and all(candidate.step >= other.step for other in others)):
-        return True
-    rank = _rank(candidate, monitor, mode)
-    return sum(_rank(other, monitor, mode) < rank for other in others) < save_top_k
-
-
-def apply_retention(
-    directory: Path, *, save_top_k: int, save_last: bool, monitor: str = "val_loss", mode: str = "min"
-) -> list[Path]:
-    """Delete the checkpoints that are not kept (see `is_kept`); those whose state cannot be read are left alone.
-
-    Returns:
-        The paths that were deleted.
-    """
-    states: dict[Path, RunState] = {}
-    for path in checkpoint_paths(directory):
-        try:
-            states[path] = RunState.model_validate(read_json(path / STATE))
-        except (DamagedFileError, ValidationError):
-            continue
-    doomed = [
-        path
-        for path, state in states.items()
-        if not is_kept(
-            state,
-            [other for other in states.values() if other is not state],
-            save_top_k=save_top_k,
-            save_last=save_last,
-            monitor=monitor,
-            mode=mode,
-        )
-    ]
-    for path in doomed:
-        _remove(_set_aside(path))
-    return doomed
-
-
-def _rank(state: RunState, monitor: str, mode: str) -> tuple[float, int]:
-    value = state.val_loss if monitor == "val_loss" else state.metrics.get(monitor)
-    if value is None:
-        return (float("inf"), -state.step)
-    return (-value if mode == "max" else value, -state.step)
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint, if there is one, so that a half-deleted one is never mistaken for one; returns the name."""
-    aside = path.with_name(f"{path.name}.tmp-old-{os.getpid()}")
-    if path.exists() or path.is_symlink():
-        _remove(aside)
-        path.rename(aside)
-    return aside
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
 
 
 def _read_manifest(path: Path) -> dict[str, FileRecord]:

@@ -11,7 +11,9 @@ import contextlib
 import errno
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import environment
-from .errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, UserError, keep_trace
+from .errors import (
+    EXIT_BAD_INPUT,
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_IO,
+    EXIT_TERMINATED,
+    UserError,
+    keep_trace,
+)
 from .redaction import words_without_secrets
 
 if TYPE_CHECKING:
@@ -200,13 +211,38 @@ def _train(args: argparse.Namespace) -> int:
 
     placement = place(config.root.trainer, environment.snapshot())
     if placement.rank is not None:
+        _say_late(args.imports, config)
         environment.prepare_process(config.root.env_vars)
         return importlib.import_module(".distributed.started", __package__).train(config, placement)
-    if args.restart or not placement.is_single:
+    # Modules of the user's own may have loaded torch, which reads some variables once: a new process has them in time.
+    if args.restart or not placement.is_single or (args.imports and config.root.env_vars):
+        _end_on_sigterm()
         return _start(args, config, placement)
     environment.prepare_process(config.root.env_vars)
     train: Callable[[RunConfig], int] = importlib.import_module(".run", __package__).train
     return train(config)
+
+
+def _end_on_sigterm() -> None:
+    """End with 143 on a SIGTERM before, between and after the processes of a run; while there are any, they hear it.
+
+    A scheduler may send several: one that comes when the last process has just ended must not change the exit code.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_TERMINATED))
+
+
+def _say_late(imports: Sequence[str], config: RunConfig) -> None:
+    """Name the `env_vars` that come after the modules of `--import`, in a process that somebody else started."""
+    environ = environment.snapshot()
+    late = [
+        name for name, value in config.root.env_vars.items() if environ.get(name) != environment.environment_text(value)
+    ]
+    if imports and late:
+        _say(
+            f"warning: `env_vars` are set after the modules of --import: {', '.join(late)}; where torch reads them as "
+            "it starts, export them before torchrun or srun"
+        )
 
 
 def _start(args: argparse.Namespace, config: RunConfig, placement: Placement) -> int:

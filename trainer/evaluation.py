@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .data.samples import IGNORED_LABEL, Samples
 from .distributed.ranks import Ranks
+from .errors import UserError
 from .precision import PrecisionPlan
 
 
@@ -59,6 +60,10 @@ class ScoringModel(Protocol):
         ...
 
 
+class StoppedError(Exception):
+    """An evaluation was told to stop before it had a result."""
+
+
 def summed_loss(model: ScoringModel, precision: PrecisionPlan, device: torch.device) -> Callable[..., Tensor]:
     """The sum of a model's losses over a batch, in the arithmetic of its precision: what `evaluate` takes."""
 
@@ -79,6 +84,7 @@ def evaluate(
     limit_batches: int | None = None,
     device: torch.device | str = "cpu",
     ranks: Ranks | None = None,
+    is_told_to_stop: Callable[[], bool] | None = None,
 ) -> EvaluationResult:
     """Run a model over samples, each once; the ranks take turns with the batches.
 
@@ -91,9 +97,12 @@ def evaluate(
         limit_batches: stop after this many batches; None goes to the end.
         device: where the model is.
         ranks: the processes that evaluate together; each gets the result of all. None: this one alone.
+        is_told_to_stop: asked after each batch but the last; all ranks must get the same answer.
 
     Raises:
+        StoppedError: `is_told_to_stop` said so.
         ValueError: `batch_size` or `limit_batches` below 1.
+        UserError: no label counts.
     """
     if batch_size < 1 or (limit_batches is not None and limit_batches < 1):
         raise ValueError(f"`batch_size` ({batch_size}) and `limit_batches` ({limit_batches}) must be at least 1")
@@ -105,7 +114,10 @@ def evaluate(
     tokens, text_bytes = 0, 0
     # Every rank makes the same number of calls, the last ones perhaps with nothing to count: sharded weights are
     # gathered by all or by none.
-    for turn in range(-(-batches // ranks.world_size)):
+    turns = -(-batches // ranks.world_size)
+    for turn in range(turns):
+        if turn and is_told_to_stop is not None and is_told_to_stop():
+            raise StoppedError(f"after {turn} of {turns} batches")
         number = turn * ranks.world_size + ranks.rank
         count = min(batch_size, samples.samples - number * batch_size) if number < batches else 0
         batch_tokens, labels, documents = samples.batch(min(number, batches - 1) * batch_size, max(count, 1))
@@ -124,4 +136,9 @@ def evaluate(
     total = sum(torch.stack(losses).tolist())
     if ranks.world_size > 1:
         total, tokens, text_bytes = ranks.sum_(torch.tensor([total, tokens, text_bytes], dtype=torch.float64)).tolist()
+    if tokens == 0:
+        raise UserError(
+            f"there is nothing to measure: not one token of {min(batches * batch_size, samples.samples):,} held-out "
+            "samples counts, every label is ignored; evaluate more of the data, or other data"
+        )
     return EvaluationResult(total / tokens, int(tokens), int(text_bytes))

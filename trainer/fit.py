@@ -98,7 +98,7 @@ class _ResidentStrategy(SingleDeviceStrategy):
 
 
 class MeshStrategy(ParallelStrategy):
-    """Several ranks whose model is cut over a device mesh already (`distributed.data_parallel`).
+    """Several ranks whose model is where it belongs already: whole on each (`distributed.replicated`) or cut over them.
 
     Gradients, clipping, checkpoints and the order of the data are the trainer's own; for Lightning and for callbacks
     this knows who is who, and how to wait and to share small things.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
-import os
 import queue
 import re
 import secrets
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from .config.exp_manager import ExpManagerBlock, MlflowBlock, SummaryWriterBlock, WandbBlock
 from .config.run_config import RunConfig
+from .durable import replace_file
 from .environment import snapshot, user_path
 from .errors import UserError
 from .redaction import without_secrets, words_without_secrets
@@ -150,12 +151,11 @@ class CsvSink:
         """Nothing to do: every row is on the disk."""
 
     def _write_all(self) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(self._rows)
-        os.replace(temporary, self._path)
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, self._columns)
+        writer.writeheader()
+        writer.writerows(self._rows)
+        replace_file(self._path, table.getvalue().encode())
 
 
 class WandbSink:
@@ -372,6 +372,4 @@ def _identity_of(directory: Path, package: str) -> str | None:
 
 def _keep_identity(directory: Path, package: str, identity: str) -> None:
     known = {name: found for name in ("wandb", "mlflow") if (found := _identity_of(directory, name))}
-    temporary = directory / f"{_IDENTITIES}.tmp"
-    temporary.write_text(json.dumps({**known, package: identity}, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, directory / _IDENTITIES)
+    replace_file(directory / _IDENTITIES, (json.dumps({**known, package: identity}, indent=2) + "\n").encode())

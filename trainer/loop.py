@@ -26,16 +26,17 @@ from .distributed.pieces import local_tensor
 from .early_stopping import EarlyStopping
 from .ema import EMA
 from .errors import UserError
-from .evaluation import EvaluationResult
+from .evaluation import EvaluationResult, StoppedError
 from .loop_state import LoopState
 from .metrics import Journal, StepReport, peak_memory_gib
 from .module import LanguageModule
 from .profiling import Observers
 from .step_policy import DivergedError, StepPolicy
-from .stop import Agree, Flag, StopRequest, alone, seconds_of
+from .stop import SIGNALS, Agree, Flag, StopRequest, alone, seconds_of
 
-Validate = Callable[[int | None], EvaluationResult]
-"""Runs a validation of so many global batches; None: as many as the configuration asks for."""
+Validate = Callable[[int | None, Callable[[], bool] | None], EvaluationResult]
+"""Runs a validation of so many global batches (None: as many as the configuration asks for); between batches it asks
+its second argument whether to stop, and raises `evaluation.StoppedError` then."""
 Save = Callable[[int, Mapping[str, float], LoopState], Path]
 """Writes a checkpoint of a step, with the finite figures of that step and the memory of the loop; returns its path."""
 
@@ -68,13 +69,16 @@ class RunLoop(pl.Callback):
         checkpoints: the directory `save` writes to.
         consumed_samples: completed steps to samples trained on.
         state: where an earlier process left off.
-        agree: combines the flags of all processes; called once after every step.
+        figures: those of the step where it left off.
+        agree: combines the flags of all processes; called once after every step, and between the batches of a
+            validation.
         answers_late: what it returns is the answer to the call before.
         average: a moving average of the weights, or None.
         observers: profilers.
 
     Attributes:
         validation: the last validation result.
+        owes_validation: the validation of the last step was broken off.
         checkpoint: the last checkpoint written.
         stopped_by: why training stopped before its last step, or None. Set from the beginning where early stopping had
             ended the run already.
@@ -92,6 +96,7 @@ class RunLoop(pl.Callback):
         checkpoints: Path,
         consumed_samples: Callable[[int], int],
         state: LoopState | None = None,
+        figures: Mapping[str, float] | None = None,
         agree: Agree = alone,
         answers_late: bool = False,
         average: EMA | None = None,
@@ -124,11 +129,31 @@ class RunLoop(pl.Callback):
         self._saved_at = time.monotonic()
         self._saved_just_now = False
         self._first_step = 0
+        self._figures = figures or {}
+        self._told_meanwhile = 0
+        self.owes_validation = state.validation_due and validate is not None
         self.validation: EvaluationResult | None = None
         self.checkpoint: Path | None = None
         self.stopped_by: str | None = None
         if self._early is not None and self._early.reason is not None:
             self.stopped_by = f"early stopping ({self._early.reason})"
+
+    def catch_up(self, module: LanguageModule) -> None:
+        """Validate after the step at which an earlier process had no time to; before the training goes on."""
+        step = module.step
+        self._journal.say(f"validating after step {step:,}, which was broken off")
+        validation = self._run_validation(step, 0)
+        if validation is None:
+            self.stopped_by = self._stop.adopt(self._told_meanwhile)
+            return
+        self.owes_validation = False
+        figures = dict(self._figures) | validation
+        if self._early is not None and step % self._keys.val_check_interval == 0:
+            stopping = self._check_progress(self._early, step, figures)
+            if stopping is not None and step < self._keys.max_steps:
+                self.stopped_by = f"early stopping ({stopping})"
+        if self._save is not None:  # now with its validation
+            self._write(module, figures)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the signals back from Lightning, and validate a little if that is asked for."""
@@ -170,8 +195,13 @@ class RunLoop(pl.Callback):
         if self._window is None or regular or saves or last:
             figures = self._report(pl_module, restart=regular)
             if validates:
-                figures |= self._run_validation(step)
-            if checks and self._early is not None:
+                validation = self._run_validation(step, told)
+                self.owes_validation = validation is None
+                if validation is None:
+                    reason, saves = self._stop.adopt(self._told_meanwhile), self._save is not None
+                else:
+                    figures |= validation
+            if checks and self._early is not None and not self.owes_validation:
                 stopping = self._check_progress(self._early, step, figures)
                 if stopping is not None and not last:
                     reason = reason or f"early stopping ({stopping})"
@@ -249,8 +279,18 @@ class RunLoop(pl.Callback):
         """A window from now on, by a clock that stands still while a profile is written."""
         return _Window(step, lambda: time.perf_counter() - self._observers.aside)
 
-    def _run_validation(self, step: int) -> dict[str, float]:
-        self.validation = self._evaluate(None)
+    def _run_validation(self, step: int, told: int) -> dict[str, float] | None:
+        """The figures of a validation, or None where a signal leaves no time for it; a limit on time does.
+
+        Otherwise a run whose validation takes longer than its limit would never get beyond it.
+        """
+        self._told_meanwhile = told & SIGNALS
+        if self._told_meanwhile:
+            return None
+        try:
+            self.validation = self._evaluate(None, self._is_told_to_stop)
+        except StoppedError:
+            return None
         val_loss, bits_per_byte = self.validation.loss, self.validation.bits_per_byte
         if not math.isfinite(val_loss):
             raise self._diverged(f"training diverged at step {step}: validation loss {val_loss}")
@@ -258,11 +298,16 @@ class RunLoop(pl.Callback):
         self._journal.report_validation(step, figures)
         return figures
 
-    def _evaluate(self, batches: int | None) -> EvaluationResult:
+    def _is_told_to_stop(self) -> bool:
+        """Between two batches of a validation; another process's knowledge may come a batch late."""
+        self._told_meanwhile = self._agree(self._stop.flags) & SIGNALS
+        return bool(self._told_meanwhile)
+
+    def _evaluate(self, batches: int | None, is_told_to_stop: Callable[[], bool] | None = None) -> EvaluationResult:
         assert self._validate is not None
         average = self._average if self._validates_average else None
         with self._observers.phase("validation"), average.applied() if average is not None else nullcontext():
-            return self._validate(batches)
+            return self._validate(batches, is_told_to_stop)
 
     def _check_progress(self, early: EarlyStopping, step: int, figures: Mapping[str, float]) -> str | None:
         """Whether early stopping ends the run at this step, and why."""
@@ -282,7 +327,7 @@ class RunLoop(pl.Callback):
         assert self._save is not None
         if self._policy.skipped_in_a_row and not _is_finite(module):
             raise self._diverged(f"training diverged at step {module.step}: some weights are not finite")
-        state = self._policy.state()
+        state = self._policy.state().model_copy(update={"validation_due": self.owes_validation})
         if self._early is not None:
             state = state.model_copy(update={"patience": self._early.state})
         finite = {name: value for name, value in figures.items() if math.isfinite(value)}

@@ -40,5 +40,8 @@ class LoopState(Block):
     """The newest finite training losses, oldest first: what a loss spike is measured against."""
     in_spike: bool = False
     """Whether the loss stands out now, so that it has been warned of."""
+    validation_due: bool = False
+    """Whether a signal left no time for the validation of this step: it is the first thing that a process does which
+    goes on from here."""
     patience: Patience = Patience.model_validate({})
     """Where early stopping stands."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from .config.run_config import RunConfig
+from .durable import replace_file
 from .errors import EXIT_IO, UserError
 from .loggers import MetricSink, open_sinks
 from .panel import Panel
@@ -63,12 +63,15 @@ class Journal:
         directory: the run directory; None writes nothing anywhere (`silent`).
         panel: the terminal; None prints nothing.
         resumed_at: a run that goes on at this step drops figures of later steps, which it is about to measure again.
+        validates_again: and those of the validation of this step.
 
     Raises:
         UserError: the files cannot be written (exit code 74).
     """
 
-    def __init__(self, directory: Path | None, panel: Panel | None, *, resumed_at: int = 0) -> None:
+    def __init__(
+        self, directory: Path | None, panel: Panel | None, *, resumed_at: int = 0, validates_again: bool = False
+    ) -> None:
         self._panel = panel
         self._metrics = self._log = None
         self._sinks: dict[str, MetricSink] = {}
@@ -77,20 +80,22 @@ class Journal:
             return
         path = directory / "metrics.jsonl"
         try:
-            _drop_lines_after(path, resumed_at)
+            _drop_lines_after(path, resumed_at, validates_again)
             self._metrics = path.open("a", encoding="utf-8")
             self._log = (directory / "run.log").open("a", encoding="utf-8")
         except OSError as error:
             raise _cannot_write(error) from error
 
     @classmethod
-    def open(cls, config: RunConfig, directory: Path, panel: Panel, *, resumed_at: int) -> Journal:
+    def open(
+        cls, config: RunConfig, directory: Path, panel: Panel, *, resumed_at: int, validates_again: bool = False
+    ) -> Journal:
         """The journal of the process that writes for all, with the loggers of the configuration.
 
         Raises:
             UserError: the files cannot be written (exit code 74), or a logger cannot start.
         """
-        journal = cls(directory, panel, resumed_at=resumed_at)
+        journal = cls(directory, panel, resumed_at=resumed_at, validates_again=validates_again)
         try:
             journal._sinks = open_sinks(config, directory, resumed_at)
         except OSError as error:
@@ -202,8 +207,14 @@ def peak_memory_gib(device: torch.device) -> float | None:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the whole lines of steps up to `step`; the last line of a killed run may be torn."""
+def _drop_lines_after(path: Path, step: int, validates_again: bool) -> None:
+    """Keep the whole lines of steps up to `step`; the last line of a killed run may be torn.
+
+    Args:
+        path: of metrics.jsonl.
+        step: where the run goes on.
+        validates_again: without the validation of that step.
+    """
     if not path.exists():
         return
     kept: list[str] = []
@@ -211,13 +222,12 @@ def _drop_lines_after(path: Path, step: int) -> None:
         for line in file:
             try:
                 document = json.loads(line)
-                if line.endswith("\n") and document["step"] <= step:
+                again = validates_again and document["step"] == step and "val_loss" in document
+                if line.endswith("\n") and document["step"] <= step and not again:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, "".join(kept).encode())
 
 
 def _cannot_write(error: OSError) -> UserError:

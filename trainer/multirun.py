@@ -7,8 +7,6 @@ get the frozen configuration: whatever ends a job, the sweep goes on, and all ra
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 import time
@@ -20,20 +18,26 @@ from types import FrameType
 from typing import Any
 
 from . import environment
-from .config.exp_manager import logged_name
 from .config.load import load_run_config
 from .config.problems import ConfigError
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
 from .config.sweep import Job, jobs_of
 from .distributed.placement import Placement, place
-from .errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, EXIT_TERMINATED, UserError
+from .errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from .places import create_place
-from .redaction import without_secrets
+from .sweep_record import (
+    RECORD,
+    SweptRun,
+    cannot_write,
+    figures_of,
+    read_record,
+    shown_job,
+    table_of,
+    taken_over,
+    write_record,
+)
 
-RECORD = "multirun.json"
-"""In the directory of a sweep: its jobs, their overrides, directories and how they ended."""
-_MAX_RECORD_BYTES = 64 << 20
 _STOPS = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 _HYDRA_PLACE = re.compile(r"\+{0,2}hydra\.sweep\.(?P<key>dir|subdir)=(?P<value>.*)", re.DOTALL)
 _OF_ONE_SWEEP = ("explicit_log_dir", "exp_dir", "version", "use_datetime_version", "resume_if_exists")
@@ -63,29 +67,6 @@ class Wish:
     directory: str | None
     below: str
     overrides: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SweptRun:
-    """A job on its way.
-
-    Attributes:
-        job: its overrides.
-        config: with its own directory.
-        placement: of its processes.
-        directory: its run directory.
-        exit_code: how it ended; None: it did not start.
-        problem: the first line of what was wrong.
-        figures: its last step, and the last and best value of the metric that ranks its checkpoints.
-    """
-
-    job: Job
-    config: RunConfig
-    placement: Placement
-    directory: Path
-    exit_code: int | None = None
-    problem: str = ""
-    figures: dict[str, Any] | None = None
 
 
 def sweep(
@@ -119,19 +100,20 @@ def sweep(
     _check_apart([config.root for config in configs])
     _say_findings(jobs, configs, say)
     directory = _directory(wish, [config.root for config in configs])
-    before = _read_record(directory, jobs, all(config.root.exp_manager.resume_if_exists for config in configs))
+    before = read_record(directory, jobs, all(config.root.exp_manager.resume_if_exists for config in configs))
     runs = [
         SweptRun(job, _placed(config, path), placement, path)
         for job, config, placement, path in zip(
             jobs, configs, placements, _places(directory, wish.below, jobs), strict=True
         )
     ]
-    runs = [_taken_over(run, known) for run, known in zip(runs, before, strict=True)]
-    _write_record(directory, runs)
+    runs = [taken_over(run, known) for run, known in zip(runs, before, strict=True)]
+    write_record(directory, runs)
     stopped = _run_all(runs, directory, start, say)
-    _write_record(directory, runs)
+    write_record(directory, runs)
     print(
-        "\n".join(["", *_table(runs, directory), f"{len(runs)} job{'s' * (len(runs) != 1)} in {directory}"]), flush=True
+        "\n".join(["", *table_of(runs, directory), f"{len(runs)} job{'s' * (len(runs) != 1)} in {directory}"]),
+        flush=True,
     )
     return stopped or next((run.exit_code for run in runs if run.exit_code), EXIT_DONE)
 
@@ -198,13 +180,9 @@ def _placement(config: RunConfig, environ: Any) -> Placement:
 
 def _named(jobs: Sequence[Job]) -> str:
     if len(jobs) == 1:
-        return f"job {jobs[0].number} ({_shown(jobs[0])})"
+        return f"job {jobs[0].number} ({shown_job(jobs[0])})"
     numbers = [str(job.number) for job in jobs]
     return f"jobs {', '.join(numbers[:12])}{', ...' * (len(numbers) > 12)}"
-
-
-def _shown(job: Job) -> str:
-    return " ".join(map(without_secrets, job.swept)) or "nothing varies"
 
 
 def _check_apart(roots: Sequence[RootBlock]) -> None:
@@ -263,15 +241,7 @@ def _directory(wish: Wish, roots: Sequence[RootBlock]) -> Path:
         return create_place(root.model_copy(update={"exp_manager": manager.model_copy(update=update)}))
     except OSError as error:
         where = error.filename or manager.explicit_log_dir or manager.exp_dir or "runs"
-        raise _cannot_write(where, error) from error
-
-
-def _cannot_write(where: object, error: OSError) -> UserError:
-    return UserError(
-        f"cannot write the directory of the sweep {where}: {error.strerror or error}; set exp_manager.exp_dir to a "
-        "directory that can be written",
-        EXIT_IO,
-    )
+        raise cannot_write(where, error) from error
 
 
 def _places(directory: Path, below: str, jobs: Sequence[Job]) -> list[Path]:
@@ -304,69 +274,6 @@ def _placed(config: RunConfig, directory: Path) -> RunConfig:
     return RunConfig.from_document({**config.document, "exp_manager": manager}, trusted=True)
 
 
-# ---------------------------------------------------------------- the record
-
-
-def _read_record(directory: Path, jobs: Sequence[Job], resumes: bool) -> list[dict[str, Any]]:
-    """What an earlier process wrote of each job; empty for a new sweep.
-
-    Raises:
-        UserError: the directory holds another sweep, or one that was not to be gone on with.
-    """
-    path = directory / RECORD
-    if not path.exists():
-        return [{} for _ in jobs]
-    if not resumes:
-        raise UserError(
-            f"{directory} already holds a sweep; go on with it with exp_manager.resume_if_exists=True, or write "
-            "elsewhere with another exp_manager.name or exp_dir"
-        )
-    try:
-        if path.stat().st_size > _MAX_RECORD_BYTES:
-            raise ValueError("it is too large")
-        known = json.loads(path.read_text(encoding="utf-8"))["jobs"]
-        swept = [row["swept"] for row in known]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); move it away to start the sweep anew") from None
-    if swept != [list(map(without_secrets, job.swept)) for job in jobs]:
-        raise UserError(
-            f"{directory} holds a sweep of other jobs; repeat its overrides to go on with it, or write elsewhere with "
-            "another exp_manager.name or exp_dir"
-        )
-    return known
-
-
-def _taken_over(run: SweptRun, known: dict[str, Any]) -> SweptRun:
-    """A job that an earlier process has finished with this very configuration is done."""
-    if known.get("exit_code") == EXIT_DONE and known.get("configuration") == run.config.digest:
-        return replace(run, exit_code=EXIT_DONE, figures=_figures(run))
-    return run
-
-
-def _write_record(directory: Path, runs: Sequence[SweptRun]) -> None:
-    document = {
-        "jobs": [
-            {
-                "number": run.job.number,
-                "swept": list(map(without_secrets, run.job.swept)),
-                "overrides": list(map(without_secrets, run.job.overrides)),
-                "directory": str(run.directory),
-                "configuration": run.config.digest,
-                "exit_code": run.exit_code,
-                "problem": run.problem,
-                "figures": run.figures,
-            }
-            for run in runs
-        ]
-    }
-    temporary = directory / f"{RECORD}.tmp"
-    try:
-        temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, directory / RECORD)
-    except OSError as error:
-        raise _cannot_write(directory, error) from error
-
-
 # ---------------------------------------------------------------- the jobs
 
 
@@ -379,13 +286,13 @@ def _run_all(runs: list[SweptRun], directory: Path, start: Start, say: Callable[
     with _sigterm_raised():
         try:
             for index, run in enumerate(runs):
-                head = f"job {run.job.number} ({index + 1} of {len(runs)}): {_shown(run.job)}"
+                head = f"job {run.job.number} ({index + 1} of {len(runs)}): {shown_job(run.job)}"
                 if run.exit_code is not None:
                     print(f"{head}: was done before", flush=True)
                     continue
                 print(f"{head}; {run.directory}", flush=True)
                 runs[index] = _run_one(run, start, say)
-                _write_record(directory, runs)
+                write_record(directory, runs)
                 if runs[index].exit_code in _STOPS:
                     return runs[index].exit_code or EXIT_DONE
         except KeyboardInterrupt:
@@ -402,7 +309,7 @@ def _run_one(run: SweptRun, start: Start, say: Callable[[str], None]) -> SweptRu
     except UserError as error:
         code, problem = error.exit_code, error.lines[0]
         say("\n".join(error.lines))
-    return replace(run, exit_code=code, problem=problem, figures=_figures(run))
+    return replace(run, exit_code=code, problem=problem, figures=figures_of(run))
 
 
 @contextmanager
@@ -415,57 +322,3 @@ def _sigterm_raised() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-# ---------------------------------------------------------------- the table
-
-
-def _figures(run: SweptRun) -> dict[str, Any] | None:
-    """The last step in metrics.jsonl, and the last and best value of the metric that ranks checkpoints."""
-    params = run.config.root.exp_manager.checkpoint_callback_params
-    wanted = logged_name(params.monitor)
-    rows: list[dict[str, Any]] = []
-    try:
-        with (run.directory / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    row = json.loads(line)
-                except ValueError:  # the last line of a killed run may be torn
-                    continue
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    rows.append(row)
-    except OSError:
-        return None
-    if not rows:
-        return None
-    metric = wanted if any(wanted in row for row in rows) else "loss"
-    better = max if params.mode == "max" and metric == wanted else min
-    values = [row[metric] for row in rows if isinstance(row.get(metric), float)]
-    return {
-        "step": rows[-1]["step"],
-        "metric": metric,
-        "last": values[-1] if values else None,
-        "best": better(values) if values else None,
-    }
-
-
-def _table(runs: Sequence[SweptRun], directory: Path) -> list[str]:
-    """A line for each job, below a heading."""
-    metrics = {run.figures["metric"] for run in runs if run.figures}
-    metric = metrics.pop() if len(metrics) == 1 else "metric"
-    rows = [["job", "exit", "step", f"last {metric}", f"best {metric}", "directory", "overrides"]]
-    for run in runs:
-        figures = run.figures or {}
-        numbers = [figures.get("last"), figures.get("best")]
-        rows.append(
-            [
-                str(run.job.number),
-                "-" if run.exit_code is None else str(run.exit_code),
-                str(figures.get("step", "-")),
-                *("-" if number is None else f"{number:.4f}" for number in numbers),
-                os.path.relpath(run.directory, directory),
-                _shown(run.job),
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -11,7 +11,8 @@ from ..models.build import build_gpt, parameter_count, plan_gpt
 from ..models.config.slices import gpt_slice
 from ..models.gpt import GPT
 from .batching import BatchPlan
-from .checkpoint import AVERAGE, OPTIMIZER, WEIGHTS, Content, RunState, apply_retention
+from .checkpoint import AVERAGE, OPTIMIZER, WEIGHTS, RunState
+from .checkpoint_writing import Content, apply_retention
 from .config.exp_manager import logged_name
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
@@ -206,7 +207,7 @@ def build_validation(
         return None
     size = root.model.micro_batch_size
 
-    def validate(global_batches: int | None) -> EvaluationResult:
+    def validate(global_batches: int | None, is_told_to_stop: Callable[[], bool] | None) -> EvaluationResult:
         model.eval()
         try:
             return evaluate(
@@ -217,6 +218,7 @@ def build_validation(
                 limit_batches=_micro_batches(root, samples, limit if global_batches is None else global_batches),
                 device=device,
                 ranks=ranks,
+                is_told_to_stop=is_told_to_stop,
             )
         finally:
             if data_parallel is not None:
@@ -253,6 +255,7 @@ def build_save(
         state = start.model_copy(
             update={
                 "step": step,
+                "updates": module.optimizer_state.step_count,
                 "consumed_samples": plan.consumed(step),
                 "val_loss": figures.get("val_loss"),
                 "metrics": {name: value for name, value in figures.items() if name != "val_loss"},
@@ -320,8 +323,7 @@ def describe(
     micro_batches = keys.global_batch_size // keys.micro_batch_size // ranks
     yield f"device {device_name(device)}, {precision.name}"
     if layout is not None:
-        cut = f"{layout.replicas} x {layout.shards} (copies x shards)"
-        yield f"{ranks} processes, {layout.name}: the parameters lie on {cut}"
+        yield f"{ranks} processes, {layout.name}: {layout.held}"
     yield f"data {data.description}"
     yield f"model {parameter_count(model):,} parameters, {keys.num_layers} layers, hidden size {keys.hidden_size}"
     attention = ", ".join(

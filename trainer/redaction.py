@@ -26,8 +26,16 @@ def is_secret(name: str) -> bool:
     """
     if _SPECIAL_TOKENS in name:
         return False
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return words[-1] in _LAST_WORDS or not _SECRET_WORDS.isdisjoint(words)
+    return _words(name)[-1] in _LAST_WORDS or not is_ambiguous(name)
+
+
+def is_ambiguous(name: str) -> bool:
+    """Whether nothing but `key` or `token` at its end makes a name secret: `api_key`, and `text_key` as well."""
+    return _SECRET_WORDS.isdisjoint(_words(name))
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[^a-z0-9]+", name.lower())
 
 
 def without_secrets(text: str) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Checkpoint, RunState, find_checkpoint, newest_checkpoint, remove_leftovers
+from .checkpoint import Checkpoint, RunState, find_checkpoint, newest_checkpoint
+from .checkpoint_writing import remove_leftovers
 from .config.exp_manager import ExpManagerBlock
 from .config.schema import RootBlock
 from .data.build import Data, sequence_length

@@ -137,7 +137,8 @@ def _prepare_and_train(
         step = resumed.state.step if resumed else 0
         if ranks.is_first:
             panel = Panel(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
-            journal = Journal.open(config, directory.path, panel, resumed_at=step)
+            again = resumed is not None and resumed.state.loop.validation_due
+            journal = Journal.open(config, directory.path, panel, resumed_at=step, validates_again=again)
         else:
             journal = Journal.silent()
         with journal:
@@ -216,6 +217,7 @@ def _train(
                 "step": resumed.state.step,
                 "consumed_samples": resumed.state.consumed_samples,
                 "loop": resumed.state.loop,
+                "metrics": resumed.state.metrics,
             }
         )
     average = build_average(root, model, optimizer, data_parallel)
@@ -267,18 +269,21 @@ def _train(
         checkpoints=directory.checkpoints,
         consumed_samples=plan.consumed,
         state=start.loop,
+        figures=start.metrics,
         agree=ranks.agree,
         answers_late=ranks.world_size > 1,
         average=average,
         observers=observers,
     )
-    if start.step >= root.trainer.max_steps:
+    if start.step >= root.trainer.max_steps and not loop.owes_validation:
         journal.say(
             f"this run is finished: step {start.step:,} of `trainer.max_steps` ({root.trainer.max_steps:,}); raise it "
             "to train on"
         )
-    stopped_by = loop.stopped_by
     try:
+        if loop.owes_validation:
+            loop.catch_up(module)
+        stopped_by = loop.stopped_by
         if start.step < root.trainer.max_steps and stopped_by is None:
             stopped_by = stop.adopt(ranks.agree_now(stop.flags))  # what came while the parts were made
         if start.step < root.trainer.max_steps and stopped_by is None:
@@ -287,7 +292,10 @@ def _train(
     finally:
         observers.close()
         saver.finish()
-    stopped_by = None if module.step >= root.trainer.max_steps else loop.stopped_by or stopped_by or stop.reason
+    is_done = module.step >= root.trainer.max_steps and not loop.owes_validation
+    stopped_by = None if is_done else loop.stopped_by or stopped_by or stop.reason
+    if stopped_by is not None and module.step == start.step and stop.signal is None and loop.stopped_by is None:
+        journal.say(f"warning: {stopped_by} was over before the first step, and would be again; raise it")
     # Not `loop.checkpoint` itself: of the best that are kept it may not be one.
     written = next(reversed(checkpoint_paths(directory.checkpoints)), None) if loop.checkpoint else None
     journal.say(_last_line(directory, module.step, written, stopped_by))

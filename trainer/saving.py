@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from .checkpoint import Content, write_checkpoint
+from .checkpoint_writing import Content, write_checkpoint
 from .distributed.ranks import Ranks
 from .errors import EXIT_IO, UserError
 from .tensor_files import on_host

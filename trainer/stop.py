@@ -1,4 +1,5 @@
-"""When to stop before the last step: SIGINT, SIGTERM, and the limits on time. A run stops between two steps.
+"""When to stop before the last step: SIGINT, SIGTERM, and the limits on time. A run stops between two steps, and for a
+signal between two batches of a validation too, with which the process that goes on then begins.
 
 Signals and clocks differ from process to process, so nothing is decided on them alone: after every step each process
 brings what it has seen as flags, `Agree` combines those of all, and every process acts on the same ones.
@@ -36,6 +37,8 @@ class Flag(IntFlag):
     """`train_time_interval` has passed."""
 
 
+SIGNALS = Flag.TERMINATED | Flag.INTERRUPTED
+"""Those that leave no time: a validation is broken off for them."""
 _SIGNALS = {Flag.TERMINATED: signal.SIGTERM, Flag.INTERRUPTED: signal.SIGINT}
 _LIMITS = {Flag.MAX_TIME: "trainer.max_time", Flag.MAX_TIME_PER_RUN: "exp_manager.max_time_per_run"}
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from ...models.config.block import Finding
 from ..data.installed import BUILT_IN, installed_datasets
 from ..data.prefixes import is_per_split, parse_prefixes
 from ..data.sources import SPLITS
 from .blocks import DataBlock
+from .facts import Facts, Rule, no_effect
 from .schema_index import show_value
 from .suggest import closest
-
-if TYPE_CHECKING:
-    from .rules import Facts
 
 _AT = "model.data"
 _IMPL = f"{_AT}.data_impl"
@@ -35,6 +32,25 @@ def source_is_known(facts: Facts) -> Iterator[Finding]:
             f"`data_impl` must be one of {', '.join(BUILT_IN)}, or the name of an installed data set "
             f"({', '.join(installed[:10]) or 'there is none'})",
             f"did you mean {_IMPL}={near}?" if near else "",
+        )
+
+
+def text_needs_a_path(facts: Facts) -> Iterator[Finding]:
+    """`data_impl: text` reads a file or folder, the other sources none."""
+    data = facts.root.model.data
+    if data.data_impl == "text" and not data.path:
+        yield Finding(
+            "error",
+            ("model.data.path", "model.data.data_impl"),
+            "`data_impl: text` needs a file or folder to read",
+            "model.data.path=FILE_OR_FOLDER, or data=pystd to train on the Python standard library",
+        )
+    elif data.data_impl in BUILT_IN and data.data_impl != "text" and data.path is not None:
+        yield Finding(
+            "error",
+            ("model.data.path", "model.data.data_impl"),
+            f"`path` is read with `data_impl: text` only, but it is `{data.data_impl}`",
+            "data=text, or ~model.data.path",
         )
 
 
@@ -77,6 +93,49 @@ def _parsed(data: DataBlock) -> Iterator[Finding]:
             )
 
 
+def splits_hold_training_data(facts: Facts) -> Iterator[Finding]:
+    """There must be something to train on, and to validate on if that is asked for; random tokens are not split."""
+    data, trainer = facts.root.model.data, facts.root.trainer
+    shares = [float(share) for share in data.splits_string.split(",")]
+    key = "model.data.splits_string"
+    uncut = ""
+    if data.data_impl == "mock":
+        uncut = "with `data_impl: mock`: each split is random tokens"
+    elif data.data_impl not in BUILT_IN:
+        return  # the package that has the data cuts them
+    elif data.data_impl == "mmap" and is_per_split(data.data_prefix):
+        uncut = "with a `data_prefix` for each split"
+    if uncut:
+        if key in facts.own and data.splits_string != DataBlock.model_fields["splits_string"].default:
+            yield no_effect(key, "model.data.data_impl", uncut)
+        return
+    if shares[0] == 0:
+        yield Finding(
+            "error", ("model.data.splits_string",), "the first share, for training, must not be 0", "900,50,50"
+        )
+    elif trainer.limit_val_batches and (len(shares) < 2 or shares[1] == 0):
+        yield Finding(
+            "error",
+            ("model.data.splits_string", "trainer.limit_val_batches"),
+            "the second share, for validation, must not be 0 while validation is on",
+            "model.data.splits_string='900,100,0', or trainer.limit_val_batches=0",
+        )
+
+
+def sample_fits_model(facts: Facts) -> Iterator[Finding]:
+    """The model is built for samples of `encoder_seq_length` tokens."""
+    model = facts.root.model
+    length = model.data.seq_length
+    if length is not None and length != model.encoder_seq_length:
+        yield Finding(
+            "error",
+            ("model.data.seq_length", "model.encoder_seq_length"),
+            f"`data.seq_length` ({length}) must equal `encoder_seq_length` ({model.encoder_seq_length}), "
+            "the length the model is built for",
+            f"model.encoder_seq_length={length}, or ~model.data.seq_length",
+        )
+
+
 def validation_has_data(facts: Facts) -> Iterator[Finding]:
     """A block of prefixes has no `splits_string` to cut a validation set from."""
     data, trainer = facts.root.model.data, facts.root.trainer
@@ -98,11 +157,11 @@ def settings_have_an_effect(facts: Facts) -> Iterator[Finding]:
     data = model.data
     for name in ("index_mapping_dir", "shuffle_documents"):
         if data.data_impl in BUILT_IN and data.data_impl != "mmap" and _is_set(facts, name):
-            yield _without_effect(name, "data_impl", f"with `data_impl: {data.data_impl}`")
+            yield no_effect(f"{_AT}.{name}", _IMPL, f"with `data_impl: {data.data_impl}`")
     if data.data_impl in BUILT_IN and _is_set(facts, "dataset_kwargs"):
-        yield _without_effect("dataset_kwargs", "data_impl", f"with `data_impl: {data.data_impl}`, which takes none")
+        yield no_effect(f"{_AT}.dataset_kwargs", _IMPL, f"with `data_impl: {data.data_impl}`, which takes none")
     if data.eod_mask_loss and data.data_impl == "mock":
-        yield _without_effect("eod_mask_loss", "data_impl", "with `data_impl: mock`: random tokens are no documents")
+        yield no_effect(f"{_AT}.eod_mask_loss", _IMPL, "with `data_impl: mock`: random tokens are no documents")
     for name in ("reset_position_ids", "reset_attention_mask"):
         if getattr(data, name) and data.data_impl == "mock":
             yield Finding(
@@ -160,13 +219,12 @@ def _is_set(facts: Facts, name: str) -> bool:
     return given and value != DataBlock.model_fields[name].default
 
 
-def _without_effect(name: str, other: str, when: str) -> Finding:
-    return Finding("warning", (f"{_AT}.{name}", f"{_AT}.{other}"), f"`{name}` has no effect {when}", f"~{_AT}.{name}")
-
-
-DATA_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+DATA_RULES: tuple[Rule, ...] = (
     source_is_known,
+    text_needs_a_path,
     prefixes_are_for_mmap,
+    splits_hold_training_data,
+    sample_fits_model,
     validation_has_data,
     settings_have_an_effect,
     documents_end,

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from pydantic import BaseModel
 
 from ...models.config.block import Finding
-from ..redaction import has_user, is_secret
+from ..redaction import has_user
 from ..stop import seconds_of
 from .exp_manager import TRAINING_METRICS, Metric
-
-if TYPE_CHECKING:
-    from .rules import Facts
+from .facts import Facts, Rule, no_effect
 
 _AT = "exp_manager"
 _CALLBACK = f"{_AT}.checkpoint_callback_params"
@@ -85,11 +82,11 @@ def mlflow_has_one_place(facts: Facts) -> Iterator[Finding]:
         )
     if keys.save_dir is not None and (keys.tracking_uri is not None or "MLFLOW_TRACKING_URI" in facts.variables):
         where = f"{at}.tracking_uri" if keys.tracking_uri is not None else "MLFLOW_TRACKING_URI"
-        yield _no_effect(f"{at}.save_dir", where, f"with `{where.rpartition('.')[2]}`, where the runs are kept")
+        yield no_effect(f"{at}.save_dir", where, f"with `{where.rpartition('.')[2]}`, where the runs are kept")
     if keys.run_id is not None:
         for name in ("experiment_name", "run_name", "tags", "artifact_location"):
             if getattr(keys, name):
-                yield _no_effect(f"{at}.{name}", f"{at}.run_id", "with `run_id`, a run that exists already")
+                yield no_effect(f"{at}.{name}", f"{at}.run_id", "with `run_id`, a run that exists already")
 
 
 def metrics_are_measured(facts: Facts) -> Iterator[Finding]:
@@ -142,10 +139,10 @@ def average_is_used(facts: Facts) -> Iterator[Finding]:
         return
     if manager.ema.validate_original_weights and not root.trainer.limit_val_batches:
         path = f"{_AT}.ema.validate_original_weights"
-        yield _no_effect(path, "trainer.limit_val_batches", "with `limit_val_batches` (0)")
+        yield no_effect(path, "trainer.limit_val_batches", "with `limit_val_batches` (0)")
     validated = root.trainer.limit_val_batches and not manager.ema.validate_original_weights
     if not validated and not manager.create_checkpoint_callback:
-        yield _no_effect(
+        yield no_effect(
             f"{_AT}.ema.enable", f"{_AT}.create_checkpoint_callback", "without validation of it and without checkpoints"
         )
     if manager.ema.every_n_steps > root.trainer.max_steps:
@@ -165,7 +162,23 @@ def smaller_limit_counts(facts: Facts) -> Iterator[Finding]:
         return
     paths = ("trainer.max_time", f"{_AT}.max_time_per_run")
     larger, smaller = paths if seconds_of(first) > seconds_of(second) else paths[::-1]
-    yield _no_effect(larger, smaller, f"with `{smaller.rpartition('.')[2]}`, which is no longer")
+    yield no_effect(larger, smaller, f"with `{smaller.rpartition('.')[2]}`, which is no longer")
+
+
+def limits_leave_time(facts: Facts) -> Iterator[Finding]:
+    """A run of no time makes no step, however often it is started again."""
+    root = facts.root
+    for path, limit in (
+        ("trainer.max_time", root.trainer.max_time),
+        (f"{_AT}.max_time_per_run", root.exp_manager.max_time_per_run),
+    ):
+        if limit is not None and not seconds_of(limit):
+            yield Finding(
+                "error",
+                (path,),
+                f"`{path.rpartition('.')[2]}` ({limit}) must be a second or more: a run of no time makes no step",
+                f"~{path} for no limit",
+            )
 
 
 def interval_passes(facts: Facts) -> Iterator[Finding]:
@@ -223,7 +236,7 @@ def profiled_steps_come(facts: Facts) -> Iterator[Finding]:
     if trainer.profiler == "pytorch":
         yield from _range_comes(path, path, trainer.profile_steps[0], trainer.profile_steps[1], limit, steps)
     elif path in facts.own:
-        yield _no_effect(path, "trainer.profiler", "without `trainer.profiler=pytorch`")
+        yield no_effect(path, "trainer.profiler", "without `trainer.profiler=pytorch`")
     if memory.enabled:
         yield from _range_comes(
             f"{_MEMORY}.start_step", f"{_MEMORY}.end_step", memory.start_step, memory.end_step, limit, steps
@@ -250,33 +263,16 @@ def _range_comes(start: str, end: str, first: int, last: int, limit: str, steps:
         )
 
 
-def secrets_stay_out(facts: Facts) -> Iterator[Finding]:
-    """The configuration is written into the run directory, and sent to loggers; `${oc.env:NAME}` as it is."""
-    for name in facts.root.env_vars:
-        path = f"env_vars.{name}"
-        if is_secret(name) and path not in facts.from_environment:
-            yield Finding(
-                "error",
-                (path,),
-                f"`{path}` looks like a secret; a configuration is written down and must hold none",
-                f"export {name} before the run, or write {path}=${{oc.env:VARIABLE}}",
-            )
-
-
-EXP_MANAGER_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+EXP_MANAGER_RULES: tuple[Rule, ...] = (
     settings_need_their_switch,
     wandb_has_a_project,
     mlflow_has_one_place,
     metrics_are_measured,
     average_is_used,
     smaller_limit_counts,
+    limits_leave_time,
     interval_passes,
     copies_have_names_of_their_own,
     trial_leaves_things_out,
     profiled_steps_come,
-    secrets_stay_out,
 )
-
-
-def _no_effect(path: str, other: str, when: str) -> Finding:
-    return Finding("warning", (path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")

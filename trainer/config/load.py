@@ -15,6 +15,7 @@ from .. import environment
 from ..errors import UserError
 from ..redaction import shown_value, without_secrets
 from . import nemo_spellings, paths, rules, validate
+from .facts import Facts
 from .interpolation import InterpolationError, Resolver, holds_interpolation
 from .key_states import KeyStates, Verdict
 from .key_table import State, row_of
@@ -164,7 +165,7 @@ class _Draft:
         root, wrong_types, wrong = validate.typed(acting, self.origin_text)
         self.problems.extend(wrong_types)
         wrong |= {problem.key for problem in self.problems}
-        facts = rules.Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._tainted))
+        facts = Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._tainted))
         for finding in rules.run_rules(facts):
             if not wrong.intersection(finding.keys):
                 self._take(finding)

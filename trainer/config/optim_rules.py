@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from ...models.config.block import Finding
 from ..schedule import SCHEDULES, steps_of
+from .facts import no_effect
 from .optim import RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
 
 _AT = "model.optim"
@@ -98,7 +99,7 @@ def keys_of_other_optimizers(facts: OptimFacts) -> Iterator[Finding]:
     for key in OptimBlock.model_fields:
         changes = getattr(optim, key) not in (None, OptimBlock.model_fields[key].default)
         if key not in acting and changes and f"{_AT}.{key}" in facts.own:
-            yield _no_effect(f"{_AT}.{key}", f"{_AT}.name", f"with `{optim.name}`")
+            yield no_effect(f"{_AT}.{key}", f"{_AT}.name", f"with `{optim.name}`")
 
 
 def relative_step_is_the_schedule(facts: OptimFacts) -> Iterator[Finding]:
@@ -107,7 +108,7 @@ def relative_step_is_the_schedule(facts: OptimFacts) -> Iterator[Finding]:
         return
     for path in sorted(facts.own):
         if path == f"{_AT}.lr" or path.startswith(f"{_SCHED}."):
-            yield _no_effect(path, f"{_AT}.relative_step", "with `relative_step`, which gives the learning rate")
+            yield no_effect(path, f"{_AT}.relative_step", "with `relative_step`, which gives the learning rate")
 
 
 def steps_are_given_once(facts: OptimFacts) -> Iterator[Finding]:
@@ -137,11 +138,11 @@ def keys_of_other_schedules(facts: OptimFacts) -> Iterator[Finding]:
         if name == "NoamAnnealing" and key == "max_steps" and sched.warmup_ratio is not None:
             continue  # the warm-up is a part of it
         if name == "WarmupHoldPolicy" and setting == "hold_steps" and path in facts.own:
-            yield _no_effect(path, f"{_SCHED}.name", "with `WarmupHoldPolicy`, which holds to the end")
+            yield no_effect(path, f"{_SCHED}.name", "with `WarmupHoldPolicy`, which holds to the end")
         elif setting not in acting and path in facts.own:
-            yield _no_effect(path, f"{_SCHED}.name", f"with `{name}`")
+            yield no_effect(path, f"{_SCHED}.name", f"with `{name}`")
     if "lr" not in acting and f"{_AT}.lr" in facts.own:
-        yield _no_effect(f"{_AT}.lr", f"{_SCHED}.name", f"with `{name}`, whose rate is 1 / sqrt(step)")
+        yield no_effect(f"{_AT}.lr", f"{_SCHED}.name", f"with `{name}`, whose rate is 1 / sqrt(step)")
 
 
 def min_lr_comes_after_the_end(facts: OptimFacts) -> Iterator[Finding]:
@@ -150,7 +151,7 @@ def min_lr_comes_after_the_end(facts: OptimFacts) -> Iterator[Finding]:
     path = f"{_SCHED}.min_lr"
     never = facts.sched.name in endless and facts.length >= facts.max_steps and not facts.relative
     if never and facts.sched.min_lr and path in facts.own:
-        yield _no_effect(path, f"{_SCHED}.name", f"with `{facts.sched.name}` before the schedule has ended")
+        yield no_effect(path, f"{_SCHED}.name", f"with `{facts.sched.name}` before the schedule has ended")
 
 
 def schedule_has_what_it_needs(facts: OptimFacts) -> Iterator[Finding]:
@@ -245,7 +246,3 @@ def optim_rules(optim: OptimBlock, own: frozenset[str], max_steps: int) -> Itera
     facts = OptimFacts(optim, own, max_steps)
     for rule in RULES:
         yield from rule(facts)
-
-
-def _no_effect(path: str, other: str, when: str) -> Finding:
-    return Finding("warning", (path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")

@@ -39,6 +39,16 @@ class DataLayout:
     whole_weights: bool = False
     reshard_after_forward: bool = False
 
+    @property
+    def held(self) -> str:
+        """What a rank holds between two steps, in words, for the log."""
+        if self.shards == 1:
+            return "each with all weights and all optimizer state"
+        part = f"1/{self.shards} of the optimizer state"
+        weights = "all weights and" if self.whole_weights else f"1/{self.shards} of the weights and"
+        copies = f"; {self.replicas} copies" if self.replicas > 1 else ""
+        return f"each with {weights} {part}{copies}"
+
 
 def plan_layout(
     world_size: int, *, optimizer: str, fsdp: bool, strategy: str, shard_size: int | None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ..config.blocks import TrainerBlock
 from ..errors import UserError
 
-_SLURM_RANK, _SLURM_TASKS = "SLURM_PROCID", "SLURM_NTASKS"
+_SLURM_RANK, _SLURM_TASKS = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+"""Only srun sets the second: a batch script has a SLURM_PROCID and a SLURM_NTASKS too, and is no rank of anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,18 @@ def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
                 "with srun --distribution=block"
             )
         return Placement(world, per_node, place // per_node, trainer.num_nodes, place, _address(environ))
+    if world > 1 and environ.get(_SLURM_TASKS) not in (None, "1", str(trainer.num_nodes)):
+        raise UserError(
+            f"{keys} make {world} processes, but srun started {environ[_SLURM_TASKS]} ({_SLURM_TASKS}); start one for "
+            "each device, one for each machine, or set trainer.devices to what was started"
+        )
     if trainer.num_nodes == 1:
         return Placement(world, per_node)
+    if "NODE_RANK" not in environ and "SLURM_NODEID" in environ and _SLURM_TASKS not in environ:
+        raise UserError(
+            f"`trainer.num_nodes` is {trainer.num_nodes}, and SLURM runs a batch script on the first machine alone; "
+            "start stoker with srun in it (scripts/slurm.sh does)"
+        )
     node = _number(environ, "NODE_RANK" if "NODE_RANK" in environ else "SLURM_NODEID")
     if not 0 <= node < trainer.num_nodes:
         raise UserError(f"machine number {node} (NODE_RANK) must be below `trainer.num_nodes` ({trainer.num_nodes})")

@@ -116,7 +116,7 @@ class Adafactor(Optimizer):
             state: its running squares.
             live: False leaves the state as it is.
         """
-        decay = 1 - self.step_count**self.decay_rate
+        decay = (1 - self.updates**self.decay_rate).to(step.dtype)
 
         def running(key: str, now: Tensor) -> Tensor:
             moved = torch.lerp(now + self.eps[0], state[key], decay)

@@ -58,6 +58,6 @@ class AdamW(Optimizer):
             beta2=group["betas"][1],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=self.step_count,
+            step=self.updates,
             grad_scale=scale,
         )

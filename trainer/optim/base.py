@@ -1,7 +1,7 @@
 """What all optimizers of a run share: weight-decay groups, fp32 main weights and accumulation, clipping, skipping.
 
 Everything stays on the device: the gradient norm and the clip coefficient are tensors that the host never waits for.
-A step whose gradient norm is not finite changes neither weights nor state.
+A step whose gradient norm is not finite changes neither weights nor state, and is not counted.
 
 Where parameters are cut over ranks, an optimizer works on the rows of this rank (`distributed.pieces`); what it must
 know of the other rows it asks for through `sum_over_shards` and `gather_rows`.
@@ -43,7 +43,8 @@ class Optimizer(torch.optim.Optimizer):
     """An optimizer over the named parameters of a model; subclasses give `initial_state` and `update`.
 
     One `step` computes the global L2 norm of the gradients, has `update` scale them to at most `clip_norm` and change
-    the weights, and drops the gradients. After it, `grad_norm` holds the norm before clipping, a scalar tensor.
+    the weights, and drops the gradients. After it, `grad_norm` holds the norm before clipping, a scalar tensor, and
+    `updates` the number of steps that changed the weights, a scalar fp64 tensor (fp32 on a device that has no fp64).
 
     Args:
         named_parameters: name and parameter; those without `requires_grad` are left alone.
@@ -86,7 +87,6 @@ class Optimizer(torch.optim.Optimizer):
         self.clip_norm = clip_norm
         self.sum_over_shards = sum_over_shards
         self.gather_rows = gather_rows
-        self.step_count = 0
         self.grad_norm: Tensor | None = None
         self.piece_of = piece_of
         self._names: dict[nn.Parameter, str] = {}
@@ -98,6 +98,19 @@ class Optimizer(torch.optim.Optimizer):
                 weight = self.piece_of(parameter).local
                 main = weight.float() if self._has_copy(parameter) else weight
                 self.state[parameter] = {"main": main, **self.initial_state(name, main, tuple(parameter.shape))}
+
+        device = next(iter(self._names)).device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self.updates = torch.zeros((), dtype=wide, device=device)
+
+    @property
+    def step_count(self) -> int:
+        """`updates` as a number, for which the host waits; it is part of a checkpoint."""
+        return int(self.updates)
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self.updates.fill_(count)
 
     def _has_copy(self, parameter: Tensor) -> bool:
         return self.main_weights and parameter.element_size() < 4
@@ -185,7 +198,8 @@ class Optimizer(torch.optim.Optimizer):
         gradients = [[self._rows(parameter) for parameter in group["params"]] for group in self.param_groups]
         self.grad_norm = global_norm([g for group in gradients for g in group], self.sum_over_shards)
         scale = clip_coefficient(self.grad_norm, self.clip_norm)
-        self.step_count += 1
+        # As torch and Megatron count: a skipped step is none, and bias corrections go by what the moments have seen.
+        self.updates.add_(scale >= 0)
         for group, group_gradients in zip(self.param_groups, gradients, strict=True):
             self.update(group, group_gradients, [self.state[parameter] for parameter in group["params"]], scale)
         self._sums_in_use.clear()

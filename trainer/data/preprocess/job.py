@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...durable import replace_file
 from ...errors import EXIT_IO, UserError
 from ..indexed import MAX_SIDE_FILE, IndexedWriter, bin_path, idx_path, token_dtype
 from ..tokenizers import Tokenizer, from_document
@@ -331,13 +332,7 @@ def tokenizer_file(prefix: Path) -> Path:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        replace_file(path, data)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}", EXIT_IO) from None

@@ -1,0 +1,121 @@
+"""Rules between keys that depend on the number of processes: layouts of the parameters, shares of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...models.config.block import Finding
+from ...models.config.rules import divisors
+from .facts import Facts, Rule, no_effect, processes
+
+
+def mps_is_alone(facts: Facts) -> Iterator[Finding]:
+    """Apple's GPUs come one to a machine and do not talk to each other."""
+    trainer = facts.root.trainer
+    if trainer.accelerator == "mps" and processes(facts) > 1:
+        yield Finding(
+            "error",
+            ("trainer.devices", "trainer.accelerator"),
+            f"`mps` runs one process, not {processes(facts)}",
+            "trainer.devices=1 trainer.num_nodes=1",
+        )
+
+
+def sharding_has_processes(facts: Facts) -> Iterator[Finding]:
+    """Settings of several processes, where there is one, or of another layout."""
+    model, trainer = facts.root.model, facts.root.trainer
+    world = processes(facts)
+    several = world > 1 or trainer.devices == "auto"
+    names = ("fsdp_sharding_strategy", "fsdp_shard_size")
+    if model.fsdp and not several:
+        yield no_effect("model.fsdp", "trainer.devices", "with one process")
+    if not model.fsdp:
+        for name in names:
+            if f"model.{name}" in facts.given:
+                yield no_effect(f"model.{name}", "model.fsdp", "without `model.fsdp`")
+    elif model.fsdp_sharding_strategy != "hybrid" and model.fsdp_shard_size is not None:
+        yield no_effect(
+            "model.fsdp_shard_size",
+            "model.fsdp_sharding_strategy",
+            f"with `fsdp_sharding_strategy` {model.fsdp_sharding_strategy}",
+        )
+    elif model.fsdp_shard_size is not None and several and world % model.fsdp_shard_size:
+        yield Finding(
+            "error",
+            ("model.fsdp_shard_size", "trainer.devices"),
+            f"`fsdp_shard_size` ({model.fsdp_shard_size}) must divide the {world} processes",
+            f"model.fsdp_shard_size={max(d for d in divisors(world) if d <= model.fsdp_shard_size)}",
+        )
+    if model.fsdp and several and model.fsdp_sharding_strategy == "hybrid":
+        size = model.fsdp_shard_size
+        if trainer.num_nodes == 1 and size in (None, world):
+            half = next((divisor for divisor in reversed(divisors(world)) if 1 < divisor < world), None)
+            yield Finding(
+                "warning",
+                ("model.fsdp_sharding_strategy", "model.fsdp_shard_size", "trainer.num_nodes"),
+                "`fsdp_sharding_strategy: hybrid` is `full` on one machine that shares one copy of the parameters",
+                f"model.fsdp_shard_size={half}" if half else "model.fsdp_sharding_strategy=full",
+            )
+    for path in ("model.fsdp_grad_reduce_dtype", "trainer.process_timeout"):
+        if path in facts.given and not several:
+            yield no_effect(path, "trainer.devices", "with one process")
+
+
+def ramp_up_divides(facts: Facts) -> Iterator[Finding]:
+    """A growing batch is a whole number of micro batches on every process, and arrives at the full size."""
+    model = facts.root.model
+    if not model.rampup_batch_size:
+        return
+    start, increment, _ = model.rampup_batch_size
+    unit = model.micro_batch_size * processes(facts)
+    path = "model.rampup_batch_size"
+    if start > model.global_batch_size:
+        yield Finding(
+            "error",
+            (path, "model.global_batch_size"),
+            f"`rampup_batch_size` starts at {start}, above `global_batch_size` ({model.global_batch_size})",
+            f"model.global_batch_size={start}",
+        )
+    elif (model.global_batch_size - start) % increment:
+        yield Finding(
+            "error",
+            (path, "model.global_batch_size"),
+            f"`global_batch_size` ({model.global_batch_size}) is not reached from {start} in steps of {increment}",
+            f"model.global_batch_size={start + (model.global_batch_size - start) // increment * increment + increment}",
+        )
+    for what, value in (("start", start), ("increment", increment)):
+        if value % unit:
+            yield Finding(
+                "error",
+                (path, "model.micro_batch_size"),
+                f"the {what} of `rampup_batch_size` ({value}) must be a multiple of `micro_batch_size` times the "
+                f"processes ({unit})",
+                f"{unit * max(1, round(value / unit))}",
+            )
+
+
+def batches_divide(facts: Facts) -> Iterator[Finding]:
+    """Gradients accumulate over a whole number of micro batches."""
+    model = facts.root.model
+    devices = processes(facts)
+    micro, together = model.micro_batch_size, model.global_batch_size
+    if together % (micro * devices):
+        shares = "" if devices == 1 else f" * devices ({devices})"
+        fitting = max(micro * devices, round(together / (micro * devices)) * micro * devices)
+        per_device = together // devices if together % devices == 0 else together
+        best = max(size for size in divisors(per_device) if size <= micro)
+        other = f", or model.micro_batch_size={best}" if together % devices == 0 else ""
+        yield Finding(
+            "error",
+            ("model.global_batch_size", "model.micro_batch_size"),
+            f"`global_batch_size` ({together}) must be a multiple of `micro_batch_size` ({micro}){shares}",
+            f"model.global_batch_size={fitting}{other}",
+        )
+
+
+PROCESS_RULES: tuple[Rule, ...] = (
+    mps_is_alone,
+    sharding_has_processes,
+    ramp_up_divides,
+    batches_divide,
+)
