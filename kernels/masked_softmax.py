@@ -1,8 +1,8 @@
 """softmax(scale * x + mask) over the last dimension in one operation, for rows of any length.
 
-Forward and backward read and write each element once up to 32768 columns (16384 in the backward); longer rows are read
-twice. What a causal mask hides is not read at all, and no mask is ever built for it. Nothing but the probabilities is
-kept for the backward pass.
+Forward and backward read and write each element once up to 16384 columns (8192 in the backward); of longer rows, which
+are read twice, the second time comes from a cache. Of what a causal mask hides at most a few elements at its edge are
+read, and no mask is ever built for it. Nothing but the probabilities is kept for the backward pass.
 
 A mask follows Megatron's FusedScaleMaskSoftmax: True hides a position. Unlike there, a row that sees nothing gives
 zeros and a zero gradient, and no length, alignment or dtype is refused.
@@ -18,9 +18,10 @@ from torch import Tensor
 from .interpreted import rounded
 from .launch import jit, next_power_of_2, tl, triton, triton_runs_on
 
-ONE_PASS_COLUMNS = 32768  # a row in fp32 is half of the registers of a streaming multiprocessor
-ONE_PASS_COLUMNS_BACKWARD = 16384  # two tensors
+ONE_PASS_COLUMNS = 16384  # two such rows in fp32 fill the registers of a multiprocessor: one loads, one computes
+ONE_PASS_COLUMNS_BACKWARD = 8192  # two tensors
 TILE = 2048  # elements of a program that holds several short rows
+VECTOR = 8  # neighbouring columns that a thread has together: a load of 16 bytes
 STEP = 8192  # columns of a step over a long row
 LONG_WARPS = 16
 
@@ -59,33 +60,24 @@ def reference_backward(output_gradient: Tensor, probabilities: Tensor, scale: fl
 
 
 @jit
-def _visible(
-    mask_pointer,
-    row,
-    column,
-    total_rows,
-    queries,
-    columns,
-    heads,
-    mask_batch_stride,
-    mask_head_stride,
-    mask_query_stride,
-    mask_key_stride,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Which of `column` (columns of a tile) each of `row` (rows of a tile, int64) may see, as a 2-D tile."""
-    query = row % queries
-    visible = (row < total_rows)[:, None] & (column < columns)[None, :]
+def _readable(row, column, total_rows, queries, columns, CAUSAL: tl.constexpr):
+    """What of `column` (columns of a tile) each of `row` (rows of a tile) may read, as a 2-D tile.
+
+    A causal mask cuts between vectors of 16 columns, not within one: a load whose mask changes from column to column
+    would be one of a single element.
+    """
+    inside = (row < total_rows)[:, None] & (column < columns)[None, :]
     if CAUSAL:
-        visible = visible & (column[None, :] <= (query + columns - queries)[:, None])
-    if MASKED:
-        outer = row // queries
-        start = (outer // heads) * mask_batch_stride + (outer % heads) * mask_head_stride + query * mask_query_stride
-        place = start[:, None] + (column.to(tl.int64) * mask_key_stride)[None, :]
-        hidden = tl.load(mask_pointer + place, mask=visible, other=1)
-        visible = visible & (hidden == 0)
-    return visible
+        inside = inside & ((column // 16 * 16)[None, :] <= (row % queries + columns - queries)[:, None])
+    return inside
+
+
+@jit
+def _mask_row(row, queries, heads, mask_batch_stride, mask_head_stride, mask_query_stride):
+    """Where the mask of a row begins."""
+    outer = row // queries
+    place = (outer // heads) * mask_batch_stride + (outer % heads) * mask_head_stride
+    return place + (row % queries) * mask_query_stride
 
 
 @jit
@@ -111,23 +103,16 @@ def _forward_kernel(
     """One program: ROWS whole rows of x (batch, heads, queries, columns), contiguous, in registers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    visible = _visible(
-        mask_pointer,
-        row,
-        column,
-        total_rows,
-        queries,
-        columns,
-        heads,
-        mask_batch_stride,
-        mask_head_stride,
-        mask_query_stride,
-        mask_key_stride,
-        CAUSAL,
-        MASKED,
-    )
+    readable = _readable(row, column, total_rows, queries, columns, CAUSAL)
     place = row[:, None] * columns + column[None, :]
-    x = tl.load(x_pointer + place, mask=visible, other=0.0).to(ACCUMULATE)
+    x = tl.load(x_pointer + place, mask=readable, other=0.0).to(ACCUMULATE)
+    visible = readable
+    if CAUSAL:
+        visible = visible & (column[None, :] <= (row % queries + columns - queries)[:, None])
+    if MASKED:
+        start = _mask_row(row, queries, heads, mask_batch_stride, mask_head_stride, mask_query_stride)
+        mask_place = start[:, None] + (column.to(tl.int64) * mask_key_stride)[None, :]
+        visible = visible & (tl.load(mask_pointer + mask_place, mask=readable, other=1) == 0)
     score = tl.where(visible, x * scale, float("-inf"))
     highest = tl.max(score, 1)
     highest = tl.where(highest == float("-inf"), 0.0, highest)  # exp(-inf - -inf) would be NaN
@@ -139,6 +124,37 @@ def _forward_kernel(
         rounded(probability, probabilities_pointer.dtype.element_ty),
         mask=(row < total_rows)[:, None] & (column < columns)[None, :],
     )
+
+
+@jit
+def _long_scores(
+    x_row,
+    mask_row,
+    scale,
+    column,
+    bound,
+    columns,
+    mask_key_stride,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """Scores of a step of a long row, -inf where hidden; `column` is (BLOCK // VECTOR, VECTOR), `bound` the last seen.
+
+    As in `_readable` a causal mask cuts loads between vectors.
+    """
+    readable = column < columns
+    if CAUSAL:
+        readable = readable & (column // VECTOR * VECTOR <= bound)
+    x = tl.load(x_row + column, mask=readable, other=0.0).to(ACCUMULATE)
+    visible = readable
+    if CAUSAL:
+        visible = visible & (column <= bound)
+    if MASKED:
+        hidden = tl.load(mask_row + column.to(tl.int64) * mask_key_stride, mask=readable, other=1)
+        visible = visible & (hidden == 0)
+    return tl.where(visible, x * scale, float("-inf"))
 
 
 @jit
@@ -158,67 +174,47 @@ def _long_forward_kernel(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """One program: one row of x (batch, heads, queries, columns), BLOCK columns a step, read twice."""
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    end = columns
+    """One program: one row of x (batch, heads, queries, columns), BLOCK columns a step, read twice.
+
+    A thread keeps the highest score and the sum of each of its vectors: one exponential more for a vector, not for an
+    element, and no exchange between threads before the end.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_row, probabilities_row = x_pointer + row * columns, probabilities_pointer + row * columns
+    mask_row = mask_pointer
+    if MASKED:
+        mask_row += _mask_row(row, queries, heads, mask_batch_stride, mask_head_stride, mask_query_stride)
+    bound = columns - 1
     if CAUSAL:
-        end = tl.minimum(columns, tl.program_id(0) % queries + columns - queries + 1)
-    highest = tl.full((1, BLOCK), float("-inf"), ACCUMULATE)
-    total = tl.zeros((1, BLOCK), ACCUMULATE)
-    for start in range(0, end, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        visible = _visible(
-            mask_pointer,
-            row,
-            column,
-            total_rows,
-            queries,
-            columns,
-            heads,
-            mask_batch_stride,
-            mask_head_stride,
-            mask_query_stride,
-            mask_key_stride,
-            CAUSAL,
-            MASKED,
+        bound = tl.program_id(0) % queries + columns - queries
+    place = (tl.arange(0, BLOCK // VECTOR) * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
+    highest = tl.full((BLOCK // VECTOR,), float("-inf"), ACCUMULATE)
+    total = tl.zeros((BLOCK // VECTOR,), ACCUMULATE)
+    for start in range(0, tl.minimum(bound + 1, columns), BLOCK):
+        score = _long_scores(
+            x_row, mask_row, scale, start + place, bound, columns, mask_key_stride, CAUSAL, MASKED, VECTOR, ACCUMULATE
         )
-        x = tl.load(x_pointer + row[:, None] * columns + column[None, :], mask=visible, other=0.0).to(ACCUMULATE)
-        score = tl.where(visible, x * scale, float("-inf"))
-        higher = tl.maximum(highest, score)
+        higher = tl.maximum(highest, tl.max(score, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(highest - shift) + tl.exp(score - shift)
+        total = total * tl.exp(highest - shift) + tl.sum(tl.exp(score - shift[:, None]), 1)
         highest = higher
-    row_highest = tl.max(highest, 1)
+    row_highest = tl.max(highest, 0)
     row_highest = tl.where(row_highest == float("-inf"), 0.0, row_highest)
-    row_total = tl.sum(total * tl.exp(highest - row_highest[:, None]), 1)
-    row_total = tl.where(row_total == 0.0, 1.0, row_total)
+    row_total = tl.sum(total * tl.exp(highest - row_highest), 0)
+    inverse = 1.0 / tl.where(row_total == 0.0, 1.0, row_total)
     for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        visible = _visible(
-            mask_pointer,
-            row,
-            column,
-            total_rows,
-            queries,
-            columns,
-            heads,
-            mask_batch_stride,
-            mask_head_stride,
-            mask_query_stride,
-            mask_key_stride,
-            CAUSAL,
-            MASKED,
+        column = start + place
+        score = _long_scores(
+            x_row, mask_row, scale, column, bound, columns, mask_key_stride, CAUSAL, MASKED, VECTOR, ACCUMULATE
         )
-        place = row[:, None] * columns + column[None, :]
-        x = tl.load(x_pointer + place, mask=visible, other=0.0).to(ACCUMULATE)
-        score = tl.where(visible, x * scale, float("-inf"))
-        probability = tl.exp(score - row_highest[:, None]) / row_total[:, None]
+        probability = tl.exp(score - row_highest) * inverse
         tl.store(
-            probabilities_pointer + place,
+            probabilities_row + column,
             rounded(probability, probabilities_pointer.dtype.element_ty),
-            mask=(column < columns)[None, :],
+            mask=column < columns,
         )
 
 
@@ -238,19 +234,17 @@ def _backward_kernel(
 ):
     """One program: the gradient of ROWS rows, scale * p * (dp - sum(p * dp)); every pointer is (rows, columns).
 
-    Nothing is read where a causal mask hides, and where p is 0 whatever dp holds, NaN included, counts nothing.
+    Where p is 0 whatever dp holds, NaN included, counts nothing.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (row < total_rows)[:, None] & (column < columns)[None, :]
-    visible = inside
-    if CAUSAL:
-        visible = inside & (column[None, :] <= (row % queries + columns - queries)[:, None])
+    readable = _readable(row, column, total_rows, queries, columns, CAUSAL)
     place = row[:, None] * columns + column[None, :]
-    probability = tl.load(probabilities_pointer + place, mask=visible, other=0.0).to(ACCUMULATE)
-    arriving = tl.load(output_gradient_pointer + place, mask=visible, other=0.0).to(ACCUMULATE)
+    probability = tl.load(probabilities_pointer + place, mask=readable, other=0.0).to(ACCUMULATE)
+    arriving = tl.load(output_gradient_pointer + place, mask=readable, other=0.0).to(ACCUMULATE)
     weighted = probability * tl.where(probability == 0.0, 0.0, arriving)
     gradient = (weighted - probability * tl.expand_dims(tl.sum(weighted, 1), 1)) * scale
+    inside = (row < total_rows)[:, None] & (column < columns)[None, :]
     tl.store(gradient_pointer + place, rounded(gradient, gradient_pointer.dtype.element_ty), mask=inside)
 
 
@@ -267,26 +261,29 @@ def _long_backward_kernel(
     ACCUMULATE: tl.constexpr,
 ):
     """One program: the gradient of one row, BLOCK columns a step, read twice."""
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * columns
     end = columns
-    if CAUSAL:
-        end = tl.minimum(columns, tl.program_id(0) % queries + columns - queries + 1)
+    if CAUSAL:  # to the end of a vector: see `_readable`
+        bound = tl.maximum(tl.program_id(0) % queries + columns - queries + 1, 0)
+        end = tl.minimum(columns, tl.cdiv(bound, 16) * 16)
     total = tl.zeros((BLOCK,), ACCUMULATE)
     for start in range(0, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        place = row * columns + column
-        probability = tl.load(probabilities_pointer + place, mask=column < end, other=0.0).to(ACCUMULATE)
-        arriving = tl.load(output_gradient_pointer + place, mask=column < end, other=0.0).to(ACCUMULATE)
+        readable = (column // 16 * 16 < end) & (column < columns)
+        probability = tl.load(probabilities_pointer + row + column, mask=readable, other=0.0).to(ACCUMULATE)
+        arriving = tl.load(output_gradient_pointer + row + column, mask=readable, other=0.0).to(ACCUMULATE)
         total += probability * tl.where(probability == 0.0, 0.0, arriving)
     row_total = tl.sum(total, 0)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        place = row * columns + column
-        probability = tl.load(probabilities_pointer + place, mask=column < end, other=0.0).to(ACCUMULATE)
-        arriving = tl.load(output_gradient_pointer + place, mask=column < end, other=0.0).to(ACCUMULATE)
+        readable = (column // 16 * 16 < end) & (column < columns)
+        probability = tl.load(probabilities_pointer + row + column, mask=readable, other=0.0).to(ACCUMULATE)
+        arriving = tl.load(output_gradient_pointer + row + column, mask=readable, other=0.0).to(ACCUMULATE)
         weighted = probability * tl.where(probability == 0.0, 0.0, arriving)
         gradient = (weighted - probability * row_total) * scale
-        tl.store(gradient_pointer + place, rounded(gradient, gradient_pointer.dtype.element_ty), mask=column < columns)
+        tl.store(
+            gradient_pointer + row + column, rounded(gradient, gradient_pointer.dtype.element_ty), mask=column < columns
+        )
 
 
 def _accumulate(tensor: Tensor) -> Any:
@@ -325,7 +322,7 @@ def triton_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -
         tile = _tile(columns)
         _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](*arguments, **kinds, **tile)
     else:
-        _long_forward_kernel[(rows,)](*arguments, **kinds, BLOCK=STEP, num_warps=LONG_WARPS)
+        _long_forward_kernel[(rows,)](*arguments, **kinds, BLOCK=STEP, VECTOR=VECTOR, num_warps=LONG_WARPS)
     return probabilities
 
 

@@ -7,6 +7,7 @@ of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compile
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ def attention(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         "BLOCK_N": config.keys,
         "CAUSAL": True,
         "MERGE": True,
+        **({"NEGATIVE": False} if variant.kind == "lse" else {}),
         "ACCUMULATE": tl.float32,
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
     }
@@ -79,7 +81,8 @@ def softmax(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     limit = masked_softmax.ONE_PASS_COLUMNS if forward else masked_softmax.ONE_PASS_COLUMNS_BACKWARD
     if variant.width > limit:
         kernel = masked_softmax._long_forward_kernel if forward else masked_softmax._long_backward_kernel
-        return kernel, constants | {"BLOCK": masked_softmax.STEP}, {"num_warps": masked_softmax.LONG_WARPS}
+        vector = {"VECTOR": masked_softmax.VECTOR} if forward else {}
+        return kernel, constants | {"BLOCK": masked_softmax.STEP} | vector, {"num_warps": masked_softmax.LONG_WARPS}
     tile = masked_softmax._tile(variant.width)
     options = {"num_warps": tile.pop("num_warps")}
     return (masked_softmax._forward_kernel if forward else masked_softmax._backward_kernel), constants | tile, options
@@ -106,7 +109,9 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     target = GPUTarget("cuda", variant.capability, 32)
     compiled = triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
     row = variant._asdict() | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
-    return row | {"wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), "triton": triton.__version__}
+    code = compiled.asm["ptx"]
+    narrow = len(re.findall(r"ld\.global[\w.:]*\.[bu]16", code))  # loads of one element
+    return row | {"wgmma": code.count("wgmma.mma_async"), "narrow_loads": narrow, "triton": triton.__version__}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import warnings
 from importlib import metadata
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from attention_cases import told
 from torch import Tensor
 
 from stoker.kernels.attention import backends, te, unfused
@@ -24,6 +26,7 @@ from stoker.kernels.attention.unfused import UnfusedAttention
 from stoker.kernels.launch import INTERPRETED
 
 ON_CPU = ("sdpa_flash", "sdpa_math", "unfused")
+TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def inputs(
@@ -181,7 +184,7 @@ def test_pytorch_agrees_with_the_table_on_cpu(name: str, dropout: float, bias: A
         dropout=dropout, training=True,
     )  # fmt: skip
     (row,) = (backend for backend in BACKENDS if backend.name == name)
-    torch_dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    torch_dtype = TORCH_DTYPES[dtype]
     tensors = inputs(dtype=torch_dtype)
     options: dict[str, Any] = {"dropout": dropout}
     if bias != "none":
@@ -320,6 +323,8 @@ class PretendedAttention:
         self.calls.append({**options, "deterministic": self.deterministic, "training": self.training})
         assert (query.shape[-2], key.shape[-2], query.shape[-1]) == self.shape
         kind, bias = options["attn_mask_type"], options.get("core_attention_bias")
+        left, right = options["window_size"]  # what 2.20 asks of it without a warning
+        assert right == 0 if "causal" in kind else (left < 0) == (right < 0)
         assert (bias is not None) == (options.get("core_attention_bias_type") == "post_scale_bias")
         if bias is not None:
             assert bias.shape[-2:] == (query.shape[1], key.shape[1])
@@ -327,7 +332,7 @@ class PretendedAttention:
             hidden = torch.zeros(()).masked_fill(options["attention_mask"], float("-inf"))
             bias = hidden if bias is None else bias + hidden
         result = reference_attention(
-            query, key, value, causal="causal" in kind, window_size=options.get("window_size") or (-1, -1),
+            query, key, value, causal="causal" in kind, window_size=(left, right),
             softmax_scale=self.scale, bias=bias, cu_seqlens_q=options.get("cu_seqlens_q"),
             cu_seqlens_k=options.get("cu_seqlens_kv"), max_seqlen_q=options.get("max_seqlen_q"),
             max_seqlen_k=options.get("max_seqlen_kv"),
@@ -378,6 +383,13 @@ def test_transformer_engine_is_held_to_one_family(monkeypatch: pytest.MonkeyPatc
     assert not PretendedAttention.calls[-1]["deterministic"]
     te.te_fused(query[:, :4], key, value, scale=0.3, causal=True)
     assert PretendedAttention.calls[-1]["attn_mask_type"] == "causal_bottom_right"
+    windows = {
+        (None, True): (-1, 0), (None, False): (-1, -1), ((4, 2), True): (4, 0), ((4, 2), False): (4, 2),
+        ((-1, 2), False): (9, 2), ((4, -1), False): (4, 9), ((4, -1), True): (4, 0),
+    }  # fmt: skip
+    for (window, causal), expected in windows.items():  # it knows none that is open on one side, nor takes None well
+        te.te_fused(query, key, value, scale=0.3, causal=causal, window=window)
+        assert PretendedAttention.calls[-1]["window_size"] == expected
 
     def elsewhere(self: PretendedAttention, *tensors: Tensor, **options: Any) -> Tensor:
         self.state.update(use_flash_attention=False, use_fused_attention=False, use_unfused_attention=True)
@@ -542,6 +554,81 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
         results.append([output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))])
     for expected, ours in zip(*results, strict=True):
         assert (ours - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+def random_gpu_call(draw: random.Random) -> AttentionCall:
+    """Any call, with odd lengths and widths; most backends refuse it."""
+    queries = draw.choice((2, 17, 64, 100, 128, 256, 300))
+    keys = queries if draw.random() < 0.7 else draw.choice((2, 33, 128, 200, 384))
+    groups = draw.choice((1, 2, 4))
+    packed = queries == keys and draw.random() < 0.2
+    bias = draw.choice(("none", "none", "dense", "dense_with_gradient", "distance", "distance_with_gradient"))
+    return gpu_call(
+        dtype=draw.choice(("bf16", "bf16", "fp16", "fp32")), batch=draw.choice((1, 2, 3)), groups=groups,
+        heads=groups * draw.choice((1, 2, 3)), head_dim=draw.choice((16, 40, 64, 64, 80, 96, 128, 128, 160, 192, 256)),
+        queries=queries, keys=keys, causal=draw.random() < 0.6, packed=packed, bias=bias,
+        window=draw.choice((None, None, None, (40, 0), (9, 20), (-1, 5), (30, -1))),
+        padding=not packed and draw.random() < 0.15, softcap=draw.choice((0.0, 0.0, 0.0, 5.0)),
+        dropout=draw.choice((0.0, 0.0, 0.0, 0.125)), deterministic=draw.random() < 0.2,
+    )  # fmt: skip
+
+
+def drawn_arguments(call: AttentionCall, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    """Query, key, value and a bias that is trained, all with gradients, and the other arguments, on the GPU."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(call.batch, call.queries, call.heads, call.head_dim)]
+    shapes += [(call.batch, call.keys, call.groups, call.head_dim)] * 2
+    biases = {"dense": (1, call.heads, call.queries, call.keys), "distance": (call.heads, 2 * 20 + 1)}
+    shapes += [shape for name, shape in biases.items() if call.bias.startswith(name)]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    rounded = [tensor.to(TORCH_DTYPES[call.dtype]) for tensor in tensors]
+    if call.bias_is_distance:
+        rounded[3] = tensors[3].float()
+    wide = dtype == torch.float64
+    tensors = [tensor.to("cuda", torch.float64 if wide else tensor.dtype).requires_grad_() for tensor in rounded]
+    options: dict[str, Any] = {"causal": call.causal, "window": call.window, "softcap": call.softcap,
+                               "scale": call.head_dim**-0.5, "dropout": call.dropout}  # fmt: skip
+    if call.bias != "none":
+        options["distance_bias" if call.bias_is_distance else "bias"] = tensors[3]
+        if not call.bias_has_gradient:
+            tensors.pop().requires_grad_(False)
+    starts = torch.rand(call.batch, call.queries, generator=generator) < 0.03
+    if call.packed:
+        documents = starts.int().cumsum(1, dtype=torch.int32).to("cuda")
+        options["packed"] = PackedSequences.of(documents, dtype=dtype, causal=call.causal)
+    if call.padding:
+        options["key_padding_mask"] = (torch.arange(call.keys) < call.keys - torch.arange(call.batch)[:, None]).cuda()
+    return tensors, options
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", range(12))
+def test_what_the_table_accepts_runs_and_is_right(block: int) -> None:
+    """Random calls on every backend that is not our own and says that it can run them; dropout runs at least.
+
+    Our kernels have their own random cases; here they would be compiled for each call.
+    """
+    bars = {"bf16": 0.03, "fp16": 0.01, "fp32": 5e-3}
+    for seed in range(12 * block, 12 * block + 12):
+        call = random_gpu_call(random.Random(seed))
+        results: dict[str, list[Tensor]] = {}
+        for backend in BACKENDS:
+            if backend.name in ("triton", "lse_first") or backend.why_not(call, installed("cuda")) is not None:
+                continue
+            wide = backend.name == "reference"
+            tensors, options = drawn_arguments(call, torch.float64 if wide else TORCH_DTYPES[call.dtype])
+            with told(f"{backend.name}: {call}", seed):
+                function = function_of(Decision(call, backend.name, ()))
+                output = function(*tensors[:3], **options | ({"dropout": 0.0} if wide else {}))
+                upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+                gradients = torch.autograd.grad(output, tensors, upstream.to(output))
+                results[backend.name] = [output.detach(), *gradients]
+                assert all(tensor.isfinite().all() for tensor in results[backend.name])
+        truth = results.pop("reference")
+        for name, ours in results.items() if not call.dropout else ():
+            with told(f"{name}: {call}", seed):
+                for expected, tensor in zip(truth, ours, strict=True):
+                    assert (tensor - expected).abs().max() < bars[call.dtype] * max(expected.abs().max(), 0.1)
 
 
 @pytest.mark.gpu

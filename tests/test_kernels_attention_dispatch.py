@@ -107,6 +107,9 @@ FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are ac
     (("te_fused",), {"window": (127, 0), "bias": "dense"}, {"bias": "none"}, "a window only without dropout"),
     (SDPA, {"queries": 128}, {"causal": False}, "top-left"),
     (("te_fused", "te_unfused"), {"queries": 8192}, {"queries": 2048}, "quer"),
+    (("te_unfused",), {"queries": 8192, "causal": False, "window": (9, 9)}, {"window": None}, "that see no key"),
+    (("te_fused",), {"queries": 2048, "bias": "dense"}, {"bias": "none"}, "unequal lengths only without dropout"),
+    (("te_fused",), {"queries": 2048, "dropout": 0.1}, {"queries": 4096}, "unequal lengths only without dropout"),
     (("sdpa_flash",), {"packed": True}, {"packed": False}, "which packed documents need"),
     (("sdpa_flash", "flash_attn"), {"padding": True}, {"padding": False}, "which padding needs"),
     (TE, {"padding": True}, {"padding": False}, "not as a mask that may have holes"),
@@ -133,7 +136,7 @@ FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are ac
     (("te_fused",), {"deterministic": True, "capability": (12, 0)}, {"training": False}, "on sm_120"),
     (("te_fused",), {"deterministic": True, "bias": "dense_with_gradient"}, {"bias": "dense"}, "gradient of a bias"),
     (("te_fused",), {"deterministic": True, "capability": (10, 0), "dropout": 0.1}, {"dropout": 0.0}, "91801"),
-    (("te_fused",), {"deterministic": True, "packed": True}, {"batch": 1, "heads": 4}, "too much workspace"),
+    (("te_fused",), {"deterministic": True, "packed": True}, {"queries": 128, "keys": 128}, "too much workspace"),
     # lengths
     (("sdpa_cudnn",), {"queries": 1, "keys": 1}, {"queries": 2, "keys": 2}, "single token"),
     (("sdpa_cudnn",), {"queries": 1, "causal": False, "dropout": 0.125}, {"dropout": 0.0}, "single token"),

@@ -89,7 +89,7 @@ def test_sections_visit_each_tile_as_it_must_be_visited():
         )  # fmt: skip
         visited: dict[int, str] = {}
         for section, (plain_begin, plain_end, edge_end) in enumerate(out.tolist()):
-            if section == 0 and low < 0 or section == 1 and not with_distance:
+            if (section == 0 and low < 0) or (section == 1 and not with_distance):
                 continue  # as the kernels do
             for start in range(plain_begin, plain_end, block):
                 assert start not in visited

@@ -408,6 +408,19 @@ def test_device_memory_does_not_grow_with_the_keys():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("score", [3.0, 77.7, 1234.5])
+def test_a_highest_score_that_stays_shifts_the_sum_by_nothing(score):
+    """The first key has the highest score: a rounding in the shift of each later tile would add up over 65536 keys."""
+    q = seeded(1, 128, 1, 64, device="cuda", dtype=torch.bfloat16)
+    k = (0.99 * q[:, :1]).repeat(1, 65536, 1, 1)
+    k[:, 0] = q[:, 0]
+    scale = score / (q[0, 0, 0].double() @ k[0, 0, 0].double()).item()
+    truth = (torch.einsum("qd,kd->qk", q[0, :, 0].double(), k[0, :, 0].double()) * scale).logsumexp(1)
+    error = (attention_lse(q, k, softmax_scale=scale)[0, 0].double() - truth).abs()
+    assert (error <= 1e-6 * (score + truth.abs())).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "head_dim"), [(512, 64), (8192, 64), (512, 256), (8192, 256)])
 def test_sizes_of_fused_attention_and_beyond(tokens, head_dim):
     """Fixed-size fused attention once ended at 512 tokens and heads 64 wide; 16 times as many, 4 times as wide."""

@@ -188,7 +188,8 @@ def test_large_scores_lose_nothing(magnitude):
 def test_gradients_of_the_kernels_in_fp64(one_pass, causal, monkeypatch):
     monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", one_pass)
     monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS_BACKWARD", one_pass)
-    monkeypatch.setattr(masked_softmax, "STEP", 2)
+    monkeypatch.setattr(masked_softmax, "STEP", 4)
+    monkeypatch.setattr(masked_softmax, "VECTOR", 2)
     x = seeded(1, 1, 3, 5, dtype=torch.float64, scale=1.0).requires_grad_()
     mask = torch.tensor([False, True, False, False, False])
     torch.autograd.gradcheck(lambda t: scaled_masked_softmax(t, mask, 0.8, causal), (x,), fast_mode=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 from functools import cache
 from importlib import import_module, metadata
@@ -127,7 +128,9 @@ def _version(distribution: str) -> tuple[int, int, int] | None:
 def _import_problem(module: str) -> str:
     """Why a package that is installed cannot be imported, in one line; empty when it can."""
     try:
-        import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of other frameworks it finds, and of parts it lacks for them
+            import_module(module)
     except Exception as error:  # a build for another torch, a missing library, a check of its own: anything
         said = " ".join(str(error).split())[:160]
         return f"{module.partition('.')[0]} is installed but cannot be imported: {type(error).__name__}: {said}"

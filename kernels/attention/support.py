@@ -249,8 +249,11 @@ def why_not_te_fused(call: AttentionCall, installed: Installed) -> str | None:
         return f"takes head widths up to {widest} that are multiples of 8, not {call.head_dim}"
     if call.causal and call.queries > call.keys:
         return f"takes no causal mask over more queries ({call.queries}) than keys ({call.keys})"
-    if call.causal and call.queries != call.keys and cudnn < 90700:
-        return f"needs cuDNN 90700 for a causal mask over unequal lengths, found {cudnn}"
+    if call.causal and call.queries != call.keys:
+        if cudnn < 90700:
+            return f"needs cuDNN 90700 for a causal mask over unequal lengths, found {cudnn}"
+        if call.dropout or call.bias != "none":
+            return "takes a causal mask over unequal lengths only without dropout and without bias"
     return _why_not_te_fused_options(call, cudnn, sm)
 
 
@@ -275,9 +278,9 @@ def _why_not_te_fused_options(call: AttentionCall, cudnn: int, sm: tuple[int, in
             return "its gradient of a bias is not deterministic"
         if sm >= (10, 0) and (cudnn < 91801 or call.dropout or call.bias != "none"):
             return f"its backward pass is deterministic on {_sm(call)} from cuDNN 91801 on, without dropout and bias"
-        scores = call.batch * call.heads * call.queries * call.keys
-        if call.packed and scores >= 1 << 30:
-            return "its deterministic backward pass over packed documents needs too much workspace at this size"
+        documents = call.batch * call.queries  # at most; how many there are is known on the device only
+        if call.packed and documents * call.heads * call.queries * call.keys >= 1 << 30:
+            return "its deterministic backward pass needs too much workspace for the documents that rows may hold"
     return None
 
 
@@ -322,7 +325,7 @@ def why_not_te_unfused(call: AttentionCall, installed: Installed) -> str | None:
         return reason
     if call.dtype == "fp64" or (call.capability is not None and call.dtype == "bf16" and call.capability < FIRST_SM):
         return f"does not take {call.dtype} on {_sm(call)}"
-    if call.causal and call.queries > call.keys:
+    if (call.causal or call.window is not None) and call.queries > call.keys:
         return "gives queries that see no key the mean of all values"
     return None
 

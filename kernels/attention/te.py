@@ -38,6 +38,19 @@ def _module(
     )
 
 
+def _window_size(window: tuple[int, int] | None, causal: bool, queries: int, keys: int) -> tuple[int, int]:
+    """A window in TransformerEngine's words, which has no window that is open on one side.
+
+    Always given: the default of its module is that of a causal mask, and it warns where that meets another mask.
+    """
+    left, right = window or (-1, -1)
+    if causal:
+        return left, 0
+    if left < 0 and right < 0:
+        return -1, -1
+    return left if left >= 0 else keys, right if right >= 0 else queries
+
+
 @dataclass(frozen=True, slots=True)
 class TEAttention:
     """DotProductAttention held to one family.
@@ -95,7 +108,7 @@ class TEAttention:
         if "cu_seqlens_q" in options:
             tensors = [tensor.flatten(0, 1) for tensor in tensors]
         context = self._run(tensors, scale, dropout, options)
-        return context.view(query.shape)
+        return context.reshape(query.shape)
 
     def _mask(
         self,
@@ -109,18 +122,19 @@ class TEAttention:
         """The mask in TransformerEngine's words. True in its masks hides, and its plain `causal` is top-left."""
         aligned = "causal" if queries == keys else "causal_bottom_right"
         kind = aligned if causal else "no_mask"
+        sides = _window_size(window, causal, queries, keys)
         if packed is None:
-            return {"attn_mask_type": kind, "window_size": window}
+            return {"attn_mask_type": kind, "window_size": sides}
         if self.family == "unfused":  # it would lay out every document at the length of a row
             hidden = hidden_keys(
                 queries, keys, causal=causal, window=window, packed=packed, key_padding_mask=None, device=device
             )
-            return {"attn_mask_type": "arbitrary", "attention_mask": hidden}
+            return {"attn_mask_type": "arbitrary", "attention_mask": hidden, "window_size": (-1, -1)}
         ends = whole_cu_seqlens(packed)
         return {
             "qkv_format": "thd",
             "attn_mask_type": "padding_causal" if causal else "padding",
-            "window_size": window,
+            "window_size": sides,
             "cu_seqlens_q": ends,
             "cu_seqlens_kv": ends,
             "max_seqlen_q": queries,

@@ -1,12 +1,18 @@
 """Attention benchmark on one GPU: our kernels beside PyTorch's, FlexAttention and TransformerEngine.
 
-    python scripts/bench/attention.py [--sections plain distance memory lse_first host softmax] [--rounds 5]
-        [--minutes 9] [--results attention.jsonl] [--report attention.md] [--only D128 S4096 ...] [--skip FlexAttention]
+    python scripts/bench/attention.py [--sections plain distance lse_first softmax host memory short] [--rounds 5]
+        [--compile-ahead 12] [--minutes 9] [--results attention.jsonl] [--report attention.md]
+        [--only D128 S4096 ...] [--skip FlexAttention]
 
 A shape is measured in one go: every contender once per round, in turns (there and back), with the L2 cache flushed
 before each call, random data, CUDA events; a round's figure is the median of its calls, a ratio is the median over the
-rounds of the ratios within a round. Each shape appends one JSON line, and a shape that the file has is skipped: a table
-may be made in several sittings. FLOPs: 4 B H S^2 D forward, half of that when causal, 2.5 times it backward.
+rounds of the ratios within a round. Forward and backward are those of one training step. Each shape appends one JSON
+line, and a shape that the file has is skipped: a table may be made in several sittings. A contender that breaks the
+device is noted beside the results, left out, and the script starts again. FLOPs: 4 B H S^2 D forward, half of that when
+causal, 2.5 times it backward.
+
+`--compile-ahead N` first runs what is compiled (our kernels, FlexAttention, torch.compile) in N processes at once,
+which leave it in the caches of Triton and Inductor: one at a time that takes longer than measuring.
 """
 
 from __future__ import annotations
@@ -15,8 +21,10 @@ import argparse
 import datetime
 import gc
 import json
+import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -25,15 +33,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attention_peers import IGNORES_BIAS, PEERS, WRITES_BIAS_OUT, Shape
+from attention_peers import FORWARD_ONLY, IGNORES_BIAS, PEERS, WRITES_BIAS_OUT, Shape
+from attention_report import SECTIONS, Row, report
 from torch import Tensor
 
 from stoker.kernels import flash_attention, lse_first_attention, scaled_masked_softmax
 
-ROUND_MS = 50.0
+ROUND_MS = 40.0
 LARGEST_WRITTEN_OUT = 16384
+SOFTMAX_ELEMENTS = 128 << 20
+SLOW_MS, SLOW_ROUNDS = 250.0, 2  # a contender that takes longer gets fewer rounds
+COMPILED = ("ours", "ours, no bias", "lse_first", "lse_first stage 1", "FlexAttention")
 Call = Callable[[], list[torch.cuda.Event]]
-Row = dict[str, Any]
 
 
 # ---------------------------------------------------------------- measuring
@@ -45,18 +56,21 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def in_turns(calls: dict[str, Call], rounds: int) -> dict[str, list[list[float]]]:
-    """Milliseconds between the events of each call: contender -> per interval -> per round."""
+def in_turns(calls: dict[str, Call], rounds: int, round_ms: float = ROUND_MS) -> dict[str, list[list[float]]]:
+    """Milliseconds between the events of each call, which has run before: contender -> per interval -> per round."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    counts = {}
+    counts, slow = {}, set()
     for name, call in calls.items():
-        call()
         events = call()
         torch.cuda.synchronize()
-        counts[name] = max(3, min(100, int(ROUND_MS / max(events[0].elapsed_time(events[-1]), 1e-3))))
+        took = events[0].elapsed_time(events[-1])
+        counts[name] = max(3 if took < SLOW_MS / 4 else 1, min(100, int(round_ms / max(took, 1e-3))))
+        slow |= {name} if took > SLOW_MS else set()
     results: dict[str, list[list[float]]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
+            if name in slow and number >= SLOW_ROUNDS:
+                continue
             samples = []
             for _ in range(counts[name]):
                 flush.zero_()
@@ -77,17 +91,35 @@ def _peak_mib(call: Call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def _try(call: Call) -> str | None:
-    """Why a call does not run, None if it does."""
+class BrokenDeviceError(Exception):
+    """A contender left the device unusable for this process: the name, and what it raised."""
+
+
+def _in_one_line(error: Exception) -> str:
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first.strip()[:140]}"
+
+
+def _try(name: str, call: Callable[[], object]) -> str | None:
+    """Why a call does not run, None if it does.
+
+    Raises:
+        BrokenDeviceError: nothing runs any more.
+    """
     try:
         call()
         torch.cuda.synchronize()
     except Exception as error:  # whatever a peer raises is its reason, and goes into the table
-        first = (str(error).splitlines() or [""])[0]
-        return f"{type(error).__name__}: {first[:140]}"
+        reason = _in_one_line(error)
+        gc.collect()
+        try:
+            torch.cuda.synchronize()
+            torch.zeros(1, device="cuda").item()
+        except Exception:
+            raise BrokenDeviceError(name, reason) from error
+        return reason
     finally:
         gc.collect()
-        torch.cuda.empty_cache()
     return None
 
 
@@ -99,18 +131,20 @@ def _sm_clock() -> int | None:
         return None
 
 
-def attention_row(shape: Shape, names: list[str], rounds: int) -> Row:
-    """Forward (no gradients wanted), and forward and backward of a training step, of every contender."""
+def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds: int) -> Row:
+    """Forward and backward of a training step of every contender; without rounds, what is compiled runs once."""
     q, k, v = shape.tensors()
     table = shape.table()
     leaves = [q, k, v] if table is None else [q, k, v, table]
     upstream = torch.randn(q.shape, device="cuda", dtype=q.dtype)
-    forward: dict[str, Call] = {}
-    training: dict[str, Call] = {}
+    calls: dict[str, Call] = {}
     refused: dict[str, str] = {}
     peak: dict[str, float] = {}
     expected = None
-    for name in names:
+    for name in names if rounds else [name for name in names if name in COMPILED]:
+        if name in broken:
+            refused[name] = broken[name]
+            continue
         if table is not None and name in WRITES_BIAS_OUT and shape.tokens > LARGEST_WRITTEN_OUT:
             gib = shape.heads * shape.tokens**2 * 2 / 2**30
             refused[name] = f"not tried: the bias written out is {gib:.0f} GiB"
@@ -120,46 +154,49 @@ def attention_row(shape: Shape, names: list[str], rounds: int) -> Row:
         try:
             attend = PEERS[name](shape)
         except Exception as error:  # a peer that is not installed, or does not know the shape
-            refused[name] = f"{type(error).__name__}: {error}"[:140]
+            refused[name] = _in_one_line(error)
             continue
 
-        def run_forward(attend: Any = attend, given: Tensor | None = given) -> list[torch.cuda.Event]:
-            with torch.no_grad():
-                start = _event()
-                attend(q, k, v, given)
-                return [start, _event()]
-
-        def run_training(
-            attend: Any = attend, given: Tensor | None = given, wanted: list[Tensor] = wanted
+        def run(
+            attend: Any = attend, given: Tensor | None = given, wanted: list[Tensor] = wanted, name: str = name
         ) -> list[torch.cuda.Event]:
             start = _event()
             out = attend(q, k, v, given)
             middle = _event()
+            if name in FORWARD_ONLY:
+                return [start, middle]
             torch.autograd.grad(out, wanted, upstream)
             return [start, middle, _event()]
 
-        reason = _try(run_forward)
-        if reason is None and name != "lse_first stage 1":
-            with torch.no_grad():
-                out = attend(q, k, v, given)
-            if given is table:  # all that compute the same must agree
-                expected = out if expected is None else expected
-                difference = (out - expected).float().abs().max().item()
-                if not difference < 0.1:
-                    reason = f"differs from {names[0]} by {difference:.3g}"
-            reason = reason or _try(run_training)
-            if reason is None:
-                training[name], peak[name] = run_training, _peak_mib(run_training)
+        def measure_peak(run: Call = run, name: str = name) -> None:
+            peak[name] = _peak_mib(run)
+
+        reason = _try(name, run)
+        if not rounds:
+            refused |= {name: reason} if reason else {}
+            continue
+        reason = reason or _try(name, measure_peak)
+        if reason is None and name not in FORWARD_ONLY and given is table:  # all that compute the same must agree
+            out = attend(q, k, v, given).detach()
+            expected = out if expected is None else expected
+            difference = (out - expected).float().abs().max().item()
+            if not difference < 0.1:
+                reason = f"differs from {names[0]} by {difference:.3g}"
+            del out
         if reason is None:
-            forward[name] = run_forward
+            calls[name] = run
         else:
             refused[name] = reason
-    milliseconds = {name: {"forward": t[0]} for name, t in in_turns(forward, rounds).items()}
-    for name, intervals in in_turns(training, rounds).items():
-        both = [forward_ms + backward_ms for forward_ms, backward_ms in zip(*intervals, strict=True)]
-        milliseconds[name].update(backward=intervals[1], both=both)
-    row: Row = {"ms": milliseconds, "refused": refused, "peak_mib": peak, "forward_flops": shape.forward_flops}
-    if table is not None and "ours" in training:
+            peak.pop(name, None)
+    if not rounds:
+        return {"refused": refused}
+    row: Row = {"ms": {}, "refused": refused, "peak_mib": peak, "forward_flops": shape.forward_flops}
+    for name, intervals in in_turns(calls, rounds).items():
+        row["ms"][name] = {"forward": intervals[0]}
+        if name not in FORWARD_ONLY:
+            both = [forward_ms + backward_ms for forward_ms, backward_ms in zip(*intervals, strict=True)]
+            row["ms"][name] |= {"backward": intervals[1], "both": both}
+    if table is not None and "ours" in calls:
         one, two = (torch.autograd.grad(flash_of(shape, q, k, v, table), leaves, upstream) for _ in range(2))
         row["bitwise"] = all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     return row
@@ -172,14 +209,18 @@ def flash_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> An
 # ---------------------------------------------------------------- sections
 
 
-def plain_shapes() -> list[Shape]:
+def plain_shapes(lengths: tuple[int, ...] = (4096, 16384)) -> list[Shape]:
     return [
         Shape(head_dim=d, heads=2048 // d, groups=2048 // d // ratio, tokens=s, batch=max(1, 16384 // s), causal=causal)
-        for s in (4096, 16384, 1024, 3072)
-        for d in (128, 64, 256)
         for ratio in (1, 4)
+        for s in lengths
+        for d in (128, 64, 256)
         for causal in (True, False)
     ]
+
+
+def short_shapes() -> list[Shape]:
+    return plain_shapes((1024, 3072))
 
 
 def distance_shapes() -> list[Shape]:
@@ -209,6 +250,8 @@ def lse_first_shapes() -> list[Shape]:
 
 def host_row(keys: int, rounds: int) -> Row:
     """1024 queries over keys and values in pinned host memory, in chunks of 16384; and the same from the device."""
+    if not rounds:
+        return {}
     heads, head_dim, queries, chunk = 8, 128, 1024, 16384
     q = torch.randn(1, queries, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, keys, heads, head_dim, dtype=torch.bfloat16).pin_memory() for _ in range(2))
@@ -236,13 +279,15 @@ def host_row(keys: int, rounds: int) -> Row:
         return [start, _event()]
 
     calls = {"from the host": from_host, "on the device": from_device, "the copy alone": copied}
+    from_device()
     times = {name: {"forward": t[0]} for name, t in in_turns(calls, rounds).items()}
     return {"ms": times, "peak_mib": peak, "refused": {}, "forward_flops": 6 * heads * head_dim * queries * keys}
 
 
-def softmax_row(columns: int, kind: str, rounds: int) -> Row:
+def softmax_row(columns: int, kind: str, broken: dict[str, str], rounds: int) -> Row:
     """(rows, columns) in bf16, 256 MiB of them; the measure is a copy of the same bytes."""
-    rows = max(1, (128 << 20) // columns)
+    torch.compiler.reset()  # or after a few shapes torch.compile would no longer compile
+    rows = max(1, SOFTMAX_ELEMENTS // columns)
     queries = min(rows, columns)
     x = torch.randn(rows // queries, queries, columns, device="cuda", dtype=torch.bfloat16).requires_grad_()
     mask = torch.rand(1, queries, columns, device="cuda") < 0.1 if kind == "mask" else None
@@ -260,59 +305,64 @@ def softmax_row(columns: int, kind: str, rounds: int) -> Row:
         "torch": eager,
         "torch.compile": torch.compile(eager, dynamic=False),
     }
-    forward: dict[str, Call] = {}
-    training: dict[str, Call] = {}
+    calls: dict[str, Call] = {}
     refused: dict[str, str] = {}
     for name, function in contenders.items():
+        if name in broken or (name == "torch" and not rounds):
+            refused[name] = broken.get(name, "nothing to compile")
+            continue
 
-        def run_forward(function: Any = function) -> list[torch.cuda.Event]:
-            with torch.no_grad():
-                start = _event()
-                function(x)
-                return [start, _event()]
-
-        def run_training(function: Any = function) -> list[torch.cuda.Event]:
+        def run(function: Any = function) -> list[torch.cuda.Event]:
             start = _event()
             out = function(x)
             middle = _event()
             torch.autograd.grad(out, x, upstream)
             return [start, middle, _event()]
 
-        if reason := _try(run_training):
+        if reason := _try(name, run):
             refused[name] = reason
         else:
-            forward[name], training[name] = run_forward, run_training
+            calls[name] = run
 
     def copied() -> list[torch.cuda.Event]:
         start = _event()
         x.detach().clone()
         return [start, _event()]
 
-    forward["copy"] = copied
-    milliseconds = {name: {"forward": t[0]} for name, t in in_turns(forward, rounds).items()}
-    for name, intervals in in_turns(training, rounds).items():
-        milliseconds[name]["backward"] = intervals[1]
+    if not rounds:
+        return {"refused": refused}
+    copied()
+    times = in_turns({**calls, "copy": copied}, rounds, ROUND_MS / 2)
+    milliseconds = {name: dict(zip(("forward", "backward"), t, strict=False)) for name, t in times.items()}
     some = x[:1, :64].detach()
     seen = None if hidden is None else hidden[..., :64, :]
     truth = some.double() * 0.5
     truth = (truth if seen is None else truth.masked_fill(seen, float("-inf"))).softmax(-1)
     error = (scaled_masked_softmax(x, mask, 0.5, causal)[:1, :64].double() - truth).abs()
     relative = (error / truth.clamp_min(1e-30)).masked_fill(truth == 0, 0.0).max().item()
-    return {"ms": milliseconds, "refused": refused, "peak_mib": {}, "largest_relative_error": relative}
+    # what has to be read and written, over what a copy reads and writes; a causal mask hides what need not be read
+    seen_part = 1 - (queries - 1) / (2 * columns) if causal else 1.0
+    mask_part = queries / rows / 4 if mask is not None else 0.0  # a byte for two bytes read and two written
+    moved = {"forward": (seen_part + 1) / 2 + mask_part, "backward": seen_part + 0.5}
+    found = {"peak_mib": {}, "largest_relative_error": relative, "moved": moved}
+    return {"ms": milliseconds, "refused": refused} | found
 
 
-def jobs(section: str, skip: set[str]) -> Iterator[tuple[str, Callable[[int], Row]]]:
-    """Name and measurement of every shape of a section."""
+def jobs(section: str, skip: set[str]) -> Iterator[tuple[str, Callable[[dict[str, str], int], Row]]]:
+    """Name and measurement of every shape of a section; it takes contenders known to be broken, and the rounds."""
+    plain = ["ours", "SDPA cuDNN", "SDPA FA2", "TransformerEngine", "FlexAttention", "SDPA efficient"]
     peers = {
-        "plain": ["ours", "SDPA FA2", "SDPA cuDNN", "SDPA efficient", "FlexAttention", "TransformerEngine"],
+        "plain": plain,
+        "short": plain,
         "distance": [
-            "ours", "ours, no bias", "SDPA cuDNN", "SDPA efficient", "FlexAttention", "TransformerEngine",
+            "ours", "ours, no bias", "SDPA cuDNN", "TransformerEngine", "SDPA efficient", "FlexAttention",
         ],
         "memory": ["ours", "SDPA efficient"],
         "lse_first": ["ours", "lse_first", "lse_first stage 1", "SDPA cuDNN"],
     }  # fmt: skip
     shapes = {
         "plain": plain_shapes,
+        "short": short_shapes,
         "distance": distance_shapes,
         "memory": memory_shapes,
         "lse_first": lse_first_shapes,
@@ -320,130 +370,71 @@ def jobs(section: str, skip: set[str]) -> Iterator[tuple[str, Callable[[int], Ro
     if section in shapes:
         names = [name for name in peers[section] if name not in skip]
         for shape in shapes[section]():
-            yield shape.name, lambda rounds, shape=shape: attention_row(shape, names, rounds)
+            yield shape.name, lambda broken, rounds, shape=shape: attention_row(shape, names, broken, rounds)
     elif section == "host":
         for keys in (32768, 65536, 131072, 262144):
-            yield f"{keys} keys", lambda rounds, keys=keys: host_row(keys, rounds)
+            yield f"{keys} keys", lambda broken, rounds, keys=keys: host_row(keys, rounds)
     else:
-        for columns in (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072):
-            for kind in ("none", "causal", "mask"):
+        for columns in (32768, 16384, 8192, 4096, 2048, 1024, 512, 128, 65536, 131072):
+            for kind in ("causal", "none", "mask"):
                 yield (
                     f"{columns} columns, {kind}",
-                    lambda rounds, columns=columns, kind=kind: softmax_row(columns, kind, rounds),
+                    lambda broken, rounds, columns=columns, kind=kind: softmax_row(columns, kind, broken, rounds),
                 )
 
 
-SECTIONS = {
-    "plain": "Attention without bias",
-    "distance": "`distance_bias` with gradient",
-    "memory": "`distance_bias` with gradient, one sequence: peak memory",
-    "lse_first": "LSE-first attention",
-    "host": "LSE-first attention over keys in host memory",
-    "softmax": "Scaled masked softmax",
-}
+# ---------------------------------------------------------------- the run
+
+Job = tuple[str, str, Callable[[dict[str, str], int], Row]]
 
 
-# ---------------------------------------------------------------- tables
-
-
-def ratio(row: Row, ours: str, peer: str, what: str) -> float | None:
-    """How many times as fast as `peer` we are: the median over the rounds."""
-    mine, theirs = (row["ms"].get(name, {}).get(what) for name in (ours, peer))
-    if not mine or not theirs:
-        return None
-    return statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
-
-
-def _cell(row: Row, name: str, what: str, factor: float) -> str:
-    """TFLOP/s of a contender, or a dash."""
-    times = row["ms"].get(name, {}).get(what)
-    return f"{factor * row['forward_flops'] / statistics.median(times) / 1e9:.0f}" if times else "-"
-
-
-def attention_table(rows: list[Row]) -> list[str]:
-    names = list(dict.fromkeys(n for row in rows for n in [*row["ms"], *row["refused"]]))
-    peers = [name for name in names if name != "ours"]
-    lines = ["TFLOP/s forward / backward / both; in brackets our speed over that peer's, peak MiB of a step last.", ""]
-    lines += ["| shape | ours | " + " | ".join(peers) + " |", "|---" * (len(peers) + 2) + "|"]
-    kinds = (("forward", 1.0), ("backward", 2.5), ("both", 3.5))
-    for row in rows:
-        cells = []
-        for name in ["ours", *peers]:
-            if name in row["refused"]:
-                cells.append(row["refused"][name])
-                continue
-            text = "/".join(_cell(row, name, what, factor) for what, factor in kinds)
-            if name != "ours":
-                found = [ratio(row, "ours", name, what) for what, _ in kinds]
-                text += " (" + "/".join("-" if r is None else f"{r:.2f}" for r in found) + ")"
-            cells.append(text + (f" {row['peak_mib'][name]:.0f}" if name in row["peak_mib"] else ""))
-        note = "" if row.get("bitwise", True) else ", NOT bitwise repeatable"
-        lines.append(f"| {row['shape']}{note} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def lse_table(rows: list[Row]) -> list[str]:
-    lines = ["", "| shape | stage 1 / our forward, time | LSE-first / our forward, time |", "|---|---|---|"]
-    for row in rows:
-        parts = [ratio(row, name, "ours", "forward") for name in ("lse_first stage 1", "lse_first")]
-        lines.append(f"| {row['shape']} | " + " | ".join("-" if p is None else f"{1 / p:.2f}" for p in parts) + " |")
-    return lines
-
-
-def host_table(rows: list[Row]) -> list[str]:
-    lines = [
-        "| keys | ms from the host | ms on the device | ms of the copy alone | peak MiB from the host |",
-        "|---" * 5,
+def compile_ahead(processes: int) -> None:
+    """Run this command in several processes that only compile; what they leave in the caches is all that is wanted."""
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    parts = [
+        subprocess.Popen([sys.executable, *sys.argv, "--compile-part", f"{part}/{processes}"], env=environment)
+        for part in range(processes)
     ]
-    lines[1] += "|"
-    for row in rows:
-        times = [
-            statistics.median(row["ms"][n]["forward"]) for n in ("from the host", "on the device", "the copy alone")
-        ]
-        cells = [f"{t:.1f}" for t in times] + [f"{row['peak_mib']['from the host']:.0f}"]
-        lines.append(f"| {row['shape']} | " + " | ".join(cells) + " |")
-    return lines
+    deadline = time.monotonic() + 240
+    for part in parts:
+        try:
+            part.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            part.kill()
 
 
-def softmax_table(rows: list[Row]) -> list[str]:
-    """Bandwidth over that of a copy: the forward moves what a copy moves, the backward half as much again."""
-    names = ("ours", "torch", "torch.compile")
-    lines = [
-        "Bandwidth over that of a copy, forward / backward.",
-        "",
-        "| rows of | " + " | ".join(names) + " | error |",
-    ]
-    lines.append("|---" * 5 + "|")
-    for row in rows:
-        cells = []
-        for name in names:
-            times, copied = row["ms"].get(name), statistics.median(row["ms"]["copy"]["forward"])
-            if times is None:
-                cells.append(row["refused"].get(name, "-"))
-            else:
-                forward, backward = (statistics.median(times[what]) for what in ("forward", "backward"))
-                cells.append(f"{copied / forward:.2f} / {1.5 * copied / backward:.2f}")
-        lines.append(f"| {row['shape']} | " + " | ".join(cells) + f" | {row['largest_relative_error']:.1e} |")
-    return lines
+def compile_part(wanted: list[Job], part: str) -> None:
+    """Every n-th shape, once, without a measurement; `part` is the number of this process and how many there are."""
+    number, processes = map(int, part.split("/"))
+    for section, name, measure in wanted[number::processes]:
+        try:
+            for contender, reason in measure({}, 0).get("refused", {}).items():
+                print(f"compiling {section}: {name}: {contender}: {reason}", flush=True)
+        except Exception as error:  # the measurement will meet it again and tell
+            print(f"compiling {section}: {name}: {_in_one_line(error)}", flush=True)
+            return
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-def report(rows: list[Row]) -> str:
-    """Every section that has rows, as markdown."""
-    lines = []
-    for section, title in SECTIONS.items():
-        some = [row for row in rows if row["section"] == section]
-        if not some:
-            continue
-        last = some[-1]
-        lines += [
-            f"### {title}", "", f"{last['device']}; torch {last['torch']}, cuDNN {last['cudnn']}, triton "
-            f"{last['triton']}; {last['date']}; {last['rounds']} rounds.", "",
-        ]  # fmt: skip
-        tables = {"host": host_table, "softmax": softmax_table}
-        lines += tables.get(section, attention_table)(some)
-        lines += lse_table(some) if section == "lse_first" else []
-        lines.append("")
-    return "\n".join(lines)
+def _again(minutes: float) -> None:
+    """Start this command anew, with the minutes that are left, in place of a process whose device is unusable."""
+    words = sys.argv[:]
+    for option in ("--minutes", "--compile-ahead"):
+        if option in words:
+            place = words.index(option)
+            del words[place : place + 2]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *words, "--minutes", f"{minutes:.2f}"])
+
+
+def _lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _append(file: Path, line: dict[str, Any]) -> None:
+    with file.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
@@ -452,12 +443,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=9.0, help="start no shape after this long")
     parser.add_argument("--results", type=Path, default=Path("attention.jsonl"))
-    parser.add_argument("--report", type=Path)
+    parser.add_argument("--report", type=Path, help="write the tables of all results here, as markdown")
     parser.add_argument("--only", nargs="+", default=[], help="shapes whose name holds all of these words")
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="contenders to leave out")
     parser.add_argument("--list", action="store_true", help="print the shapes and stop")
+    parser.add_argument("--compile-ahead", type=int, default=0, metavar="N", help="compile in N processes first")
+    parser.add_argument("--compile-part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    wanted = [
+    wanted: list[Job] = [
         (section, name, measure)
         for section in arguments.sections
         for name, measure in jobs(section, set(arguments.skip))
@@ -466,36 +459,59 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{section}: {name}" for section, name, _ in wanted))
         return
+    if arguments.compile_part:
+        compile_part(wanted, arguments.compile_part)
+        return
+    begin = time.monotonic()
+    if arguments.compile_ahead:
+        compile_ahead(arguments.compile_ahead)
+        print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    left = measure_all(wanted, arguments.results, arguments.rounds, begin + 60 * arguments.minutes)
+    text = report(_lines_of(arguments.results))
+    print(text)
+    if arguments.report:
+        arguments.report.write_text(text)
+    if left:
+        print(f"{left} shapes are left; run the same command again.")
+
+
+def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) -> int:
+    """Measure what `results` does not have yet and append it; returns how many shapes there was no time for."""
     import triton
 
     F.softmax(torch.zeros(1, device="cuda"), 0)  # the context, before the clock is read
     versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "triton": triton.__version__}
-    device = {"device": torch.cuda.get_device_name(), **versions, "rounds": arguments.rounds}
-    text = arguments.results.read_text() if arguments.results.exists() else ""
-    rows = [json.loads(line) for line in text.splitlines()]
-    done = {(row["section"], row["shape"], row["device"]) for row in rows}
-    deadline, left = time.monotonic() + 60 * arguments.minutes, 0
+    device = {"device": torch.cuda.get_device_name(), **versions, "rounds": rounds}
+    breaking = results.with_suffix(".broken.jsonl")
+    done = {(row["section"], row["shape"], row["device"]) for row in _lines_of(results)}
+    broken: dict[tuple[str, str], dict[str, str]] = {}
+    for line in _lines_of(breaking):
+        broken.setdefault((line["section"], line["shape"]), {})[line["contender"]] = line["reason"]
+    left = 0
     for section, name, measure in wanted:
-        if (section, name, device["device"]) in done:
+        known = broken.get((section, name), {})
+        if (section, name, device["device"]) in done or "all" in known:
             continue
         if time.monotonic() > deadline:
             left += 1
             continue
         torch.manual_seed(0)
+        begin = time.monotonic()
         row = {"section": section, "shape": name, **device, "date": datetime.date.today().isoformat()}
-        row |= measure(arguments.rounds) | {"sm_mhz": _sm_clock()}
-        rows.append(row)
-        with arguments.results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            row |= measure(known, rounds) | {"sm_mhz": _sm_clock()}
+        except Exception as error:
+            contender, reason = error.args if isinstance(error, BrokenDeviceError) else ("all", _in_one_line(error))
+            print(f"{section}: {name}: {contender} broke the device: {reason}", flush=True)
+            _append(breaking, {"section": section, "shape": name, "contender": contender, "reason": reason})
+            _again((deadline - time.monotonic()) / 60)
+        _append(results, row)
         brief = {peer: round(statistics.median(t.get("both", t["forward"])), 3) for peer, t in row["ms"].items()}
-        print(f"{section}: {name}: ms {brief} {row['refused'] or ''}", flush=True)
+        took = time.monotonic() - begin
+        print(f"{section}: {name}: ms {brief} {row['refused'] or ''} in {took:.1f} s", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-    print(report(rows))
-    if arguments.report:
-        arguments.report.write_text(report(rows))
-    if left:
-        print(f"{left} shapes are left; run the same command again.")
+    return left
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from .problem import (
     with_plain_rows,
 )
 from .tile import (
+    LOG2E,
     dense_place,
     dot,
     exponents,
@@ -50,14 +51,15 @@ DELTA_BLOCK = 64
 
 @jit
 def delta_kernel(
-    out_pointer, out_gradient_pointer, lse_pointer, lse_gradient_pointer, delta_pointer,
-    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, heads, rows,
+    out_pointer, out_gradient_pointer, lse_pointer, lse_gradient_pointer, delta_pointer, base_2_pointer,
+    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, heads, rows, pitch,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LSE_GRADIENT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    WRITE_BASE_2: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One program: delta = sum(out * dO) - dLSE of BLOCK_M rows of a head, (batch, heads, rows); 0 in empty rows.
+    """One program: delta = sum(out * dO) - dLSE of BLOCK_M rows of a head, (batch, heads, pitch); 0 in empty rows.
 
-    A packed tensor is taken as one sequence, for a row's delta needs nothing but the row.
+    base_2 (WRITE_BASE_2), like delta: the log-sum-exps in base 2, +inf in empty rows. A packed tensor is taken as one
+    sequence, for a row's delta needs nothing but the row.
     """
     sequence, head, first = dense_place(tl.program_id(0), rows, heads, BLOCK_M, False)
     row = first + tl.arange(0, BLOCK_M)
@@ -71,7 +73,10 @@ def delta_kernel(
     lse = tl.load(lse_pointer + here, mask=inside, other=float("-inf"))
     if HAS_LSE_GRADIENT:
         delta -= tl.load(lse_gradient_pointer + here, mask=inside, other=0.0)
-    tl.store(delta_pointer + here, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
+    there = per_row_start(sequence, head, 0, heads, pitch, False) + row
+    tl.store(delta_pointer + there, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
+    if WRITE_BASE_2:
+        tl.store(base_2_pointer + there, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=inside)
 
 
 @jit
@@ -328,31 +333,42 @@ def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
 ) -> Saved:
     """Run the delta kernel. Its result folds in the gradient of the log-sum-exp: d lse / d score is the weight."""
-    q, k, v = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v)
-    out, out_gradient = with_plain_rows(out), with_plain_rows(out_gradient)
+    q, k, v, out_gradient = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v), with_plain_rows(out_gradient)
     delta = torch.empty_like(lse)
-    rows, heads, head_dim = q.shape[-3:]
-    batch = q.shape[0] if q.ndim == 4 else 1
-    if lse.numel():
-        with on_device(q):
-            delta_kernel[(-(-rows // DELTA_BLOCK) * heads * batch,)](
-                out,
-                out_gradient,
-                lse,
-                None if lse_gradient is None else lse_gradient.contiguous(),
-                delta,
-                **strides("o", out),
-                **strides("do", out_gradient),
-                heads=heads,
-                rows=rows,
-                HEAD_DIM=head_dim,
-                BLOCK_D=max(16, next_power_of_2(head_dim)),
-                BLOCK_M=DELTA_BLOCK,
-                HAS_LSE_GRADIENT=lse_gradient is not None,
-                ACCUMULATE=tl.float64 if accumulator_dtype(q.dtype) == torch.float64 else tl.float32,
-                num_warps=4,
-            )
+    launch_delta(with_plain_rows(out), lse, out_gradient, lse_gradient, delta)
     return Saved(q, k, v, out_gradient, lse, delta)
+
+
+def launch_delta(
+    out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None, delta: Tensor,
+    base_2: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill `delta`, and `base_2` if given, whose last dimension may be longer than that of `lse`; see the kernel."""
+    rows, heads, head_dim = out.shape[-3:]
+    batch = out.shape[0] if out.ndim == 4 else 1
+    if not lse.numel():
+        return
+    with on_device(out):
+        delta_kernel[(-(-rows // DELTA_BLOCK) * heads * batch,)](
+            out,
+            out_gradient,
+            lse,
+            None if lse_gradient is None else lse_gradient.contiguous(),
+            delta,
+            base_2,
+            **strides("o", out),
+            **strides("do", out_gradient),
+            heads=heads,
+            rows=rows,
+            pitch=delta.shape[-1],
+            HEAD_DIM=head_dim,
+            BLOCK_D=max(16, next_power_of_2(head_dim)),
+            BLOCK_M=DELTA_BLOCK,
+            HAS_LSE_GRADIENT=lse_gradient is not None,
+            WRITE_BASE_2=base_2 is not None,
+            ACCUMULATE=tl.float64 if accumulator_dtype(out.dtype) == torch.float64 else tl.float32,
+            num_warps=4,
+        )
 
 
 def launch_dq(

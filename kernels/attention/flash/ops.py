@@ -14,6 +14,7 @@ from ..arguments import check_arguments
 from .backward import launch_dkdv, launch_dq, prepare_backward
 from .bias_gradient import launch_bias_gradient, launch_distance_gradient
 from .forward import empty_results, launch_forward
+from .hopper.gate import serves
 from .problem import Problem
 
 # ---------------------------------------------------------------- custom operations
@@ -43,6 +44,10 @@ def _flash_attention(
         bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale, softcap, dropout_p,
         max_queries, max_keys,
     )  # fmt: skip
+    if serves(q, k, v, problem):
+        from .hopper.launch import launch_forward as launch_hopper_forward
+
+        return launch_hopper_forward(q, k, v, problem)
     return launch_forward(q, k, v, problem)
 
 
@@ -83,6 +88,10 @@ def _flash_attention_backward(
         bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale, softcap, dropout_p,
         max_queries, max_keys,
     )  # fmt: skip
+    if serves(q, k, v, problem):
+        return _hopper_backward(
+            q, k, v, out, lse, out_gradient, lse_gradient, problem, needs_q, needs_kv, needs_distance_bias
+        )
     saved = prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
     q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient = (q.new_empty(0) for _ in range(5))
     if needs_kv:
@@ -99,6 +108,30 @@ def _flash_attention_backward(
     if needs_bias and bias is not None and not full_bias:
         bias_gradient = launch_bias_gradient(saved, problem).to(bias.dtype)
     return q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient
+
+
+def _hopper_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
+    problem: Problem, needs_q: bool, needs_kv: bool, needs_distance_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `_flash_attention_backward` returns, from the Hopper kernels; they serve no dense bias."""
+    from .hopper import launch
+    from .hopper.distance import distance_gradient as distance_sums
+
+    saved = launch.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
+    q_gradient, k_gradient, v_gradient, nothing, distance_gradient = (q.new_empty(0) for _ in range(5))
+    far = diagonals = None
+    if needs_kv or needs_distance_bias:
+        dk, dv, diagonals = launch.launch_dkdv(saved, problem, diagonals=needs_distance_bias)
+        if needs_kv:
+            k_gradient, v_gradient = dk, dv
+    if needs_q or needs_distance_bias:
+        dq, far = launch.launch_dq(saved, problem, far_sums=needs_distance_bias)
+        q_gradient = dq if needs_q else q_gradient
+    if far is not None and diagonals is not None and problem.distance_bias is not None:
+        reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
+        distance_gradient = distance_sums(far, diagonals, reach, offset).to(problem.distance_bias.dtype)
+    return q_gradient, k_gradient, v_gradient, nothing, distance_gradient
 
 
 @_flash_attention_backward.register_fake

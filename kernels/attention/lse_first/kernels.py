@@ -57,15 +57,12 @@ def _visited_keys(
 
 
 @jit
-def _exponents(product, query, key, keys, shift, scale, EDGE: tl.constexpr, CAUSAL: tl.constexpr):
-    """Exponents of a tile from its products, -inf where hidden; `query` and `key` broadcast to the tile."""
-    exponent = product * (scale * LOG2E)
-    if EDGE:
-        visible = key < keys
-        if CAUSAL:
-            visible = visible & (key <= query + shift)
-        exponent = tl.where(visible, exponent, float("-inf"))
-    return exponent
+def _seen(tile, query, key, keys, shift, CAUSAL: tl.constexpr):
+    """A tile at the edge, -inf where hidden; `query` and `key` broadcast to it."""
+    visible = key < keys
+    if CAUSAL:
+        visible = visible & (key <= query + shift)
+    return tl.where(visible, tile, float("-inf"))
 
 
 # ---------------------------------------------------------------- stage 1
@@ -77,30 +74,41 @@ def lse_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     heads, heads_per_group, queries, keys, shift, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, MERGE: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MERGE: tl.constexpr, NEGATIVE: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the log-sum-exp of BLOCK_M queries of a head over the chunk; with MERGE added to what is there.
 
     q: (batch, queries, heads, HEAD_DIM); k: (batch, keys, groups, HEAD_DIM); lse: (batch, heads, queries), natural.
+    The arithmetic around the exponentials is what takes the time. So the highest product is sought, not the highest
+    score, and scaling and shifting an exponent are one multiply-add; hence `scale` is positive, and with NEGATIVE its
+    sign is that of the products.
     """
     sequence, head, first = dense_place(tl.program_id(0), queries, heads, BLOCK_M, CAUSAL)
     query = first + tl.arange(0, BLOCK_M)
     q_rows = row_start(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
     k_rows = row_start(k_pointer, sequence, head // heads_per_group, 0, stride_kb, stride_ks, stride_kh)
     q = load_rows(q_rows, first, stride_qs, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    highest = tl.full((BLOCK_M,), float("-inf"), ACCUMULATE)
+    highest_product = tl.full((BLOCK_M,), float("-inf"), ACCUMULATE)
+    highest = highest_product
     total = tl.zeros((BLOCK_M,), ACCUMULATE)
+    factor = scale * LOG2E
     whole, stop = _visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, stop if EDGE else whole, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
             k = load_rows(k_rows, start, stride_ks, key < keys, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE)
             product = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION)
-            exponent = _exponents(product, query[:, None], key[None, :], keys, shift, scale, EDGE, CAUSAL)
-            higher = tl.maximum(highest, tl.max(exponent, 1))
+            if NEGATIVE:
+                product = -product
+            if EDGE:
+                product = _seen(product, query[:, None], key[None, :], keys, shift, CAUSAL)
+            highest_product = tl.maximum(highest_product, tl.max(product, 1))
+            # rounded here and carried: the same highest product must shift the total by nothing
+            higher = highest_product * factor
             # a row that has seen no key yet holds -inf, and -inf - -inf would be NaN
             safe = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp2(highest - safe) + tl.sum(tl.exp2(exponent - safe[:, None]), 1)
+            total = total * tl.exp2(highest - safe) + tl.sum(tl.exp2(product * factor - safe[:, None]), 1)
             highest = higher
     lse_row = lse_pointer + per_row_start(sequence, head, 0, heads, queries, False) + query
     if MERGE:
@@ -147,7 +155,9 @@ def output_kernel(
             k = load_rows(k_rows, start, stride_ks, key < keys, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE)
             v = load_rows(v_rows, start, stride_vs, key < keys, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE)
             product = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION)
-            exponent = _exponents(product, query[:, None], key[None, :], keys, shift, scale, EDGE, CAUSAL)
+            exponent = product * (scale * LOG2E)
+            if EDGE:
+                exponent = _seen(exponent, query[:, None], key[None, :], keys, shift, CAUSAL)
             weight = tl.exp2(exponent - lse[:, None])
             accumulator = dot(rounded(weight, v.dtype), v, accumulator, PRECISION)
     if MERGE:
@@ -196,7 +206,8 @@ def _blocks(rows: int, block: int, q: Tensor, heads: int) -> tuple[int]:
 def lse_of_chunk_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: float, merge: bool) -> None:
     """Stage 1: write the log-sum-exp over a chunk into `lse` (batch, heads, queries), or merge it in."""
     q, k = with_plain_rows(q), with_plain_rows(k)
-    arguments = _arguments(q, k, "lse", shift, scale)
+    # of a scale of 0 something is left, so that nothing hidden becomes -inf times 0
+    arguments = _arguments(q, k, "lse", shift, max(abs(scale), 1e-30)) | {"NEGATIVE": scale < 0}
     grid = _blocks(q.shape[1], arguments["BLOCK_M"], q, q.shape[2])
     with on_device(q):
         lse_kernel[grid](lse_pointer=lse, MERGE=merge, **arguments)

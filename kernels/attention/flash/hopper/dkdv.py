@@ -1,0 +1,299 @@
+"""Gradients of keys and values on Hopper: one producer warp group, two consumers of 64 keys each.
+
+Scores are transposed here, (keys, queries), so that the weights are an operand in registers. Heads of width 256 leave
+no room for two sums in one warp group: there one consumer sums dV and the other dK, both over the same 64 keys.
+"""
+
+# Gluon compiles these functions, and its language is typed for itself:
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+
+from .diagonals import allocate_scratch, store_diagonals
+from .schedule import fill, jit, load_tile, release, ring, turn_of, turns_of, wait_full
+from .scores import far_shifts
+
+
+@jit
+def _first_query_tile(tile, offset, BLOCK_M: gl.constexpr, BLOCK_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """The first tile of queries that see a key of the tile."""
+    first = 0
+    if CAUSAL:
+        first = gl.maximum(tile * BLOCK_KEYS - offset, 0) // BLOCK_M
+    return first
+
+
+@jit
+def _produce(
+    q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
+    keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+    order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Load the keys and values of a tile, and the queries and upstream gradients that meet them, head by head."""
+    step = 0
+    for turn in range(turns_of(order_pointer, order_width)):
+        tile, pair = turn_of(order_pointer, order_width, turn)
+        group, sequence = pair % groups, pair // groups
+        fill(keys_ring, turn, k_descriptor, [sequence, tile * BLOCK_N, group, 0], 2 * BLOCK_N * HEAD_DIM * 2, 1)
+        load_tile(v_descriptor, [sequence, tile * BLOCK_N, group, 0], keys_ring[1].index(0), values)
+        first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
+        for h in range(heads_per_group):
+            head = group * heads_per_group + h
+            row = sequence * groups * heads_per_group + head
+            for i in range(first, query_tiles):
+                stage = step % STAGES
+                place = [sequence, i * BLOCK_M, head, 0]
+                fill(queries_ring, step, q_descriptor, place, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
+                load_tile(lse_descriptor, [row, i * BLOCK_M], queries_ring[1].index(stage), lse_buffers.index(stage))
+                fill(upstream_ring, step, do_descriptor, place, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
+                full = upstream_ring[1].index(stage)
+                load_tile(delta_descriptor, [row, i * BLOCK_M], full, delta_buffers.index(stage))
+                step += 1
+
+
+@jit
+def _exponents(
+    s, lse, distance_here, far, key, query, offset, keys, scale_log2, reach,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr,
+):  # fmt: skip
+    """Exponents (keys, queries) of the weights of a tile from key `key` and query `query` on; `far` of `far_shifts`."""
+    layout: gl.constexpr = s.type.layout
+    row = gl.expand_dims(gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
+    shift = 0.0
+    if HAS_DISTANCE:
+        shift = far[0]
+        if key - (query + s.shape[1] - 1) - offset >= reach:
+            shift = far[1]
+        elif key + s.shape[0] - 1 - query - offset > -reach:
+            shift = 0.0
+            s = s + gl.load(distance_here + (key - query - offset) + row - column)
+    # rows that do not exist have a score of 0, whose exponential need not be finite
+    edge = (key + s.shape[0] > keys) | (query + s.shape[1] > keys - offset)
+    if CAUSAL:
+        edge = edge | (query + offset < key + s.shape[0])
+    if edge:
+        hidden = (key + row >= keys) | (query + column >= keys - offset)
+        if CAUSAL:
+            hidden = hidden | (key + row > query + column + offset)
+        s = gl.where(hidden, float("-inf"), s)
+    return s * scale_log2 - gl.expand_dims(lse - shift, 0)
+
+
+@jit
+def _store(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
+    """Store rows of a contiguous (batch, keys, groups, HEAD_DIM)."""
+    layout: gl.constexpr = sums.type.layout
+    j = key + gl.expand_dims(gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
+    row = (pair // groups * keys + j).to(gl.int64) * groups + pair % groups
+    gl.store(pointer + row * HEAD_DIM + column, sums.to(pointer.dtype.element_ty), mask=j < keys)
+
+
+@jit
+def _consume_both(
+    dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+    keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
+    order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+    scale, scale_log2, reach, extent, bands, key_blocks,
+    W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, DIAGONALS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Consumer W: both gradients of its half of each tile of keys."""
+    KEYS: gl.constexpr = BLOCK_N // 2
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
+    columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, scores_layout)
+    k = keys_ring[0].index(0).reshape([BLOCK_N, HEAD_DIM]).slice(W * KEYS, KEYS, dim=0)
+    v = values.reshape([BLOCK_N, HEAD_DIM]).slice(W * KEYS, KEYS, dim=0)
+    step = 0
+    for turn in range(turns_of(order_pointer, order_width)):
+        tile, pair = turn_of(order_pointer, order_width, turn)
+        key = tile * BLOCK_N + W * KEYS
+        running_dk = warpgroup_mma_init(gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout))
+        running_dv = warpgroup_mma_init(gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout))
+        begun = step
+        first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
+        wait_full(keys_ring, turn, 1)
+        for h in range(heads_per_group):
+            head = pair % groups * heads_per_group + h
+            distance_here = distance_pointer
+            if HAS_DISTANCE:
+                distance_here = distance_pointer + head * (2 * extent + 1) + extent
+            far = far_shifts(distance_here, extent, scale_log2, HAS_DISTANCE)
+            for i in range(first, query_tiles):
+                stage = step % STAGES
+                q = queries_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
+                out_gradient = upstream_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
+                wait_full(queries_ring, step, STAGES)
+                pending = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                wait_full(upstream_ring, step, STAGES)
+                pending_product = warpgroup_mma(v, out_gradient.permute((1, 0)), zero, use_acc=False, is_async=True)
+                lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
+                # the products of the tile before were still running while these two were issued
+                dk, dv = warpgroup_mma_wait(2, deps=[running_dk, running_dv])
+                if step > begun:
+                    release(upstream_ring, step - 1, STAGES)
+                    release(queries_ring, step - 1, STAGES)
+                s = warpgroup_mma_wait(1, deps=[pending])
+                weight = gl.exp2(_exponents(
+                    s, lse, distance_here, far, key, i * BLOCK_M, offset, keys, scale_log2, reach,
+                    CAUSAL, HAS_DISTANCE,
+                ))  # fmt: skip
+                p = gl.convert_layout(weight.to(dtype), weights_layout)
+                running_dv = warpgroup_mma(p, out_gradient, dv, is_async=True)
+                delta = delta_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
+                product = warpgroup_mma_wait(1, deps=[pending_product])
+                gradient = weight * (product - gl.expand_dims(delta, 0))
+                g = gl.convert_layout(gradient.to(dtype), weights_layout)
+                running_dk = warpgroup_mma(g, q, dk, is_async=True)
+                if DIAGONALS:
+                    row = pair // groups * groups * heads_per_group + head
+                    store_diagonals(
+                        gradient, diagonals_pointer, scratch, row, key, i * BLOCK_M, offset,
+                        reach, bands, key_blocks,
+                    )  # fmt: skip
+                step += 1
+        dk, dv = warpgroup_mma_wait(0, deps=[running_dk, running_dv])
+        if step > begun:
+            release(upstream_ring, step - 1, STAGES)
+            release(queries_ring, step - 1, STAGES)
+        release(keys_ring, turn, 1)
+        _store(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
+        _store(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
+
+
+@jit
+def _consume_one(
+    out_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+    order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
+    IS_KEYS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """One gradient, of the keys or of the values, of each tile of keys."""
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
+    columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
+    k = keys_ring[0].index(0).reshape([BLOCK_N, HEAD_DIM])
+    v = values.reshape([BLOCK_N, HEAD_DIM])
+    step = 0
+    for turn in range(turns_of(order_pointer, order_width)):
+        tile, pair = turn_of(order_pointer, order_width, turn)
+        key = tile * BLOCK_N
+        sums = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
+        first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
+        wait_full(keys_ring, turn, 1)
+        for _ in range(heads_per_group):
+            for i in range(first, query_tiles):
+                stage = step % STAGES
+                q = queries_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
+                out_gradient = upstream_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
+                wait_full(queries_ring, step, STAGES)
+                pending = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                wait_full(upstream_ring, step, STAGES)
+                lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
+                if IS_KEYS:
+                    pending_product = warpgroup_mma(v, out_gradient.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    s = warpgroup_mma_wait(1, deps=[pending])
+                else:
+                    s = warpgroup_mma_wait(0, deps=[pending])
+                weight = gl.exp2(_exponents(
+                    s, lse, lse_buffers, (0.0, 0.0), key, i * BLOCK_M, offset, keys, scale_log2, 0, CAUSAL, False,
+                ))  # fmt: skip
+                if IS_KEYS:
+                    delta = delta_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
+                    product = warpgroup_mma_wait(0, deps=[pending_product])
+                    weight = weight * (product - gl.expand_dims(delta, 0))
+                p = gl.convert_layout(weight.to(dtype), weights_layout)
+                if IS_KEYS:
+                    pending_sums = warpgroup_mma(p, q, sums, is_async=True)
+                else:
+                    pending_sums = warpgroup_mma(p, out_gradient, sums, is_async=True)
+                sums = warpgroup_mma_wait(0, deps=[pending_sums])
+                release(queries_ring, step, STAGES)
+                release(upstream_ring, step, STAGES)
+                step += 1
+        release(keys_ring, turn, 1)
+        if IS_KEYS:
+            sums = sums * scale
+        _store(out_pointer, sums, key, pair, groups, keys, HEAD_DIM)
+
+
+@jit
+def hopper_dkdv(
+    q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
+    dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+    order_pointer, order_width, groups, heads_per_group, query_tiles, queries, keys,
+    scale, scale_log2, reach, extent, bands, key_blocks,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, DIAGONALS: gl.constexpr,
+):  # fmt: skip
+    """Gradients of every tile of BLOCK_N keys and values, from all query heads of their group in order.
+
+    Descriptors over (batch, rows, heads, HEAD_DIM); of lse (base 2, +inf in a row without keys) and delta over (batch *
+    heads, queries) fp32. dk, dv: contiguous (batch, keys, groups, HEAD_DIM). diagonals (DIAGONALS): see `diagonals.py`.
+    """
+    dtype: gl.constexpr = q_descriptor.dtype
+    layout: gl.constexpr = q_descriptor.layout
+    row_layout: gl.constexpr = lse_descriptor.layout
+    offset = keys - queries
+    keys_ring = ring(gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, 1, HEAD_DIM], layout), 1, 2)
+    values = gl.allocate_shared_memory(dtype, [1, BLOCK_N, 1, HEAD_DIM], layout)
+    queries_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, 2)
+    upstream_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, 2)
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
+    scratch, other_scratch = values, values
+    if DIAGONALS:
+        scratch, other_scratch = allocate_scratch(), allocate_scratch()
+    if HEAD_DIM > 128:
+        gl.warp_specialize([
+            (_consume_one, (
+                dv_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                scale, scale_log2, False, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, dtype,
+            )),
+            (_consume_one, (
+                dk_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                scale, scale_log2, True, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, dtype,
+            )),
+            (_produce, (
+                q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
+                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
+                BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+            )),
+        ], [4, 4], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume_both, (
+                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                scale, scale_log2, reach, extent, bands, key_blocks,
+                0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+            )),
+            (_consume_both, (
+                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, other_scratch,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                scale, scale_log2, reach, extent, bands, key_blocks,
+                1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+            )),
+            (_produce, (
+                q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
+                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
+                BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+            )),
+        ], [4, 4], [240, 24])  # fmt: skip

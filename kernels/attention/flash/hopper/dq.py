@@ -1,0 +1,179 @@
+"""Gradient of the queries on Hopper: the grid and the warp groups of the forward kernel, three products per tile."""
+
+# Gluon compiles these functions, and its language is typed for itself:
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .schedule import fill, jit, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
+from .scores import distance_shift, far_shifts, hidden_scores, key_tiles, tiles_without_mask
+
+
+@jit
+def _produce(
+    q_descriptor, k_descriptor, v_descriptor, do_descriptor, queries_ring, upstream, keys_ring, values_ring,
+    order_pointer, order_width, heads, heads_per_group, offset, keys,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Load queries and upstream gradients of both consumers, and the tiles of keys and values, the last first."""
+    step = 0
+    for turn in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, turn)
+        head, sequence = pair % heads, pair // heads
+        group = head // heads_per_group
+        number = key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
+        for i in range(number):
+            place = [sequence, (number - 1 - i) * BLOCK_N, group, 0]
+            fill(keys_ring, step, k_descriptor, place, BLOCK_N * HEAD_DIM * 2, STAGES)
+            if i == 0:
+                for w in gl.static_range(2):
+                    full = queries_ring[1].index(w)
+                    mbarrier.wait(queries_ring[2].index(w), (turn & 1) ^ 1)
+                    mbarrier.expect(full, 2 * BLOCK_M * HEAD_DIM * 2)
+                    place_q = [sequence, (2 * row + w) * BLOCK_M, head, 0]
+                    load_tile(q_descriptor, place_q, full, queries_ring[0].index(w))
+                    load_tile(do_descriptor, place_q, full, upstream.index(w))
+            fill(values_ring, step, v_descriptor, place, BLOCK_N * HEAD_DIM * 2, STAGES)
+            step += 1
+
+
+@jit
+def _consume(
+    dq_descriptor, lse_pointer, delta_pointer, distance_pointer, far_pointer,
+    queries_ring, upstream, keys_ring, values_ring, outs,
+    order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
+    W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, FAR_SUMS: gl.constexpr, OUT_APART: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """Consumer W: the gradient of its BLOCK_M rows of each tile."""
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores_layout)
+    q = queries_ring[0].index(W).reshape([BLOCK_M, HEAD_DIM])
+    out_gradient = upstream.index(W).reshape([BLOCK_M, HEAD_DIM])
+    out_buffer = outs.index(W)
+    step = 0
+    for turn in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, turn)
+        number = key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
+        first = row * 2 * BLOCK_M + W * BLOCK_M
+        clear = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
+        distance_here = distance_pointer
+        if HAS_DISTANCE:
+            distance_here = distance_pointer + pair % heads * (2 * extent + 1) + extent
+        far = far_shifts(distance_here, extent, scale_log2, HAS_DISTANCE)
+        query = first + gl.arange(0, BLOCK_M, rows_layout)
+        lse = gl.load(lse_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
+        delta = gl.load(delta_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
+        running = warpgroup_mma_init(gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout))
+        low_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
+        high_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
+        mbarrier.wait(queries_ring[1].index(W), turn & 1)
+        for i in range(number):
+            wait_full(keys_ring, step, STAGES)
+            k = keys_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
+            pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+            wait_full(values_ring, step, STAGES)
+            v = values_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
+            pending_product = warpgroup_mma(out_gradient, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+            # the product of the tile before was still running while these two were issued
+            dq = warpgroup_mma_wait(2, deps=[running])
+            if i > 0 and STAGES > 1:
+                release(keys_ring, step - 1, STAGES)
+            s = warpgroup_mma_wait(1, deps=[pending])
+            start = (number - 1 - i) * BLOCK_N
+            s, shift = distance_shift(s, distance_here, far, start, first, offset, reach, HAS_DISTANCE)
+            if number - 1 - i >= clear:
+                s = hidden_scores(s, start, first, offset, keys, CAUSAL)
+            weight = gl.exp2(s * scale_log2 - gl.expand_dims(lse - shift, 1))
+            product = warpgroup_mma_wait(0, deps=[pending_product])
+            release(values_ring, step, STAGES)
+            gradient = weight * (product - gl.expand_dims(delta, 1))
+            if FAR_SUMS:
+                if start + BLOCK_N - 1 - first - offset <= -reach:
+                    low_sum += gl.sum(gradient, 1)
+                elif start - (first + BLOCK_M - 1) - offset >= reach:
+                    high_sum += gl.sum(gradient, 1)
+            g = gl.convert_layout(gradient.to(dtype), weights_layout)
+            running = warpgroup_mma(g, k, dq, is_async=True)
+            if STAGES == 1:
+                running = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[running]))
+                release(keys_ring, step, STAGES)
+            step += 1
+        dq = warpgroup_mma_wait(0, deps=[running])
+        if STAGES > 1:
+            release(keys_ring, step - 1, STAGES)
+        if OUT_APART:
+            mbarrier.arrive(queries_ring[2].index(W), count=1)
+        if FAR_SUMS:
+            far_here = far_pointer + pair.to(gl.int64) * 2 * queries + query
+            gl.store(far_here, low_sum, mask=query < queries)
+            gl.store(far_here + queries, high_sum, mask=query < queries)
+        tma.store_wait(0)  # of the tile before: its gradient has left the buffer
+        out_buffer.reshape([BLOCK_M, HEAD_DIM]).store((dq * scale).to(dtype))
+        fence_async_shared()
+        store_tile(dq_descriptor, [pair // heads, first, pair % heads, 0], out_buffer)
+        if not OUT_APART:
+            tma.store_wait(0)
+            mbarrier.arrive(queries_ring[2].index(W), count=1)
+    tma.store_wait(0)
+
+
+@jit
+def hopper_dq(
+    q_descriptor, k_descriptor, v_descriptor, do_descriptor, dq_descriptor,
+    lse_pointer, delta_pointer, distance_pointer, far_pointer,
+    order_pointer, order_width, heads, heads_per_group, queries, pitch, keys, scale, scale_log2, reach, extent,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, FAR_SUMS: gl.constexpr, OUT_APART: gl.constexpr,
+):  # fmt: skip
+    """Gradient of every tile of 2 BLOCK_M queries.
+
+    Descriptors and distance as in `hopper_forward`. lse (base 2, +inf in a row without keys) and delta: fp32 (batch,
+    heads, pitch). far (FAR_SUMS): fp32 (batch, heads, 2, queries), the gradients of a row's scores, summed over tiles
+    whose distances are all <= -reach, and over tiles where all are >= reach.
+    """
+    dtype: gl.constexpr = q_descriptor.dtype
+    offset = keys - queries
+    layout: gl.constexpr = q_descriptor.layout
+    q_buffers = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], layout)
+    upstream = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], layout)
+    outs = q_buffers
+    if OUT_APART:
+        outs = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], layout)
+    queries_ring = ring(q_buffers, 2, 1)
+    keys_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
+    values_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
+    gl.warp_specialize([
+        (_consume, (
+            dq_descriptor, lse_pointer, delta_pointer, distance_pointer, far_pointer,
+            queries_ring, upstream, keys_ring, values_ring, outs,
+            order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
+            0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, FAR_SUMS, OUT_APART, dtype,
+        )),
+        (_consume, (
+            dq_descriptor, lse_pointer, delta_pointer, distance_pointer, far_pointer,
+            queries_ring, upstream, keys_ring, values_ring, outs,
+            order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
+            1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, FAR_SUMS, OUT_APART, dtype,
+        )),
+        (_produce, (
+            q_descriptor, k_descriptor, v_descriptor, do_descriptor, queries_ring, upstream, keys_ring, values_ring,
+            order_pointer, order_width, heads, heads_per_group, offset, keys,
+            BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+        )),
+    ], [4, 4], [240, 24])  # fmt: skip

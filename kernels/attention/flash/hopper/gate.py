@@ -1,0 +1,61 @@
+"""Which calls the Hopper kernels serve; all others take the portable ones, which compute the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ....launch import INTERPRETED
+from ..problem import Problem
+
+HEAD_DIMS = (64, 128, 256)
+# a table of sums per tile of keys holds 2 reach / 64 diagonals: beyond this it is no longer small beside K and V
+LARGEST_REACH = 512
+
+
+@cache
+def _has_gluon() -> bool:
+    """Whether the installed Triton has the Gluon of 3.6, the oldest that the kernels were run with."""
+    try:
+        installed = tuple(int(part) for part in version("triton").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return False
+    return installed >= (3, 6) and find_spec("triton.experimental.gluon") is not None
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def as_tma_reads(tensor: Tensor) -> Tensor:
+    """A (batch, rows, heads, head_dim) as it is if TMA can read it, else a copy.
+
+    TMA wants addresses in units of 16 bytes, rows without gaps, and no dimension that is expanded.
+    """
+    unit = 16 // tensor.element_size()
+    strided = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
+    aligned = all(stride > 0 and stride % unit == 0 for stride in strided)
+    if aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
+    """Whether the Hopper kernels compute this call, forward and backward."""
+    if INTERPRETED or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if q.ndim != 4 or problem.packed or problem.left >= 0 or problem.right > 0 or problem.scale <= 0:
+        return False
+    if problem.softcap or problem.dropout_p or problem.bias is not None or problem.key_padding_mask is not None:
+        return False
+    if q.shape[-1] not in HEAD_DIMS or not (q.numel() and k.numel()):
+        return False
+    distance = problem.distance_bias
+    if distance is not None and (q.shape[-1] > 128 or distance.shape[1] // 2 > LARGEST_REACH):
+        return False
+    return _has_gluon() and _is_hopper(q.device)

@@ -1,0 +1,227 @@
+"""Launches of the Hopper kernels; `gate.serves` says for which calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..backward import launch_delta
+from ..forward import empty_results
+from ..problem import Problem, on_device, with_plain_rows
+from .distance import bands_of, distance_table
+from .dkdv import hopper_dkdv
+from .dq import hopper_dq
+from .forward import hopper_forward
+from .gate import as_tma_reads
+from .order import tile_order, together
+
+LOG2E = 1.4426950408889634
+_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+class Blocks(NamedTuple):
+    """Queries and keys of a consumer's tile, how many tiles are loaded ahead, and warp groups that compute."""
+
+    queries: int
+    keys: int
+    stages: int
+    consumers: int = 2
+
+    def constants(self) -> dict[str, int]:
+        """As the kernels take them."""
+        return {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "STAGES": self.stages}
+
+
+_FORWARD = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
+_DQ = {64: Blocks(64, 128, 2), 128: Blocks(64, 64, 2), 256: Blocks(64, 64, 1)}
+# with sums over far tiles: what is far must be what `diagonals.py` takes for far, by tiles of 64 x 64
+_DQ_DISTANCE = {64: Blocks(64, 64, 3), 128: Blocks(64, 64, 2)}
+_DKDV = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
+
+
+def _rows_of(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` rows of a (batch, rows, heads, head_dim)."""
+    head_dim = tensor.shape[-1]
+    # a dimension of one entry may have any stride, which TMA would still check
+    strides = [
+        stride if size > 1 else head_dim for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+    ]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, rows, 1, head_dim], _TILE)
+
+
+def _order_of_queries(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Tensor:
+    batch, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    width = together(heads // groups, 2 * keys * head_dim * q.element_size(), causal)
+    rows = blocks.consumers * blocks.queries
+    return tile_order(False, queries, keys, rows, blocks.keys, causal, batch * heads, width, q.device)
+
+
+def _order_of_keys(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Tensor:
+    batch, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    width = together(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
+    return tile_order(True, queries, keys, blocks.keys, blocks.queries, causal, batch * groups, width, q.device)
+
+
+def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
+    """Table, reach and extent of the distance bias."""
+    if problem.distance_bias is None:
+        return None, 0, 0
+    table, extent = distance_table(problem.distance_bias, problem.scale)
+    return table, problem.distance_bias.shape[1] // 2, extent
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output like `q`, contiguous, and the log-sum-exps (batch, heads, queries)."""
+    q, k, v = (as_tma_reads(tensor) for tensor in (q, k, v))
+    out, lse = empty_results(q, problem)
+    _, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    blocks, causal = _FORWARD[head_dim], problem.right == 0
+    order = _order_of_queries(q, k, blocks, causal)
+    table, reach, extent = _distance(problem)
+    with on_device(q):
+        hopper_forward[(len(order),)](
+            _rows_of(q, blocks.queries),
+            _rows_of(k, blocks.keys),
+            _rows_of(v, blocks.keys),
+            _rows_of(out, blocks.queries),
+            lse,
+            lse if table is None else table,
+            order_pointer=order,
+            order_width=order.shape[1],
+            heads=heads,
+            heads_per_group=heads // groups,
+            queries=queries,
+            keys=keys,
+            scale=problem.scale * LOG2E,
+            reach=reach,
+            extent=extent,
+            **blocks.constants(),
+            CONSUMERS=blocks.consumers,
+            HEAD_DIM=head_dim,
+            CAUSAL=causal,
+            HAS_DISTANCE=table is not None,
+            OUT_APART=head_dim <= 128,
+            num_warps=4,
+        )
+    return out, lse
+
+
+class Prepared(NamedTuple):
+    """What both backward kernels read; `lse` (base 2) and `delta`: (batch, heads, pitch)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_gradient: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+def prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
+) -> Prepared:
+    """Run the delta kernel; rows of its results begin at multiples of 16 bytes, as TMA wants them."""
+    q, k, v, out_gradient = (as_tma_reads(tensor) for tensor in (q, k, v, out_gradient))
+    shape = (*lse.shape[:2], -(-lse.shape[2] // 4) * 4)
+    base_2, delta = lse.new_empty(shape), lse.new_empty(shape)
+    launch_delta(with_plain_rows(out), lse, out_gradient, lse_gradient, delta, base_2)
+    return Prepared(q, k, v, out_gradient, base_2, delta)
+
+
+def launch_dq(saved: Prepared, problem: Problem, *, far_sums: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradient of q, contiguous; with `far_sums` also (batch, heads, 2, queries), see `hopper_dq`."""
+    q, k = saved.q, saved.k
+    batch, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    table, reach, extent = _distance(problem)
+    blocks, causal = (_DQ if table is None else _DQ_DISTANCE)[head_dim], problem.right == 0
+    order = _order_of_queries(q, k, blocks, causal)
+    gradient = q.new_empty(q.shape)
+    far = saved.lse.new_empty(batch, heads, 2, queries) if far_sums else None
+    with on_device(q):
+        hopper_dq[(len(order),)](
+            _rows_of(q, blocks.queries),
+            _rows_of(k, blocks.keys),
+            _rows_of(saved.v, blocks.keys),
+            _rows_of(saved.out_gradient, blocks.queries),
+            _rows_of(gradient, blocks.queries),
+            saved.lse,
+            saved.delta,
+            saved.lse if table is None else table,
+            saved.lse if far is None else far,
+            order_pointer=order,
+            order_width=order.shape[1],
+            heads=heads,
+            heads_per_group=heads // groups,
+            queries=queries,
+            pitch=saved.lse.shape[2],
+            keys=keys,
+            scale=problem.scale,
+            scale_log2=problem.scale * LOG2E,
+            reach=reach,
+            extent=extent,
+            **blocks.constants(),
+            HEAD_DIM=head_dim,
+            CAUSAL=causal,
+            HAS_DISTANCE=table is not None,
+            FAR_SUMS=far_sums,
+            OUT_APART=head_dim <= 128,
+            num_warps=4,
+        )
+    return gradient, far
+
+
+def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of k and v, contiguous; with `diagonals` also (batch * heads, key blocks, bands, 128), see there."""
+    q, k = saved.q, saved.k
+    batch, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    table, reach, extent = _distance(problem)
+    blocks, causal = _DKDV[head_dim], problem.right == 0
+    order = _order_of_keys(q, k, blocks, causal)
+    k_gradient, v_gradient = k.new_empty(k.shape), k.new_empty(k.shape)
+    bands, key_blocks = bands_of(reach), 2 * -(-keys // blocks.keys)
+    sums = saved.lse.new_zeros(batch * heads, key_blocks, bands, 128) if diagonals else None
+    row_numbers = [
+        TensorDescriptor(numbers, [batch * heads, queries], [numbers.shape[2], 1], [1, blocks.queries], _ROW)
+        for numbers in (saved.lse, saved.delta)
+    ]
+    with on_device(q):
+        hopper_dkdv[(len(order),)](
+            _rows_of(q, blocks.queries),
+            _rows_of(k, blocks.keys),
+            _rows_of(saved.v, blocks.keys),
+            _rows_of(saved.out_gradient, blocks.queries),
+            *row_numbers,
+            k_gradient,
+            v_gradient,
+            saved.lse if table is None else table,
+            saved.lse if sums is None else sums,
+            order_pointer=order,
+            order_width=order.shape[1],
+            groups=groups,
+            heads_per_group=heads // groups,
+            query_tiles=-(-queries // blocks.queries),
+            queries=queries,
+            keys=keys,
+            scale=problem.scale,
+            scale_log2=problem.scale * LOG2E,
+            reach=reach,
+            extent=extent,
+            bands=bands,
+            key_blocks=key_blocks,
+            **blocks.constants(),
+            HEAD_DIM=head_dim,
+            CAUSAL=causal,
+            HAS_DISTANCE=table is not None,
+            DIAGONALS=diagonals,
+            num_warps=4,
+        )
+    return k_gradient, v_gradient, sums

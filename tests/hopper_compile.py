@@ -1,0 +1,70 @@
+"""Compile the Hopper kernels of flash attention for sm_90 without a GPU; prints JSON lines, one per variant.
+
+Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from offline_compile import resources
+
+
+def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Name of a kernel, the kernel, its constants: as `hopper/launch.py` launches it."""
+    from stoker.kernels.attention.flash.hopper import launch
+
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            for distance in (False, True) if head_dim <= 128 else (False,):
+                shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance}
+                apart = {"OUT_APART": head_dim <= 128}
+                blocks = launch._FORWARD[head_dim]
+                constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
+                yield "forward", launch.hopper_forward, shared | apart | constants
+                blocks = (launch._DQ_DISTANCE if distance else launch._DQ)[head_dim]
+                yield "dq", launch.hopper_dq, shared | apart | {"FAR_SUMS": distance} | blocks.constants()
+                blocks = launch._DKDV[head_dim]
+                yield "dkdv", launch.hopper_dkdv, shared | {"DIAGONALS": distance} | blocks.constants()
+
+
+def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """Compile, and count what the program needs."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from stoker.kernels.attention.flash.hopper import launch
+
+    block = {"k": constants["BLOCK_N"], "v": constants["BLOCK_N"]}
+    types, aligned = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        what, _, kind = argument.rpartition("_")
+        if argument in constants:
+            types[argument] = "constexpr"
+        elif kind == "descriptor" and what in ("lse", "delta"):
+            types[argument] = f"tensordesc<fp32[1, {constants['BLOCK_M']}],{launch._ROW!r}>"
+        elif kind == "descriptor":
+            rows = block.get(what, constants["BLOCK_M"])
+            types[argument] = f"tensordesc<bf16[1, {rows}, 1, {constants['HEAD_DIM']}],{launch._TILE!r}>"
+        elif kind == "pointer":
+            types[argument] = {"dk": "*bf16", "dv": "*bf16", "order": "*i32"}.get(what, "*fp32")
+            aligned[(place,)] = [["tt.divisibility", 16]]
+        else:
+            types[argument] = "fp32" if argument.startswith("scale") else "i32"
+    places = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
+    source = GluonASTSource(kernel, types, places, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    row = {"kernel": name, **constants} | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
+    return row | {"wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), "triton": triton.__version__}
+
+
+def main() -> None:
+    for variant in variants():
+        print(json.dumps(compile_variant(*variant)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
