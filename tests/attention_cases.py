@@ -217,18 +217,18 @@ RELATIVE = {  # root mean square of the error over that of the truth: output, gr
 }
 
 
-def delta_rounding(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the gradients lose because delta = sum(out * dO) is taken from the output rounded to 16 bits.
+def delta_error(problem: Problem, ours: Tensor) -> dict[str, Tensor]:
+    """What the gradients lose because delta = sum(out * dO) is taken from the output `ours`, in 16 bits.
 
     An error e of a row's delta changes the gradients of its scores by -e times their weights: just as a gradient -e of
     the row's log-sum-exp would. It shows where the sums of a bias's gradient cancel, or a softcap leaves little else.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
+    if ours.dtype not in (torch.bfloat16, torch.float16):
         return {}
     exact = problem.detached(torch.float64)
     out, lse = reference_attention(**exact.tensors, **exact.options, return_lse=True)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64).to(out)
-    error = ((out.detach().to(dtype).double() - out.detach()) * upstream).sum(-1).transpose(-1, -2)
+    error = ((ours.double() - out.detach()) * upstream).sum(-1).transpose(-1, -2)
     error = error.masked_fill(lse == float("-inf"), 0.0)
     if not lse.requires_grad:
         return {}
@@ -251,7 +251,7 @@ def assert_accurate(
     assert ours["out"].dtype == dtype
     assert ours["lse"].dtype == torch.promote_types(dtype, torch.float32)
     lenient = case.dropout > 0 or case.head_dim > 192
-    of_delta = delta_rounding(problem, dtype)
+    of_delta = delta_error(problem, ours["out"])
     largest_score = max(1.0, _largest(truth["lse"].masked_fill(truth["lse"] == float("-inf"), 0.0)) / 8)
     for name, gold in truth.items():
         mine = ours[name].double()

@@ -21,11 +21,11 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
             for distance in (False, True) if head_dim <= 128 else (False,):
                 shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance}
                 apart = {"OUT_APART": head_dim <= 128}
-                blocks = launch._FORWARD[head_dim]
+                blocks = (launch._FORWARD if causal else launch._FORWARD_FULL)[head_dim]
                 constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
                 yield "forward", launch.hopper_forward, shared | apart | constants
-                blocks = (launch._DQ_DISTANCE if distance else launch._DQ)[head_dim]
-                yield "dq", launch.hopper_dq, shared | apart | {"FAR_SUMS": distance} | blocks.constants()
+                far = {"FAR_SUMS": distance and not causal}
+                yield "dq", launch.hopper_dq, shared | apart | far | launch._DQ[head_dim].constants()
                 blocks = launch._DKDV[head_dim]
                 yield "dkdv", launch.hopper_dkdv, shared | {"DIAGONALS": distance} | blocks.constants()
 

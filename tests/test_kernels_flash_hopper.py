@@ -83,24 +83,23 @@ def test_gradient_of_a_distance_bias_from_sums_of_tiles(queries: int, keys: int,
     """The layout that the kernels leave their sums in, filled here from a whole matrix of gradients."""
     batch, heads, offset = 2, 3, keys - queries
     dense = torch.randn(batch, heads, queries, keys, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    far = torch.zeros(batch, heads, 2, queries, dtype=torch.float64)
-    sums = torch.zeros(batch * heads, -(-keys // 128) * 2, bands_of(reach), 128, dtype=torch.float64)
+    far = torch.zeros(batch, heads, queries, dtype=torch.float64)
+    sums = torch.zeros(batch, heads, -(-keys // 128) * 2, bands_of(reach), 128, dtype=torch.float64)
     for key in range(0, keys, 64):
         for query in range(0, queries, 64):
             tile = dense[:, :, query : query + 64, key : key + 64]
-            if key + 63 - query - offset <= -reach:
-                far[:, :, 0, query : query + 64] += tile.sum(3)
-            elif key - (query + 63) - offset >= reach:
-                far[:, :, 1, query : query + 64] += tile.sum(3)
-            else:
+            if key - (query + 63) - offset >= reach:
+                far[:, :, query : query + 64] += tile.sum(3)
+            elif key + 63 - query - offset > -reach:
                 band = query // 64 - ((key - offset - reach - 63) // 64 + 1)
                 for i in range(tile.shape[2]):
                     for j in range(tile.shape[3]):
-                        sums[:, key // 64, band, 64 + j - i] += tile[:, :, i, j].flatten()
+                        sums[:, :, key // 64, band, 64 + j - i] += tile[:, :, i, j]
     expected = torch.zeros(heads, 2 * reach + 1, dtype=torch.float64)
     distance = torch.arange(keys)[None] - torch.arange(queries)[:, None] - offset
     expected.index_add_(1, distance.clamp(-reach, reach).flatten() + reach, dense.sum(0).flatten(1))
-    assert torch.allclose(distance_gradient(far, sums, reach, offset), expected)
+    total = dense.sum((0, 2, 3))
+    assert torch.allclose(distance_gradient(sums, far, total, reach, offset), expected)
 
 
 def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:

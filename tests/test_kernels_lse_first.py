@@ -417,7 +417,8 @@ def test_a_highest_score_that_stays_shifts_the_sum_by_nothing(score):
     scale = score / (q[0, 0, 0].double() @ k[0, 0, 0].double()).item()
     truth = (torch.einsum("qd,kd->qk", q[0, :, 0].double(), k[0, :, 0].double()) * scale).logsumexp(1)
     error = (attention_lse(q, k, softmax_scale=scale)[0, 0].double() - truth).abs()
-    assert (error <= 1e-6 * (score + truth.abs())).all()
+    # 1024 equal tiles are added, each with the same rounding: 3e-5; a shift would be 1e-4 for the lowest score
+    assert (error <= 3e-5 + 1e-6 * (score + truth.abs())).all()
 
 
 @pytest.mark.gpu

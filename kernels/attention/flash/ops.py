@@ -118,7 +118,7 @@ def _hopper_backward(
     from .hopper import launch
     from .hopper.distance import distance_gradient as distance_sums
 
-    saved = launch.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
+    saved = launch.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
     q_gradient, k_gradient, v_gradient, nothing, distance_gradient = (q.new_empty(0) for _ in range(5))
     far = diagonals = None
     if needs_kv or needs_distance_bias:
@@ -126,11 +126,14 @@ def _hopper_backward(
         if needs_kv:
             k_gradient, v_gradient = dk, dv
     if needs_q or needs_distance_bias:
-        dq, far = launch.launch_dq(saved, problem, far_sums=needs_distance_bias)
+        dq, far = launch.launch_dq(saved, problem, far_sums=needs_distance_bias and problem.right < 0)
         q_gradient = dq if needs_q else q_gradient
-    if far is not None and diagonals is not None and problem.distance_bias is not None:
+    if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
-        distance_gradient = distance_sums(far, diagonals, reach, offset).to(problem.distance_bias.dtype)
+        total = None
+        if lse_gradient is not None:  # rows without keys have none
+            total = lse_gradient.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
+        distance_gradient = distance_sums(diagonals, far, total, reach, offset).to(problem.distance_bias.dtype)
     return q_gradient, k_gradient, v_gradient, nothing, distance_gradient
 
 

@@ -128,6 +128,8 @@ def shared_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[
     bias, distance_bias, padding = problem.bias, problem.distance_bias, problem.key_padding_mask
     accumulate = accumulator_dtype(q.dtype)
     if bias is not None:
+        # read along the keys: another order costs many times the loads, and other sums in other bits
+        bias = bias if bias.stride(-1) == 1 or bias.shape[-1] == 1 else bias.contiguous()
         bias = bias.expand(q.shape[0], heads, problem.max_queries, problem.max_keys)
     exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return {

@@ -54,7 +54,7 @@ def store_diagonals(gradient, pointer, scratch, row, key, query, offset, reach, 
 
     Args:
         gradient: fp32 (64 keys, 64 queries).
-        pointer: fp32 (batch * heads, key_blocks, bands, 128); column 64 + j - i is for query i and key j of the tile.
+        pointer: fp32 (batch, heads, key_blocks, bands, 128); column 64 + j - i is for query i and key j of the tile.
         scratch: of `allocate_scratch`.
         row: of sequence and head.
     """

@@ -31,19 +31,21 @@ def bands_of(reach: int) -> int:
     return (2 * reach + 126) // 64 + 1
 
 
-def distance_gradient(far: Tensor, sums: Tensor, reach: int, offset: int) -> Tensor:
+def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, reach: int, offset: int) -> Tensor:
     """Gradient of `distance_bias`, fp32 (heads, 2 reach + 1), from the sums that the two backward kernels leave.
 
+    What is far to the left is the rest: a row's weights add up to 1, so the gradients of its scores add up to the
+    gradient of its log-sum-exp.
+
     Args:
-        far: (batch, heads, 2, queries), see `hopper_dq`.
-        sums: (batch * heads, key blocks, bands, 128), see `store_diagonals`.
+        sums: (batch, heads, key blocks, bands, 128), see `store_diagonals`.
+        far: (batch, heads, queries), what is far to the right, see `hopper_dq`; None for nothing.
+        total: (heads,), the gradients of the log-sum-exps of all rows; None for 0.
         reach: of the bias.
         offset: keys - queries.
     """
-    heads = far.shape[1]
-    low, high = far.sum((0, 3)).unbind(1)
     bands = bands_of(reach)
-    by_band = sums.view(-1, heads, *sums.shape[1:]).sum((0, 2))  # (heads, bands, 128)
+    by_band = sums.sum((0, 2))  # (heads, bands, 128)
     first = (-offset - reach - 63) // 64 + 1  # query tile of band 0, seen from key 0
     top = -64 * first - offset  # distance of (key 0, query 0) of band 0
     # column c of band s is for the distance top - 64 s + c - 64: halves of neighbours cover the same 64 distances
@@ -51,6 +53,10 @@ def distance_gradient(far: Tensor, sums: Tensor, reach: int, offset: int) -> Ten
     line = F.pad(upper, (0, 0, 0, 1)) + F.pad(lower, (0, 0, 1, 0))  # (heads, bands + 1, 64), the farthest first
     line = line.flip(1).flatten(1)  # distances from top - 64 bands on
     begin, end = (limit - (top - 64 * bands) for limit in (1 - reach, reach))  # of the distances between the two ends
-    between = line[:, begin:end]
-    low, high = low + line[:, :begin].sum(1), high + line[:, end:].sum(1)
+    between, high = line[:, begin:end], line[:, end:].sum(1)
+    if far is not None:
+        high = high + far.sum((0, 2))
+    low = -between.sum(1) - high
+    if total is not None:
+        low = low + total
     return torch.cat([low[:, None], between, high[:, None]], dim=1)

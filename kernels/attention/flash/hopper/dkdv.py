@@ -11,10 +11,10 @@ no room for two sums in one warp group: there one consumer sums dV and the other
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .diagonals import allocate_scratch, store_diagonals
-from .schedule import fill, jit, load_tile, release, ring, turn_of, turns_of, wait_full
+from .schedule import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
 from .scores import far_shifts
 
 
@@ -117,9 +117,8 @@ def _consume_both(
     for turn in range(turns_of(order_pointer, order_width)):
         tile, pair = turn_of(order_pointer, order_width, turn)
         key = tile * BLOCK_N + W * KEYS
-        running_dk = warpgroup_mma_init(gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout))
-        running_dv = warpgroup_mma_init(gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout))
-        begun = step
+        dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout)
+        dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout)
         first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
         wait_full(keys_ring, turn, 1)
         for h in range(heads_per_group):
@@ -137,34 +136,29 @@ def _consume_both(
                 wait_full(upstream_ring, step, STAGES)
                 pending_product = warpgroup_mma(v, out_gradient.permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
-                # the products of the tile before were still running while these two were issued
-                dk, dv = warpgroup_mma_wait(2, deps=[running_dk, running_dv])
-                if step > begun:
-                    release(upstream_ring, step - 1, STAGES)
-                    release(queries_ring, step - 1, STAGES)
                 s = warpgroup_mma_wait(1, deps=[pending])
                 weight = gl.exp2(_exponents(
                     s, lse, distance_here, far, key, i * BLOCK_M, offset, keys, scale_log2, reach,
                     CAUSAL, HAS_DISTANCE,
                 ))  # fmt: skip
                 p = gl.convert_layout(weight.to(dtype), weights_layout)
-                running_dv = warpgroup_mma(p, out_gradient, dv, is_async=True)
+                pending_dv = warpgroup_mma(p, out_gradient, dv, is_async=True)
                 delta = delta_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 product = warpgroup_mma_wait(1, deps=[pending_product])
                 gradient = weight * (product - gl.expand_dims(delta, 0))
                 g = gl.convert_layout(gradient.to(dtype), weights_layout)
-                running_dk = warpgroup_mma(g, q, dk, is_async=True)
+                pending_dk = warpgroup_mma(g, q, dk, is_async=True)
                 if DIAGONALS:
                     row = pair // groups * groups * heads_per_group + head
                     store_diagonals(
                         gradient, diagonals_pointer, scratch, row, key, i * BLOCK_M, offset,
                         reach, bands, key_blocks,
                     )  # fmt: skip
+                dv = warpgroup_mma_wait(1, deps=[pending_dv])
+                release(upstream_ring, step, STAGES)
+                dk = warpgroup_mma_wait(0, deps=[pending_dk])
+                release(queries_ring, step, STAGES)
                 step += 1
-        dk, dv = warpgroup_mma_wait(0, deps=[running_dk, running_dv])
-        if step > begun:
-            release(upstream_ring, step - 1, STAGES)
-            release(queries_ring, step - 1, STAGES)
         release(keys_ring, turn, 1)
         _store(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
         _store(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
@@ -228,7 +222,7 @@ def _consume_one(
         _store(out_pointer, sums, key, pair, groups, keys, HEAD_DIM)
 
 
-@jit
+@kernel
 def hopper_dkdv(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
     dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,

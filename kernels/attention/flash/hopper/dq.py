@@ -12,11 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from .schedule import fill, jit, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
+from .schedule import fill, jit, kernel, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
 from .scores import distance_shift, far_shifts, hidden_scores, key_tiles, tiles_without_mask
 
 
@@ -79,9 +78,8 @@ def _consume(
         query = first + gl.arange(0, BLOCK_M, rows_layout)
         lse = gl.load(lse_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
         delta = gl.load(delta_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
-        running = warpgroup_mma_init(gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout))
-        low_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
-        high_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
+        dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
+        far_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
         mbarrier.wait(queries_ring[1].index(W), turn & 1)
         for i in range(number):
             wait_full(keys_ring, step, STAGES)
@@ -90,10 +88,6 @@ def _consume(
             wait_full(values_ring, step, STAGES)
             v = values_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
             pending_product = warpgroup_mma(out_gradient, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-            # the product of the tile before was still running while these two were issued
-            dq = warpgroup_mma_wait(2, deps=[running])
-            if i > 0 and STAGES > 1:
-                release(keys_ring, step - 1, STAGES)
             s = warpgroup_mma_wait(1, deps=[pending])
             start = (number - 1 - i) * BLOCK_N
             s, shift = distance_shift(s, distance_here, far, start, first, offset, reach, HAS_DISTANCE)
@@ -103,26 +97,22 @@ def _consume(
             product = warpgroup_mma_wait(0, deps=[pending_product])
             release(values_ring, step, STAGES)
             gradient = weight * (product - gl.expand_dims(delta, 1))
-            if FAR_SUMS:
-                if start + BLOCK_N - 1 - first - offset <= -reach:
-                    low_sum += gl.sum(gradient, 1)
-                elif start - (first + BLOCK_M - 1) - offset >= reach:
-                    high_sum += gl.sum(gradient, 1)
+            if FAR_SUMS:  # by blocks of 64 keys, as `diagonals.py` takes the others
+                lowest = start - (first + BLOCK_M - 1) - offset
+                if lowest >= reach:
+                    far_sum += gl.sum(gradient, 1)
+                elif lowest + BLOCK_N - 64 >= reach:
+                    column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)), 0)
+                    far_sum += gl.sum(gl.where(column >= BLOCK_N - 64, gradient, 0.0), 1)
             g = gl.convert_layout(gradient.to(dtype), weights_layout)
-            running = warpgroup_mma(g, k, dq, is_async=True)
-            if STAGES == 1:
-                running = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[running]))
-                release(keys_ring, step, STAGES)
+            pending_dq = warpgroup_mma(g, k, dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[pending_dq])
+            release(keys_ring, step, STAGES)
             step += 1
-        dq = warpgroup_mma_wait(0, deps=[running])
-        if STAGES > 1:
-            release(keys_ring, step - 1, STAGES)
         if OUT_APART:
             mbarrier.arrive(queries_ring[2].index(W), count=1)
         if FAR_SUMS:
-            far_here = far_pointer + pair.to(gl.int64) * 2 * queries + query
-            gl.store(far_here, low_sum, mask=query < queries)
-            gl.store(far_here + queries, high_sum, mask=query < queries)
+            gl.store(far_pointer + pair.to(gl.int64) * queries + query, far_sum, mask=query < queries)
         tma.store_wait(0)  # of the tile before: its gradient has left the buffer
         out_buffer.reshape([BLOCK_M, HEAD_DIM]).store((dq * scale).to(dtype))
         fence_async_shared()
@@ -133,7 +123,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@jit
+@kernel
 def hopper_dq(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, dq_descriptor,
     lse_pointer, delta_pointer, distance_pointer, far_pointer,
@@ -144,8 +134,8 @@ def hopper_dq(
     """Gradient of every tile of 2 BLOCK_M queries.
 
     Descriptors and distance as in `hopper_forward`. lse (base 2, +inf in a row without keys) and delta: fp32 (batch,
-    heads, pitch). far (FAR_SUMS): fp32 (batch, heads, 2, queries), the gradients of a row's scores, summed over tiles
-    whose distances are all <= -reach, and over tiles where all are >= reach.
+    heads, pitch). far (FAR_SUMS): fp32 (batch, heads, queries), the gradients of a row's scores, summed over blocks of
+    64 keys whose distances to the row's tile are all >= reach.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     offset = keys - queries

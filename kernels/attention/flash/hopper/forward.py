@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .schedule import fill, jit, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
+from .schedule import fill, jit, kernel, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
 from .scores import distance_shift, far_shifts, hidden_scores, key_tiles, tiles_without_mask
 
 
@@ -146,7 +146,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@jit
+@kernel
 def hopper_forward(
     q_descriptor, k_descriptor, v_descriptor, out_descriptor, lse_pointer, distance_pointer,
     order_pointer, order_width, heads, heads_per_group, queries, keys, scale, reach, extent,

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..backward import launch_delta
 from ..forward import empty_results
 from ..problem import Problem, on_device, with_plain_rows
+from .call import Tiles, launch
 from .distance import bands_of, distance_table
 from .dkdv import hopper_dkdv
 from .dq import hopper_dq
@@ -37,20 +37,19 @@ class Blocks(NamedTuple):
 
 
 _FORWARD = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
+_FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}  # causal, their common tile would have a long edge
 _DQ = {64: Blocks(64, 128, 2), 128: Blocks(64, 64, 2), 256: Blocks(64, 64, 1)}
-# with sums over far tiles: what is far must be what `diagonals.py` takes for far, by tiles of 64 x 64
-_DQ_DISTANCE = {64: Blocks(64, 64, 3), 128: Blocks(64, 64, 2)}
 _DKDV = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
 
 
-def _rows_of(tensor: Tensor, rows: int) -> TensorDescriptor:
+def _rows_of(tensor: Tensor, rows: int) -> Tiles:
     """Tiles of `rows` rows of a (batch, rows, heads, head_dim)."""
     head_dim = tensor.shape[-1]
     # a dimension of one entry may have any stride, which TMA would still check
     strides = [
         stride if size > 1 else head_dim for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
     ]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, rows, 1, head_dim], _TILE)
+    return Tiles(tensor, list(tensor.shape), [*strides, 1], [1, rows, 1, head_dim], _TILE)
 
 
 def _order_of_queries(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Tensor:
@@ -82,17 +81,18 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     out, lse = empty_results(q, problem)
     _, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
-    blocks, causal = _FORWARD[head_dim], problem.right == 0
+    causal = problem.right == 0
+    blocks = (_FORWARD if causal else _FORWARD_FULL)[head_dim]
     order = _order_of_queries(q, k, blocks, causal)
     table, reach, extent = _distance(problem)
     with on_device(q):
-        hopper_forward[(len(order),)](
-            _rows_of(q, blocks.queries),
-            _rows_of(k, blocks.keys),
-            _rows_of(v, blocks.keys),
-            _rows_of(out, blocks.queries),
-            lse,
-            lse if table is None else table,
+        launch(hopper_forward, len(order), q.dtype, q.device, dict(
+            q_descriptor=_rows_of(q, blocks.queries),
+            k_descriptor=_rows_of(k, blocks.keys),
+            v_descriptor=_rows_of(v, blocks.keys),
+            out_descriptor=_rows_of(out, blocks.queries),
+            lse_pointer=lse,
+            distance_pointer=lse if table is None else table,
             order_pointer=order,
             order_width=order.shape[1],
             heads=heads,
@@ -108,13 +108,12 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
             CAUSAL=causal,
             HAS_DISTANCE=table is not None,
             OUT_APART=head_dim <= 128,
-            num_warps=4,
-        )
+        ))  # fmt: skip
     return out, lse
 
 
 class Prepared(NamedTuple):
-    """What both backward kernels read; `lse` (base 2) and `delta`: (batch, heads, pitch)."""
+    """What both backward kernels read; `lse` (base 2) and `delta`: (batch, heads, pitch); `distance` of `_distance`."""
 
     q: Tensor
     k: Tensor
@@ -122,40 +121,42 @@ class Prepared(NamedTuple):
     out_gradient: Tensor
     lse: Tensor
     delta: Tensor
+    distance: tuple[Tensor | None, int, int]
 
 
 def prepare_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
-) -> Prepared:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
+    problem: Problem,
+) -> Prepared:  # fmt: skip
     """Run the delta kernel; rows of its results begin at multiples of 16 bytes, as TMA wants them."""
     q, k, v, out_gradient = (as_tma_reads(tensor) for tensor in (q, k, v, out_gradient))
     shape = (*lse.shape[:2], -(-lse.shape[2] // 4) * 4)
     base_2, delta = lse.new_empty(shape), lse.new_empty(shape)
     launch_delta(with_plain_rows(out), lse, out_gradient, lse_gradient, delta, base_2)
-    return Prepared(q, k, v, out_gradient, base_2, delta)
+    return Prepared(q, k, v, out_gradient, base_2, delta, _distance(problem))
 
 
 def launch_dq(saved: Prepared, problem: Problem, *, far_sums: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradient of q, contiguous; with `far_sums` also (batch, heads, 2, queries), see `hopper_dq`."""
+    """Gradient of q, contiguous; with `far_sums` also (batch, heads, queries), see `hopper_dq`."""
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
-    table, reach, extent = _distance(problem)
-    blocks, causal = (_DQ if table is None else _DQ_DISTANCE)[head_dim], problem.right == 0
+    table, reach, extent = saved.distance
+    blocks, causal = _DQ[head_dim], problem.right == 0
     order = _order_of_queries(q, k, blocks, causal)
     gradient = q.new_empty(q.shape)
-    far = saved.lse.new_empty(batch, heads, 2, queries) if far_sums else None
+    far = saved.lse.new_empty(batch, heads, queries) if far_sums else None
     with on_device(q):
-        hopper_dq[(len(order),)](
-            _rows_of(q, blocks.queries),
-            _rows_of(k, blocks.keys),
-            _rows_of(saved.v, blocks.keys),
-            _rows_of(saved.out_gradient, blocks.queries),
-            _rows_of(gradient, blocks.queries),
-            saved.lse,
-            saved.delta,
-            saved.lse if table is None else table,
-            saved.lse if far is None else far,
+        launch(hopper_dq, len(order), q.dtype, q.device, dict(
+            q_descriptor=_rows_of(q, blocks.queries),
+            k_descriptor=_rows_of(k, blocks.keys),
+            v_descriptor=_rows_of(saved.v, blocks.keys),
+            do_descriptor=_rows_of(saved.out_gradient, blocks.queries),
+            dq_descriptor=_rows_of(gradient, blocks.queries),
+            lse_pointer=saved.lse,
+            delta_pointer=saved.delta,
+            distance_pointer=saved.lse if table is None else table,
+            far_pointer=saved.lse if far is None else far,
             order_pointer=order,
             order_width=order.shape[1],
             heads=heads,
@@ -173,37 +174,36 @@ def launch_dq(saved: Prepared, problem: Problem, *, far_sums: bool) -> tuple[Ten
             HAS_DISTANCE=table is not None,
             FAR_SUMS=far_sums,
             OUT_APART=head_dim <= 128,
-            num_warps=4,
-        )
+        ))  # fmt: skip
     return gradient, far
 
 
 def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of k and v, contiguous; with `diagonals` also (batch * heads, key blocks, bands, 128), see there."""
+    """Gradients of k and v, contiguous; with `diagonals` also (batch, heads, key blocks, bands, 128), see there."""
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
-    table, reach, extent = _distance(problem)
+    table, reach, extent = saved.distance
     blocks, causal = _DKDV[head_dim], problem.right == 0
     order = _order_of_keys(q, k, blocks, causal)
     k_gradient, v_gradient = k.new_empty(k.shape), k.new_empty(k.shape)
     bands, key_blocks = bands_of(reach), 2 * -(-keys // blocks.keys)
-    sums = saved.lse.new_zeros(batch * heads, key_blocks, bands, 128) if diagonals else None
-    row_numbers = [
-        TensorDescriptor(numbers, [batch * heads, queries], [numbers.shape[2], 1], [1, blocks.queries], _ROW)
-        for numbers in (saved.lse, saved.delta)
-    ]
+    sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
+    row_numbers = {
+        name: Tiles(numbers, [batch * heads, queries], [numbers.shape[2], 1], [1, blocks.queries], _ROW)
+        for name, numbers in (("lse_descriptor", saved.lse), ("delta_descriptor", saved.delta))
+    }
     with on_device(q):
-        hopper_dkdv[(len(order),)](
-            _rows_of(q, blocks.queries),
-            _rows_of(k, blocks.keys),
-            _rows_of(saved.v, blocks.keys),
-            _rows_of(saved.out_gradient, blocks.queries),
-            *row_numbers,
-            k_gradient,
-            v_gradient,
-            saved.lse if table is None else table,
-            saved.lse if sums is None else sums,
+        launch(hopper_dkdv, len(order), q.dtype, q.device, dict(
+            q_descriptor=_rows_of(q, blocks.queries),
+            k_descriptor=_rows_of(k, blocks.keys),
+            v_descriptor=_rows_of(saved.v, blocks.keys),
+            do_descriptor=_rows_of(saved.out_gradient, blocks.queries),
+            **row_numbers,
+            dk_pointer=k_gradient,
+            dv_pointer=v_gradient,
+            distance_pointer=saved.lse if table is None else table,
+            diagonals_pointer=saved.lse if sums is None else sums,
             order_pointer=order,
             order_width=order.shape[1],
             groups=groups,
@@ -222,6 +222,5 @@ def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[
             CAUSAL=causal,
             HAS_DISTANCE=table is not None,
             DIAGONALS=diagonals,
-            num_warps=4,
-        )
+        ))  # fmt: skip
     return k_gradient, v_gradient, sums

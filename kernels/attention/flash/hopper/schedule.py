@@ -14,6 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 jit: Any = gluon.jit
 
+# what a launch may pass without a variant of its own: all numbers that are no constants
+_NUMBERS = (
+    "order_width", "heads", "heads_per_group", "groups", "queries", "pitch", "keys", "query_tiles", "reach", "extent",
+    "bands", "key_blocks",
+)  # fmt: skip
+kernel: Any = gluon.jit(do_not_specialize=_NUMBERS)
+
 # what Triton 3.9 has new names for
 load_tile: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
