@@ -110,7 +110,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     compiled = triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
     row = variant._asdict() | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
     code = compiled.asm["ptx"]
-    narrow = len(re.findall(r"ld\.global[\w.:]*\.[bu]16", code))  # loads of one element
+    narrow = len(re.findall(r"ld\.global[\w.:]*\.(?:b|u)16", code))  # loads of one element
     return row | {"wgmma": code.count("wgmma.mma_async"), "narrow_loads": narrow, "triton": triton.__version__}
 
 
