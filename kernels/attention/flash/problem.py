@@ -84,7 +84,9 @@ def options_of(config: TileConfig) -> dict[str, Any]:
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     """Makes the tensor's GPU the current one, which a launch goes to."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def tile_list(cu_seqlens: Tensor, rows: int, block: int) -> Tensor:

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....launch import jit, tl
+from ..problem import on_device
+
 # tiles of at most this many queries and keys together: a tile that is not far has distances below reach + this
 SPAN = 256
 
@@ -31,6 +34,31 @@ def bands_of(reach: int) -> int:
     return (2 * reach + 126) // 64 + 1
 
 
+@jit
+def line_kernel(
+    sums_pointer, line_pointer, batch, heads, key_blocks, bands, ROWS: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """One program: 64 distances of a head, summed over sequences and key blocks in order.
+
+    Column c of band s is for the distance top - 64 s + c - 64, so halves of neighbours cover the same 64 distances.
+    line: (heads, (bands + 1) * 64), distances from top - 64 bands on.
+    """
+    head = tl.program_id(0) // (bands + 1)
+    band = tl.program_id(0) % (bands + 1)
+    column = tl.arange(0, 64)[None, :]
+    total = tl.zeros((64,), ACCUMULATE)
+    upper_rows = tl.where(band < bands, batch * key_blocks, 0)
+    lower_rows = tl.where(band > 0, batch * key_blocks, 0)
+    for start in range(0, batch * key_blocks, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        block = (row // key_blocks * heads + head) * key_blocks + row % key_blocks
+        here = sums_pointer + (block.to(tl.int64) * bands + band) * 128 + column
+        upper = tl.load(here + 64, mask=row < upper_rows, other=0.0)
+        lower = tl.load(here - 128, mask=row < lower_rows, other=0.0)
+        total += tl.sum(upper + lower, 0)
+    tl.store(line_pointer + (head * (bands + 1) + bands - band) * 64 + tl.arange(0, 64), total)
+
+
 def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, reach: int, offset: int) -> Tensor:
     """Gradient of `distance_bias`, fp32 (heads, 2 reach + 1), from the sums that the two backward kernels leave.
 
@@ -45,13 +73,15 @@ def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, re
         offset: keys - queries.
     """
     bands = bands_of(reach)
-    by_band = sums.sum((0, 2))  # (heads, bands, 128)
+    batch, heads, key_blocks = sums.shape[:3]
+    line = sums.new_empty(heads, (bands + 1) * 64)
+    accumulate = tl.float64 if sums.dtype == torch.float64 else tl.float32
+    with on_device(sums):
+        line_kernel[(heads * (bands + 1),)](
+            sums, line, batch, heads, key_blocks, bands, ROWS=32, ACCUMULATE=accumulate, num_warps=4
+        )
     first = (-offset - reach - 63) // 64 + 1  # query tile of band 0, seen from key 0
     top = -64 * first - offset  # distance of (key 0, query 0) of band 0
-    # column c of band s is for the distance top - 64 s + c - 64: halves of neighbours cover the same 64 distances
-    lower, upper = by_band[..., :64], by_band[..., 64:]
-    line = F.pad(upper, (0, 0, 0, 1)) + F.pad(lower, (0, 0, 1, 0))  # (heads, bands + 1, 64), the farthest first
-    line = line.flip(1).flatten(1)  # distances from top - 64 bands on
     begin, end = (limit - (top - 64 * bands) for limit in (1 - reach, reach))  # of the distances between the two ends
     between, high = line[:, begin:end], line[:, end:].sum(1)
     if far is not None:

@@ -44,12 +44,10 @@ _DKDV = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)
 
 def _rows_of(tensor: Tensor, rows: int) -> Tiles:
     """Tiles of `rows` rows of a (batch, rows, heads, head_dim)."""
-    head_dim = tensor.shape[-1]
-    # a dimension of one entry may have any stride, which TMA would still check
-    strides = [
-        stride if size > 1 else head_dim for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
-    ]
-    return Tiles(tensor, list(tensor.shape), [*strides, 1], [1, rows, 1, head_dim], _TILE)
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    if 1 in shape:  # a dimension of one entry may have any stride, which TMA would still check
+        strides = [stride if size > 1 else shape[-1] for stride, size in zip(strides, shape, strict=True)]
+    return Tiles(tensor, shape, strides, [1, rows, 1, shape[-1]], _TILE)
 
 
 def _order_of_queries(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Tensor:
