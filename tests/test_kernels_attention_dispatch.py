@@ -49,6 +49,17 @@ def test_order_of_preference() -> None:
     assert chosen(dataclasses.replace(HOPPER, dtype="fp64")) == "unfused"
 
 
+def test_our_hopper_kernels_come_first_where_they_serve() -> None:
+    flash = {"attention_backend": "flash", "installed": dataclasses.replace(NEW, triton=(3, 6))}
+    assert chosen(HOPPER, **flash) == "triton"
+    assert choose(HOPPER, flags=ON, **flash).notes == ("triton runs its Hopper kernels here.",)
+    assert chosen(dataclasses.replace(HOPPER, deterministic=True), installed=flash["installed"]) == "triton"
+    for change in ({"capability": (8, 0)}, {"head_dim": 96}, {"dropout": 0.1}, {"any_length": True, "training": False}):
+        assert chosen(dataclasses.replace(HOPPER, **change), **flash) == "sdpa_flash", change
+    older = dataclasses.replace(NEW, triton=(3, 5))
+    assert chosen(HOPPER, attention_backend="flash", installed=older) == "sdpa_flash"
+
+
 def test_packed_documents_go_to_kernels_that_take_a_mask() -> None:
     packed = {"packed": True}
     assert chosen(dataclasses.replace(HOPPER, **packed)) == "sdpa_cudnn"
@@ -366,12 +377,13 @@ def test_what_grows_with_the_square_is_told() -> None:
     packed = dataclasses.replace(HOPPER, packed=True)
     masked, free = (choose(packed, flags=ON, installed=software) for software in (NEW, OWN))
     assert (masked.mask_bytes, masked.needs_mask) == (4 * 4096 * 4096 * 2, True)
-    assert (free.mask_bytes, free.needs_mask, free.notes) == (0, False, ())
+    assert (free.mask_bytes, free.needs_mask) == (0, False)
+    assert free.notes == ("triton runs its portable kernels here.",)
     biased = dataclasses.replace(HOPPER, **TRAINED_BIAS)
     assert choose(biased, flags=ON, installed=NEW).notes == (
         "sdpa_efficient takes the distance bias written out: 0.50 GiB per layer and copy.",
     )
-    assert not choose(biased, flags=ON, installed=OWN).notes
+    assert choose(biased, flags=ON, installed=OWN).notes == ("triton runs its Hopper kernels here.",)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, Problem, assert_accurate, build, run
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.kernels import flash_attention
 from stoker.kernels.attention.flash import ops
+from stoker.kernels.attention.flash.hopper import gate
 from stoker.kernels.attention.flash.hopper.distance import bands_of, distance_gradient, distance_table
 from stoker.kernels.attention.flash.hopper.gate import as_tma_reads
 from stoker.kernels.attention.flash.hopper.order import balanced, visits_of_keys, visits_of_queries
+from stoker.kernels.attention.flash.problem import Problem as FlashProblem
+from stoker.kernels.attention.support import AttentionCall, Installed, takes_hopper_kernels
 from stoker.kernels.launch import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
@@ -108,6 +112,34 @@ def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:
     distances = torch.arange(-extent, extent + 1).clamp(-3, 3)
     assert torch.equal(table, bias[:, distances + 3] / 0.5)
     assert extent >= 3 + 64 + 128
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"head_dim": 64}, {"head_dim": 96}, {"head_dim": 256},
+        {"causal": False}, {"softcap": 30.0}, {"dropout": 0.1}, {"window": (8, 0)}, {"padding": True},
+        {"bias": "dense"}, {"bias": "distance_with_gradient"}, {"bias": "distance", "head_dim": 256},
+    ],
+)  # fmt: skip
+def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
+    monkeypatch.setattr(gate, "INTERPRETED", False)
+    monkeypatch.setattr(gate, "_is_hopper", lambda device: True)
+    facts: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": True} | change
+    call = AttentionCall(
+        device="cuda", capability=(9, 0), batch=2, heads=4, groups=2, queries=32, keys=32, training=True, **facts
+    )
+    with FakeTensorMode():
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[call.dtype]
+        q, k = (torch.empty(2, 32, heads, call.head_dim, device="cuda", dtype=dtype) for heads in (4, 2))
+        problem = FlashProblem(
+            torch.empty(4, 32, 32, device="cuda") if call.bias == "dense" else None,
+            torch.empty(4, 5, device="cuda") if call.bias_is_distance else None,
+            torch.empty(2, 32, device="cuda", dtype=torch.bool) if call.padding else None,
+            None, None, None, call.window[0] if call.window else -1, 0 if call.causal else -1, 0.1, call.softcap,
+            call.dropout, 32, 32,
+        )  # fmt: skip
+        assert gate.serves(q, k, k, problem) == takes_hopper_kernels(call, Installed(torch=(2, 11), triton=(3, 6)))
 
 
 @cache

@@ -679,7 +679,7 @@ VALUES = {
     MODEL + "activation": Values(activation, {f"fast-{name}": name for name in ("geglu", "swiglu", "reglu")}),
     MODEL + "position_embedding_type": Values(logits, {}),
     MODEL + "attention_backend": Values(
-        hopper_backend, {"auto": "sdpa_cudnn", "fused": "sdpa_cudnn", "flash": "sdpa_flash"}
+        hopper_backend, {"auto": "sdpa_cudnn", "fused": "sdpa_cudnn", "flash": "triton"}
     ),
     MODEL + "tokenizer.library": Values(tokens_of_file, {}),
     OPTIM + "name": Values(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .call import AttentionCall, Installed
 from .flags import AttentionFlags
-from .support import BY_NAME, INSTALL_TE, Backend, Family, why_no_te
+from .support import BY_NAME, INSTALL_TE, Backend, Family, takes_hopper_kernels, why_no_te
 
 FAMILIES: tuple[Family, ...] = ("flash", "fused", "unfused")
 LONG_SCORES_BYTES = 1 << 30
@@ -79,7 +79,8 @@ def table_lines(rows: tuple[Row, ...]) -> list[str]:
 
 # Within a family, by what was measured (one H200, bf16, causal, forward and backward; docs/benchmarks.md): SDPA's cuDNN
 # is 1 to 5 % faster than TransformerEngine's at 1k to 16k tokens and compiles. Where PyTorch's own kernels take a call
-# they come before Triton's until those are measured faster on the card.
+# they come before Triton's portable ones until those are measured faster on the card; its Hopper kernels, as fast as
+# cuDNN, come first.
 _IN_FAMILY: dict[Family, tuple[str, ...]] = {
     "flash": ("sdpa_flash", "flash_attn", "triton", "te_flash", "sdpa_efficient"),
     "fused": ("sdpa_cudnn", "te_fused"),
@@ -88,7 +89,9 @@ _IN_FAMILY: dict[Family, tuple[str, ...]] = {
 }
 
 
-def preference(call: AttentionCall, transformer_engine: bool | None = None) -> tuple[tuple[str, ...], str]:
+def preference(
+    call: AttentionCall, installed: Installed, transformer_engine: bool | None = None
+) -> tuple[tuple[str, ...], str]:
     """Backends in the order they are tried, and why in that order."""
     families, why = _families(call)
     names = [name for family in (*families, "named") for name in _IN_FAMILY[family]]
@@ -103,6 +106,9 @@ def preference(call: AttentionCall, transformer_engine: bool | None = None) -> t
     elif call.packed:
         names.sort(key=lambda name: (name != "triton", BY_NAME[name].needs_mask_for(call)))
         why = "packed documents: kernels that need no mask come first"
+    elif takes_hopper_kernels(call, installed) and not call.any_length:  # which make a plan for every length
+        names.remove("triton")
+        names.insert(min(names.index(name) for name in _IN_FAMILY["flash"] if name in names), "triton")
     elif call.dtype == "fp32":  # CUTLASS, tuned for it
         names.remove("triton")
         names.insert(names.index("sdpa_efficient") + 1, "triton")
@@ -225,7 +231,7 @@ def choose(
     if reason := removed.get(wish) or removed.get(family):
         of = f"`attention_backend` ({wish}) is" + (f" of the {family} family, which is" if family in removed else "")
         raise NoBackendError(f"{of} {reason}; drop one of the two.")
-    order, why = preference(call, transformer_engine)
+    order, why = preference(call, installed, transformer_engine)
     usable = _usable(installed, flags)
     rows = tuple(_row(BY_NAME[name], call, usable, wish, removed) for name in order)
     chosen = next((row for row in rows if row.accepted), None)
@@ -233,7 +239,11 @@ def choose(
         raise NoBackendError("\n".join([f"no attention backend for {call}:", *table_lines(rows)]), rows)
     explained = why if wish == "auto" else f"`attention_backend` asks for {wish}"
     rows = tuple(replace(row, reason=f"chosen ({explained})") if row is chosen else row for row in rows)
-    return Decision(call, chosen.backend, rows, _memory_notes(call, BY_NAME[chosen.backend]))
+    notes = _memory_notes(call, BY_NAME[chosen.backend])
+    if chosen.backend == "triton" and call.device == "cuda":
+        kernels = "Hopper" if takes_hopper_kernels(call, usable) else "portable"
+        notes = (*notes, f"triton runs its {kernels} kernels here.")
+    return Decision(call, chosen.backend, rows, notes)
 
 
 def _memory_notes(call: AttentionCall, chosen: Backend) -> tuple[str, ...]:

@@ -197,6 +197,23 @@ def why_not_triton(call: AttentionCall, installed: Installed) -> str | None:
     return None
 
 
+def takes_hopper_kernels(call: AttentionCall, installed: Installed) -> bool:
+    """Whether `triton` serves a call with its kernels for sm_90: what `flash/hopper/gate.py` asks, as facts of a call.
+
+    A distance bias that reaches further than 512 takes the portable kernels all the same; no fact tells the reach.
+    """
+    options = (call.window, call.softcap, call.dropout, call.packed, call.padding, call.bias.startswith("dense"))
+    widths = (64, 128) if call.bias_is_distance else (64, 128, 256)
+    return (
+        call.capability == (9, 0)
+        and installed.triton is not None
+        and installed.triton >= (3, 6)
+        and call.dtype in ("bf16", "fp16")
+        and call.head_dim in widths
+        and not any(options)
+    )
+
+
 def why_not_lse_first(call: AttentionCall, installed: Installed) -> str | None:
     """Our three-stage kernels, plain torch where there is no GPU: causal or full attention and nothing else."""
     if reason := _why_not_own_kernels(call, installed) if call.device == "cuda" else _own_head_dim(call):
