@@ -56,6 +56,9 @@ def test_our_hopper_kernels_come_first_where_they_serve() -> None:
     assert chosen(dataclasses.replace(HOPPER, deterministic=True), installed=flash["installed"]) == "triton"
     for change in ({"capability": (8, 0)}, {"head_dim": 96}, {"dropout": 0.1}, {"any_length": True, "training": False}):
         assert chosen(dataclasses.replace(HOPPER, **change), **flash) == "sdpa_flash", change
+    with_te = dataclasses.replace(flash["installed"], te=(2, 20), flash_attn=(2, 8, 3))
+    wished = {"attention_backend": "flash", "installed": with_te, "transformer_engine": True}
+    assert chosen(HOPPER, **wished) == "te_flash", "the key puts TransformerEngine first"
     older = dataclasses.replace(NEW, triton=(3, 5))
     assert chosen(HOPPER, attention_backend="flash", installed=older) == "sdpa_flash"
 

@@ -61,7 +61,7 @@ def tile_order(
     lists = balanced(visits, pairs, together, min(len(visits) * pairs, processors))
     width = max(len(numbers) for numbers in lists)
     table = torch.tensor([numbers + [0] * (width - len(numbers)) for numbers in lists], dtype=torch.int32)
-    return table.pin_memory().to(device, non_blocking=True)
+    return table.to(device)  # waits, once per shape: the next call that reads it may be on another stream
 
 
 def together(heads: int, bytes_per_head: int, causal: bool) -> int:
