@@ -30,6 +30,7 @@ def reference_adamw_step(
     weight_decay: float,
     step: Tensor,
     grad_scale: Tensor,
+    rates: Tensor | None = None,
 ) -> None:
     """The update in plain torch: arithmetic in the dtype of `main`, in torch.optim.AdamW's order of operations."""
     if grad_scale < 0:
@@ -37,12 +38,15 @@ def reference_adamw_step(
     number = step.item()
     correction1 = 1 - beta1**number
     correction2_root = (1 - beta2**number) ** 0.5
-    for param, weight, grad, exp_avg, exp_avg_sq in zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True):
+    tensors = zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True)
+    for index, (param, weight, grad, exp_avg, exp_avg_sq) in enumerate(tensors):
         scaled = grad.to(weight.dtype) * grad_scale.to(weight.dtype)
         weight.mul_(1 - lr * weight_decay)
         exp_avg.lerp_(scaled, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(scaled, scaled, value=1 - beta2)
         denominator = (exp_avg_sq.sqrt() / correction2_root).add_(eps)
+        if rates is not None:
+            denominator.div_(rates[index].to(denominator.dtype))
         weight.addcdiv_(exp_avg, denominator, value=-lr / correction1)
         if param is not weight:
             param.copy_(weight)
@@ -108,12 +112,16 @@ def triton_adamw_step(
     weight_decay: float,
     step: Tensor,
     grad_scale: Tensor,
+    rates: Tensor | None = None,
 ) -> None:
     """The kernel over each tensor in turn; contiguous tensors only."""
     block = 1024
     step_size = (lr / (1 - beta1**step)).float()
+    step_sizes = [step_size] * len(params) if rates is None else (step_size * rates.float()).unbind()
     correction2_root = (1 - beta2**step).sqrt().float()
-    for param, weight, grad, exp_avg, exp_avg_sq in zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True):
+    for param, weight, grad, exp_avg, exp_avg_sq, size in zip(
+        params, main, grads, exp_avgs, exp_avg_sqs, step_sizes, strict=True
+    ):
         grad = grad.contiguous()
         _adamw_kernel[(triton.cdiv(weight.numel(), block),)](
             param,
@@ -122,7 +130,7 @@ def triton_adamw_step(
             exp_avg,
             exp_avg_sq,
             grad_scale,
-            step_size,
+            size,
             correction2_root,
             1 - lr * weight_decay,
             1 - beta1,
@@ -155,6 +163,7 @@ def adamw_step(
     weight_decay: float,
     step: Tensor,
     grad_scale: Tensor,
+    rates: Tensor | None = None,
 ) -> None:
     """Update weights and moments in place.
 
@@ -173,6 +182,8 @@ def adamw_step(
             where steps may be skipped.
         grad_scale: scalar fp32 tensor every gradient is multiplied by (the clip coefficient); a negative one leaves
             everything as it is. Where the kernel runs the host reads neither of the two.
+        rates: for each tensor a factor of its learning rate, not of its weight decay, [number of tensors] on the
+            device; None: 1.
     """
     if not params:
         return
@@ -190,4 +201,5 @@ def adamw_step(
         weight_decay=weight_decay,
         step=step,
         grad_scale=grad_scale,
+        rates=rates,
     )

@@ -1,15 +1,19 @@
-"""Self-attention: one fused projection, rotary embedding, a backend chosen by the dispatcher, the output projection."""
+"""Self-attention: one fused projection, positions, a backend chosen by the dispatcher, the output projection."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.attention.backends import AttentionFunction
 from ..kernels.attention.packed import PackedSequences
 from ..kernels.rope import apply_rotary
 from .attention_calls import CallKind
+from .norms import LayerNorm, RMSNorm
+from .positions import Rotation
+from .score_positions import ScoreTerms
 
 
 class SelfAttention(nn.Module):
@@ -29,6 +33,11 @@ class SelfAttention(nn.Module):
         causal: a token sees no later token.
         rotary_interleaved: turn pairs of neighbours instead of halves, where there is a rotary embedding.
         backends: the function for each kind of call.
+        window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
+        softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
+        query_norm: norm over each query head, before it turns; None without.
+        key_norm: likewise of keys.
+        head_scale: a learned factor for what each head gives (NormFormer, arXiv 2110.09456).
     """
 
     def __init__(
@@ -45,6 +54,11 @@ class SelfAttention(nn.Module):
         causal: bool,
         rotary_interleaved: bool,
         backends: Mapping[CallKind, AttentionFunction],
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        query_norm: LayerNorm | RMSNorm | None = None,
+        key_norm: LayerNorm | RMSNorm | None = None,
+        head_scale: bool = False,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -53,38 +67,71 @@ class SelfAttention(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.causal = causal
+        self.window = window
+        self.softcap = softcap
         self.rotary_interleaved = rotary_interleaved
         self.backends = dict(backends)
         self.qkv = nn.Linear(hidden_size, (heads + 2 * groups) * head_dim, bias=qkv_bias)
+        self.query_norm = query_norm
+        self.key_norm = key_norm
+        self.head_scale = nn.Parameter(torch.ones(heads)) if head_scale else None
         self.output = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
 
     def forward(
         self,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: Rotation | None,
         kind: CallKind,
         packed: PackedSequences | None = None,
+        terms: ScoreTerms | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
         Args:
             hidden: (batch, tokens, hidden_size).
-            rotary: cosine and sine, each (tokens, dim / 2) or (batch, tokens, dim / 2), or None.
+            rotary: how far queries and keys turn, or None.
             kind: the kind of call, which selects the backend.
             packed: the documents of the rows, where they must not see each other.
+            terms: what the positions add to the scores, or None.
+            padding: bool (batch, tokens), True for real tokens, which alone are seen; None where all are.
 
         Returns:
             (batch, tokens, hidden_size).
         """
         projected = self.qkv(hidden).unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
-        if rotary is None:
-            query, key, value = projected.split((self.heads, self.groups, self.groups), dim=2)
-        else:  # queries and keys are neighbours: one pass turns both
-            turning, value = projected.split((self.heads + self.groups, self.groups), dim=2)
-            turned = apply_rotary(turning, *rotary, interleaved=self.rotary_interleaved)
-            query, key = turned.split((self.heads, self.groups), dim=2)
+        turning, value = projected.split((self.heads + self.groups, self.groups), dim=2)
+        query, key = self._turned(turning, rotary)
         dropout = self.dropout if self.training else 0.0
         context = self.backends[kind](
-            query, key, value, scale=self.scale, causal=self.causal, dropout=dropout, packed=packed
+            query,
+            key,
+            value,
+            scale=self.scale,
+            causal=self.causal,
+            dropout=dropout,
+            distance_bias=None if terms is None else terms.distance_bias,
+            window=self.window,
+            softcap=self.softcap,
+            packed=packed,
+            key_padding_mask=padding,
         )
+        if self.head_scale is not None:
+            context = context * self.head_scale.to(context.dtype)[:, None]
         return self.output(context.flatten(2))
+
+    def _turned(self, turning: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normed and turned, from (batch, tokens, heads + groups, head_dim)."""
+        interleaved = self.rotary_interleaved
+        alike = self.query_norm is None and (rotary is None or rotary.key_cosine is None)
+        if alike and rotary is not None:  # queries and keys are neighbours: one pass turns both
+            turning = apply_rotary(turning, rotary.cosine, rotary.sine, interleaved=interleaved)
+        query, key = turning.split((self.heads, self.groups), dim=2)
+        if alike:
+            return query, key
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rotary is not None:
+            query = apply_rotary(query, rotary.cosine, rotary.sine, interleaved=interleaved)
+            key = apply_rotary(key, *rotary.of_keys(), interleaved=interleaved)
+        return query, key

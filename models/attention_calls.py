@@ -13,6 +13,48 @@ from .config.slices import AttentionSlice
 CallKind = Literal["training", "evaluation", "generation"]
 
 
+def attention_call(
+    attention: AttentionSlice,
+    *,
+    queries: int,
+    keys: int,
+    device: str,
+    capability: tuple[int, int] | None,
+    dtype: DType,
+    batch: int,
+    packed: bool,
+    deterministic: bool,
+    padding: bool = False,
+    training: bool = False,
+    any_length: bool = False,
+) -> AttentionCall:
+    """One kind of call of an attention; arguments that are not the attention's are those of `AttentionCall`."""
+    distance = attention.distance
+    bias = "none" if distance is None else "distance_with_gradient" if distance.learned and training else "distance"
+    return AttentionCall(
+        device=device,
+        capability=capability,
+        dtype=dtype,
+        batch=batch,
+        heads=attention.heads,
+        groups=attention.groups,
+        head_dim=attention.head_dim,
+        queries=queries,
+        keys=keys,
+        any_length=any_length,
+        causal=attention.causal,
+        window=attention.window,
+        packed=packed,
+        padding=padding,
+        bias=bias,
+        reach=0 if distance is None else distance.reach(max(queries, keys)),
+        softcap=attention.softcap,
+        dropout=attention.dropout if training else 0.0,
+        training=training,
+        deterministic=deterministic,
+    )
+
+
 def attention_calls(
     attention: AttentionSlice,
     *,
@@ -42,22 +84,18 @@ def attention_calls(
     """
 
     def call(length: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
-        return AttentionCall(
+        return attention_call(
+            attention,
+            queries=length,
+            keys=length,
             device=device,
             capability=capability,
             dtype=dtype,
             batch=batch,
-            heads=attention.heads,
-            groups=attention.groups,
-            head_dim=attention.head_dim,
-            queries=length,
-            keys=length,
-            any_length=any_length,
-            causal=attention.causal,
             packed=packed and not any_length,
-            dropout=attention.dropout if training else 0.0,
-            training=training,
             deterministic=deterministic,
+            training=training,
+            any_length=any_length,
         )
 
     return {

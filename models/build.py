@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention.backends import AttentionFunction, function_of, installed, torch_version
+from ..kernels.attention.backends import function_of, installed, torch_version
 from ..kernels.attention.call import AttentionCall, DType
-from ..kernels.attention.dispatch import Decision
+from ..kernels.attention.dispatch import Decision, NoBackendError
 from ..kernels.attention.flags import AttentionFlags
-from .attention import SelfAttention
-from .attention_calls import CallKind, attention_calls, decide
+from .assemble import Backends, build_norm, build_position_table, build_stack
+from .attention_calls import CallKind, decide
+from .attention_plan import CallFacts, PlannedAttention, planned_attentions
+from .bert import BERT
+from .config.bert_slice import BertSlice
+from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
-from .config.slices import GPTSlice, StackSlice, gpt_slice
+from .config.samples import SampleForm
+from .config.slices import GPTSlice, StackSlice
+from .config.t5_slice import T5Slice, T5StackSlice
 from .gpt import GPT
+from .head import TokenPositions
 from .init import InitRules, initialise_
-from .mlp import MLP
-from .norms import NORMS, LayerNorm, RMSNorm
-from .positions import RotaryEmbedding
-from .stack import Layer, Stack
+from .score_positions import CrossRelativeBias
+from .stack import Stack
+from .t5 import T5
 
-Backends = Mapping[CallKind, AttentionFunction]
+LanguageModel = GPT | T5 | BERT
+ALL_KINDS: tuple[CallKind, ...] = ("training", "evaluation", "generation")
 
 DTYPE_NAMES: dict[torch.dtype, DType] = {
     torch.float64: "fp64",
@@ -36,13 +44,84 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {
 class Sharding(Protocol):
     """What cuts the parameters of a model over several processes."""
 
-    def cut(self, model: GPT) -> None:
+    def cut(self, model: LanguageModel) -> None:
         """Replace the parameters of a model on the meta device by this process's parts of them."""
         ...
 
     def fill(self, parameter: Tensor, whole: Tensor) -> None:
         """Copy this process's part of a whole parameter (fp32, CPU) into what `cut` made of it."""
         ...
+
+
+def build_model(
+    keys: FamilyKeys,
+    *,
+    vocab_size: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    flags: AttentionFlags,
+    micro_batch_size: int,
+    form: SampleForm,
+    compute_dtype: torch.dtype | None = None,
+    kinds: Collection[CallKind] = ALL_KINDS,
+    sharding: Sharding | None = None,
+) -> LanguageModel:
+    """Build a model of any family with its initial weights.
+
+    Args:
+        keys: what the model is; the rules have found no error in it.
+        vocab_size: tokens of the tokenizer.
+        device: where the parameters shall lie; `meta` builds shapes only, without weights, decisions or compilation.
+        dtype: of the parameters.
+        flags: what the environment says about attention.
+        micro_batch_size: samples in a call.
+        form: the samples of training and evaluation.
+        compute_dtype: the dtype of the arithmetic where it is not that of the parameters.
+        kinds: the kinds of call the run can make; the model raises on any other.
+        sharding: cuts the parameters over processes; None leaves them whole.
+
+    Raises:
+        ValueError: `override_vocab_size` is too small, or `compile` cannot be had.
+        NoBackendError: no attention backend is left for a kind of call.
+    """
+    device = torch.device(device)
+    described = family_slice(keys, vocab_size=vocab_size, form=form)
+    if device.type == "meta":
+        return _assemble(described, form, {}, {}).to(dtype)
+    plan = plan_model(
+        described,
+        device=device,
+        dtype=compute_dtype or dtype,
+        flags=flags,
+        micro_batch_size=micro_batch_size,
+        form=form,
+        kinds=kinds,
+    )
+    backends: dict[str, Backends] = {
+        planned.name: {
+            kind: function_of(
+                plan.decisions[planned.label(kind)],
+                masked_softmax_fusion=flags.masked_softmax_fusion and planned.attention.masked_softmax_fusion,
+            )
+            for kind in kinds
+        }
+        for planned in plan.attentions
+    }
+    model = _assemble(described, form, plan.decisions, backends).to(dtype)
+    model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
+    if plan.compiled:
+        generation = {planned.label("generation") for planned in plan.attentions}
+        whole = all(decision.compiles for label, decision in plan.decisions.items() if label not in generation)
+        for stack in stacks_of(model):
+            stack.compile_parts(hooked=sharding is not None, whole=whole)
+    if sharding is None:
+        model = model.to_empty(device=device)
+        initialise_(model, init_rules(described))
+    else:
+        sharding.cut(model)
+        model.to_empty(device=device)
+        initialise_(model, init_rules(described), sharding.fill)
+    return model
 
 
 def build_gpt(
@@ -55,85 +134,78 @@ def build_gpt(
     micro_batch_size: int,
     seq_length: int | None = None,
     compute_dtype: torch.dtype | None = None,
-    kinds: Collection[CallKind] = ("training", "evaluation", "generation"),
+    kinds: Collection[CallKind] = ALL_KINDS,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     sharding: Sharding | None = None,
 ) -> GPT:
-    """Build a GPT with its initial weights.
+    """`build_model` for a GPT.
 
     Args:
-        keys: what the model is; `gpt_rules` has found no error in it.
-        vocab_size: tokens of the tokenizer.
-        device: where the parameters shall lie; `meta` builds shapes only, without weights, decisions or compilation.
-        dtype: of the parameters.
-        flags: what the environment says about attention.
-        micro_batch_size: samples in a call.
+        keys: and all others: as in `build_model`.
         seq_length: tokens in a sample; None is `encoder_seq_length`.
-        compute_dtype: the dtype of the arithmetic where it is not that of the parameters.
-        kinds: the kinds of call the run can make; the model raises on any other.
         reset_position_ids: in training and evaluation the positions of each document of a sample begin at 0.
         reset_attention_mask: in training and evaluation a token sees no earlier document of its sample.
-        sharding: cuts the parameters over processes; None leaves them whole.
 
     Raises:
         ValueError: `override_vocab_size` is too small, or `compile` cannot be had.
         NoBackendError: no attention backend is left for a kind of call.
     """
-    device = torch.device(device)
-    gpt = gpt_slice(keys, vocab_size=vocab_size)
-    length = seq_length or gpt.seq_length
-    if device.type == "meta":
-        return _assemble(gpt, length, {}, {}, reset_position_ids, reset_attention_mask).to(dtype)
-    decisions, (use_compile, reason) = plan_gpt(
-        gpt,
+    model = build_model(
+        keys,
+        vocab_size=vocab_size,
         device=device,
-        dtype=compute_dtype or dtype,
+        dtype=dtype,
         flags=flags,
         micro_batch_size=micro_batch_size,
-        seq_length=length,
+        form=SampleForm(
+            length=seq_length or keys.encoder_seq_length, packed=reset_attention_mask, restart=reset_position_ids
+        ),
+        compute_dtype=compute_dtype,
         kinds=kinds,
-        packed=reset_attention_mask,
+        sharding=sharding,
     )
-    fusion = flags.masked_softmax_fusion and gpt.stack.attention.masked_softmax_fusion
-    backends: Backends = {kind: function_of(made, masked_softmax_fusion=fusion) for kind, made in decisions.items()}
-    model = _assemble(gpt, length, decisions, backends, reset_position_ids, reset_attention_mask).to(dtype)
-    model.compiled, model.compile_reason = use_compile, reason
-    if use_compile:
-        whole = all(decision.compiles for kind, decision in decisions.items() if kind != "generation")
-        model.decoder.compile_parts(hooked=sharding is not None, whole=whole)
-    if sharding is None:
-        model = model.to_empty(device=device)
-        initialise_(model, init_rules(gpt))
-    else:
-        sharding.cut(model)
-        model.to_empty(device=device)
-        initialise_(model, init_rules(gpt), sharding.fill)
+    assert isinstance(model, GPT)
     return model
 
 
-def plan_gpt(
-    gpt: GPTSlice,
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What `build_model` decides before it builds.
+
+    Attributes:
+        attentions: of the model.
+        decisions: for each attention and kind of call (`PlannedAttention.label`), what the dispatcher chose and why.
+        compiled: whether the layers run through torch.compile.
+        compile_reason: why, or why not.
+    """
+
+    attentions: tuple[PlannedAttention, ...]
+    decisions: Mapping[str, Decision]
+    compiled: bool
+    compile_reason: str
+
+
+def plan_model(
+    model: FamilySlice,
     *,
     device: torch.device,
     dtype: torch.dtype,
     flags: AttentionFlags,
     micro_batch_size: int,
-    seq_length: int,
-    kinds: Collection[CallKind] = ("training", "evaluation", "generation"),
-    packed: bool = False,
-) -> tuple[dict[CallKind, Decision], tuple[bool, str]]:
-    """What `build_gpt` decides before it builds: the attention of each kind of call, and whether to compile and why.
+    form: SampleForm,
+    kinds: Collection[CallKind] = ALL_KINDS,
+) -> ModelPlan:
+    """What `build_model` decides: the attention of each kind of call, and whether to compile and why.
 
     Args:
-        gpt: what the model is.
+        model: what the model is.
         device: where it shall run.
         dtype: of the arithmetic.
         flags: what the environment says about attention.
         micro_batch_size: samples in a call.
-        seq_length: tokens in a sample.
+        form: the samples of training and evaluation.
         kinds: the kinds of call the run can make.
-        packed: samples of training and evaluation hold several documents, which do not see each other.
 
     Raises:
         ValueError: compilation cannot be had.
@@ -141,21 +213,39 @@ def plan_gpt(
     """
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"`dtype` ({dtype}) must be one of {', '.join(str(known) for known in DTYPE_NAMES)}.")
-    attention = gpt.stack.attention
-    calls = attention_calls(
-        attention,
-        device=device.type,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        dtype=DTYPE_NAMES[dtype],
-        batch=micro_batch_size,
-        seq_length=seq_length,
-        longest=gpt.max_positions or seq_length,
-        packed=packed,
-        deterministic=not flags.allow_nondeterministic,
-    )
-    asked: dict[CallKind, AttentionCall] = {kind: call for kind, call in calls.items() if kind in kinds}
-    decisions = decide(attention, asked, flags, installed(device.type))
-    return decisions, compile_policy(gpt.compile, device.type, torch_version(), dropout=has_dropout(gpt.stack))
+    facts: CallFacts = {
+        "device": device.type,
+        "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        "dtype": DTYPE_NAMES[dtype],
+        "batch": micro_batch_size,
+        "deterministic": not flags.allow_nondeterministic,
+    }
+    attentions = tuple(planned_attentions(model, form, facts))
+    software = installed(device.type)
+    decisions: dict[str, Decision] = {}
+    for planned in attentions:
+        asked: dict[CallKind, AttentionCall] = {kind: call for kind, call in planned.calls.items() if kind in kinds}
+        try:
+            made = decide(planned.attention, asked, flags, software)
+        except NoBackendError as error:
+            if not planned.name:
+                raise
+            raise NoBackendError(f"attention `{planned.name}`: {error}", error.rows) from None
+        decisions |= {planned.label(kind): decision for kind, decision in made.items()}
+    dropout = any(map(has_dropout, model.stacks))
+    compiled, reason = compile_policy(model.compile, device.type, torch_version(), dropout=dropout)
+    return ModelPlan(attentions, decisions, compiled, reason)
+
+
+def stacks_of(model: LanguageModel) -> tuple[Stack, ...]:
+    """The stacks of a model, in the order data goes through them."""
+    match model:
+        case T5():
+            return model.encoder, model.decoder
+        case BERT():
+            return (model.encoder,)
+        case _:
+            return (model.decoder,)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -197,13 +287,23 @@ def compile_policy(
     return False, f"not worth its time on {device_type}; `compile: True` forces it"
 
 
-def init_rules(gpt: GPTSlice) -> InitRules:
-    """How the parameters of a GPT start."""
+def init_rules(model: FamilySlice) -> InitRules:
+    """How the parameters of a model start; those of T5's decoder by the keys of the decoder."""
+    match model:
+        case T5Slice():
+            encoder, decoder = (_stack_rules(model.seed, stack) for stack in model.stacks)
+            parts = {"decoder.": decoder, "decoder_position": decoder, "cross_positions.": decoder}
+            return replace(encoder, embedding_std=model.embedding_std, parts=parts)
+        case _:
+            return replace(_stack_rules(model.seed, model.stack), embedding_std=model.embedding_std)
+
+
+def _stack_rules(seed: int, stack: StackSlice) -> InitRules:
     return InitRules(
-        seed=gpt.seed,
-        std=gpt.stack.init_std,
-        output_std=gpt.stack.output_init_std,
-        norm_weight=0.0 if gpt.stack.norm.zero_centered else 1.0,
+        seed=seed,
+        std=stack.init_std,
+        output_std=stack.output_init_std,
+        norm_weight=0.0 if stack.norm.zero_centered else 1.0,
     )
 
 
@@ -211,73 +311,90 @@ def init_rules(gpt: GPTSlice) -> InitRules:
 
 
 def _assemble(
-    gpt: GPTSlice,
-    seq_length: int,
-    decisions: dict[CallKind, Decision],
-    backends: Backends,
-    reset_position_ids: bool,
-    reset_attention_mask: bool,
-) -> GPT:
-    """All modules of a GPT on the meta device: nothing is allocated yet."""
-    hidden_size = gpt.stack.hidden_size
+    model: FamilySlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Mapping[str, Backends]
+) -> LanguageModel:
+    """All modules of a model on the meta device: nothing is allocated yet."""
     with torch.device("meta"):
-        return GPT(
-            token_embedding=nn.Embedding(gpt.padded_vocab_size, hidden_size),
-            position_embedding=nn.Embedding(gpt.learned_positions, hidden_size) if gpt.learned_positions else None,
-            decoder=_build_stack(gpt.stack, backends),
-            head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),
-            vocab_size=gpt.vocab_size,
-            seq_length=seq_length,
-            max_positions=gpt.max_positions,
-            dropout=gpt.stack.hidden_dropout,
-            reset_position_ids=reset_position_ids,
-            reset_attention_mask=reset_attention_mask,
-            attention_decisions=decisions,
-        )
+        match model:
+            case T5Slice():
+                return _assemble_t5(model, form, decisions, backends)
+            case BertSlice():
+                return _assemble_bert(model, form, decisions, backends.get("", {}))
+            case _:
+                return _assemble_gpt(model, form, decisions, backends.get("", {}))
 
 
-def _build_stack(stack: StackSlice, backends: Backends) -> Stack:
-    rotary = stack.rotary
-    table = rotary and RotaryEmbedding(
-        rotary.dim, rotary.positions, base=rotary.base, position_scale=rotary.position_scale
-    )
-    layers = (_build_layer(stack, backends) for _ in range(stack.num_layers))
-    return Stack(layers, final_norm=_build_norm(stack), rotary=table)
-
-
-def _build_layer(stack: StackSlice, backends: Backends) -> Layer:
-    return Layer(
-        attention_norm=_build_norm(stack),
-        attention=_build_attention(stack, backends),
-        mlp_norm=_build_norm(stack),
-        mlp=MLP(
-            stack.hidden_size,
-            stack.mlp.ffn_hidden_size,
-            nonlinearity=stack.mlp.nonlinearity,
-            gated=stack.mlp.gated,
-            bias=stack.mlp.bias,
-            dropout=stack.mlp.dropout,
+def _assemble_gpt(gpt: GPTSlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Backends) -> GPT:
+    hidden_size = gpt.stack.hidden_size
+    return GPT(
+        token_embedding=nn.Embedding(gpt.padded_vocab_size, hidden_size),
+        position_embedding=build_position_table(
+            gpt.learned_positions, hidden_size, by_document=gpt.positions_by_document
         ),
-        dropout=stack.hidden_dropout,
+        decoder=build_stack(gpt.stack, backends),
+        head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),
+        vocab_size=gpt.vocab_size,
+        seq_length=form.length,
+        max_positions=gpt.max_positions,
+        dropout=gpt.embedding_dropout,
+        label_smoothing=gpt.label_smoothing,
+        embedding_scale=gpt.embedding_scale,
+        logits_softcap=gpt.logits_softcap,
+        reset_position_ids=form.restart,
+        reset_attention_mask=form.packed,
+        attention_decisions={kind: decisions[kind] for kind in ALL_KINDS if kind in decisions},
     )
 
 
-def _build_norm(stack: StackSlice) -> LayerNorm | RMSNorm:
-    return NORMS[stack.norm.kind](stack.hidden_size, stack.norm.epsilon, zero_centered=stack.norm.zero_centered)
+def _assemble_t5(
+    t5: T5Slice, form: SampleForm, decisions: Mapping[str, Decision], backends: Mapping[str, Backends]
+) -> T5:
+    hidden_size = t5.encoder.stack.hidden_size
+    cross = t5.cross_attention
+
+    def table(part: T5StackSlice) -> TokenPositions | None:
+        return build_position_table(part.learned_positions, hidden_size, by_document=part.positions_by_document)
+
+    return T5(
+        token_embedding=nn.Embedding(t5.padded_vocab_size, hidden_size),
+        decoder_token_embedding=None if t5.shared_embeddings else nn.Embedding(t5.padded_vocab_size, hidden_size),
+        encoder_position_embedding=table(t5.encoder),
+        decoder_position_embedding=table(t5.decoder),
+        encoder=build_stack(t5.encoder.stack, backends.get("encoder", {})),
+        decoder=build_stack(t5.decoder.stack, backends.get("decoder", {}), cross, backends.get("cross", {})),
+        cross_positions=None
+        if cross.distance is None
+        else CrossRelativeBias(cross.heads, buckets=cross.distance.buckets, max_distance=cross.distance.max_distance),
+        head=None if t5.tied else nn.Linear(hidden_size, t5.padded_vocab_size, bias=False),
+        head_bias=t5.head_bias,
+        head_scale=t5.head_scale,
+        vocab_size=t5.vocab_size,
+        form=form,
+        max_positions=(t5.encoder.max_positions, t5.decoder.max_positions),
+        dropouts=(t5.encoder.embedding_dropout, t5.decoder.embedding_dropout),
+        label_smoothing=t5.label_smoothing,
+        attention_decisions=decisions,
+    )
 
 
-def _build_attention(stack: StackSlice, backends: Backends) -> SelfAttention:
-    attention = stack.attention
-    return SelfAttention(
-        stack.hidden_size,
-        heads=attention.heads,
-        groups=attention.groups,
-        head_dim=attention.head_dim,
-        scale=attention.scale,
-        qkv_bias=attention.qkv_bias,
-        output_bias=attention.output_bias,
-        dropout=attention.dropout,
-        causal=attention.causal,
-        rotary_interleaved=stack.rotary.interleaved if stack.rotary else False,
-        backends=backends,
+def _assemble_bert(bert: BertSlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Backends) -> BERT:
+    hidden_size, stack = bert.stack.hidden_size, bert.stack
+    return BERT(
+        token_embedding=nn.Embedding(bert.padded_vocab_size, hidden_size),
+        position_embedding=build_position_table(
+            bert.learned_positions, hidden_size, by_document=bert.positions_by_document
+        ),
+        token_type_embedding=nn.Embedding(bert.token_types, hidden_size) if bert.token_types else None,
+        embedding_norm=build_norm(stack) if bert.embedding_norm else None,
+        encoder=build_stack(stack, backends),
+        transform=nn.Linear(hidden_size, hidden_size) if bert.mlm_transform else None,
+        transform_norm=build_norm(stack) if bert.mlm_transform else None,
+        head=None if bert.tied else nn.Linear(hidden_size, bert.padded_vocab_size, bias=False),
+        head_bias=bert.head_bias,
+        vocab_size=bert.vocab_size,
+        form=form,
+        max_positions=bert.max_positions,
+        dropout=bert.embedding_dropout,
+        label_smoothing=bert.label_smoothing,
+        attention_decisions=decisions,
     )

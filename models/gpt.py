@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
 from ..kernels.cross_entropy import linear_cross_entropy
 from .attention_calls import CallKind
+from .positions import PositionTable
 from .stack import Stack
 
 
@@ -27,6 +29,9 @@ class GPT(nn.Module):
         seq_length: tokens of a training or evaluation sample.
         max_positions: the longest sequence, None for any.
         dropout: dropout of the embeddings, in training.
+        label_smoothing: share of a label that the other tokens get, in training.
+        embedding_scale: factor of the embeddings.
+        logits_softcap: bound of the logits, cap * tanh(logit / cap); 0 for none.
         reset_position_ids: samples hold several documents, and the positions of each begin at 0.
         reset_attention_mask: samples hold several documents, and a token sees none of an earlier one.
         attention_decisions: for each kind of call, what the dispatcher chose and why.
@@ -41,13 +46,16 @@ class GPT(nn.Module):
         self,
         *,
         token_embedding: nn.Embedding,
-        position_embedding: nn.Embedding | None,
+        position_embedding: nn.Embedding | PositionTable | None,
         decoder: Stack,
         head: nn.Linear | None,
         vocab_size: int,
         seq_length: int,
         max_positions: int | None,
         dropout: float,
+        label_smoothing: float,
+        embedding_scale: float,
+        logits_softcap: float,
         reset_position_ids: bool,
         reset_attention_mask: bool,
         attention_decisions: dict[CallKind, Decision],
@@ -61,6 +69,9 @@ class GPT(nn.Module):
         self.seq_length = seq_length
         self.max_positions = max_positions
         self.dropout = dropout
+        self.label_smoothing = label_smoothing
+        self.embedding_scale = embedding_scale
+        self.logits_softcap = logits_softcap
         self.reset_position_ids = reset_position_ids
         self.reset_attention_mask = reset_attention_mask
         self.attention_decisions = attention_decisions
@@ -87,6 +98,8 @@ class GPT(nn.Module):
             (batch, tokens, padded_vocab_size) in the dtype of the model; -inf behind `vocab_size`.
         """
         logits = F.linear(self.hidden_states(tokens, documents), self.output_weight)
+        if self.logits_softcap:
+            logits = self.logits_softcap * torch.tanh(logits / self.logits_softcap)
         logits[..., self.vocab_size :] = float("-inf")
         return logits
 
@@ -107,8 +120,19 @@ class GPT(nn.Module):
         hidden, weight = self.hidden_states(tokens, documents), self.output_weight
         dtype = _dtype_of_products(hidden)
         hidden, weight = hidden.to(dtype), weight.to(dtype)  # the fused operation is opaque to autocast
-        total = linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), valid_vocab=self.vocab_size)
+        total = linear_cross_entropy(
+            hidden.flatten(0, 1),
+            weight,
+            labels.flatten(),
+            valid_vocab=self.vocab_size,
+            softcap=self.logits_softcap,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+        )
         return total / denominator
+
+    def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
+        """The loss of a batch of named tensors, those of `loss`."""
+        return self.loss(batch["tokens"], batch["labels"], denominator, batch.get("documents"))
 
     def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """The normed output of the last layer, (batch, tokens, hidden_size); arguments as in `forward`."""
@@ -173,9 +197,13 @@ class GPT(nn.Module):
 
     def _embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         hidden = self.token_embedding(tokens)
-        if self.position_embedding is not None:
-            table = self.position_embedding
+        table = self.position_embedding
+        if isinstance(table, PositionTable):
+            hidden = hidden + table(tokens.shape[1])
+        elif table is not None:
             hidden = hidden + (table.weight[: tokens.shape[1]] if positions is None else table(positions))
+        if self.embedding_scale != 1.0:
+            hidden = hidden * self.embedding_scale
         if self.training and self.dropout:
             hidden = F.dropout(hidden, self.dropout)
         return hidden

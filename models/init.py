@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-OUTPUT_PROJECTIONS = (".attention.output.weight", ".mlp.down.weight")
+from .score_positions import alibi_slopes, inverse_softplus
+
+OUTPUT_PROJECTIONS = (".attention.output.weight", ".cross_attention.output.weight", ".mlp.down.weight")
+TOKEN_EMBEDDINGS = ("token_embedding.weight", "decoder_token_embedding.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +26,20 @@ class InitRules:
         std: deviation of matrices and tables.
         output_std: deviation of the projections that write to the residual stream.
         norm_weight: the value that means a gain of one, 0 where norms store it minus one.
+        embedding_std: deviation of the token embeddings; None is `std`.
+        parts: rules of their own for the parameters whose names begin so (`encoder.`).
     """
 
     seed: int
     std: float
     output_std: float
     norm_weight: float
+    embedding_std: float | None = None
+    parts: Mapping[str, InitRules] = field(default_factory=dict)
+
+    def of(self, name: str) -> InitRules:
+        """The rules for a parameter."""
+        return next((rules for prefix, rules in self.parts.items() if name.startswith(prefix)), self)
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -38,12 +49,24 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 
 def initial_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
-    """The whole parameter `name` in fp32 on the CPU: biases 0, norm weights a gain of one, the rest normal."""
-    if name.endswith(".bias"):
+    """The whole parameter `name` in fp32 on the CPU: biases 0, norm weights a gain of one, matrices normal.
+
+    Kerple's parameters begin with a = p = 1 and b the slopes of ALiBi.
+    """
+    rules = rules.of(name)
+    if name.endswith(".head_scale"):
+        return torch.ones(shape)
+    if name.endswith(".score_positions.raw_p"):
+        return torch.full(shape, inverse_softplus(1.0))
+    if name.endswith(".score_positions.raw_b"):
+        return torch.tensor([inverse_softplus(slope) for slope in alibi_slopes(shape[0])])
+    if name.endswith((".bias", "head_bias", ".score_positions.log_a")):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.full(shape, rules.norm_weight)
     std = rules.output_std if name.endswith(OUTPUT_PROJECTIONS) else rules.std
+    if name in TOKEN_EMBEDDINGS and rules.embedding_std is not None:
+        std = rules.embedding_std
     return torch.empty(shape).normal_(0.0, std, generator=generator_for(rules.seed, name))
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..kernels.activations import NONLINEARITIES
 from ..kernels.gated_activation import gated_activation
+from .norms import LayerNorm, RMSNorm
 
 
 class MLP(nn.Module):
@@ -19,6 +20,7 @@ class MLP(nn.Module):
         gated: multiply the activated gate with the up projection.
         bias: bias on both projections.
         dropout: dropout after the nonlinearity, in training.
+        inner_norm: norm before the second projection (NormFormer, arXiv 2110.09456); None without.
     """
 
     def __init__(
@@ -30,12 +32,14 @@ class MLP(nn.Module):
         gated: bool,
         bias: bool,
         dropout: float,
+        inner_norm: LayerNorm | RMSNorm | None = None,
     ) -> None:
         super().__init__()
         self.nonlinearity = nonlinearity
         self.gated = gated
         self.dropout = dropout
         self.up = nn.Linear(hidden_size, ffn_hidden_size * (2 if gated else 1), bias=bias)
+        self.inner_norm = inner_norm
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -45,6 +49,8 @@ class MLP(nn.Module):
             inner = gated_activation(projected, self.nonlinearity)
         else:
             inner = NONLINEARITIES[self.nonlinearity](projected)
+        if self.inner_norm is not None:
+            inner = self.inner_norm(inner)
         if self.training and self.dropout:
             inner = F.dropout(inner, self.dropout)
         return self.down(inner)

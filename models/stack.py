@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,23 +12,35 @@ from torch import Tensor, nn
 from ..kernels.attention.packed import PackedSequences
 from .attention import SelfAttention
 from .attention_calls import CallKind
+from .cross_attention import CrossAttention, Memory
 from .mlp import MLP
 from .norms import LayerNorm, RMSNorm
-from .positions import RotaryEmbedding
+from .positions import RotaryEmbedding, Rotation, XPosEmbedding
+from .score_positions import ScorePositions, ScoreTerms
+
+BlockType = Literal["pre_ln", "post_ln", "normformer"]
 
 MOST_COMPILATIONS = 256
 """Of one layer in one process: a few per model (training, validation), each for one shape."""
 
 
 class Layer(nn.Module):
-    """A pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)) (arXiv 2002.04745).
+    """Self-attention, cross-attention where there is a memory, MLP: each adds to the stream x.
+
+    `pre_ln`: x + part(norm(x)) (arXiv 2002.04745). `post_ln`: norm(x + part(x)) (arXiv 1706.03762). `normformer`:
+    pre-norm, with norms after each attention and inside the MLP (arXiv 2110.09456).
 
     Args:
-        attention_norm: norm before the attention.
+        attention_norm: norm of the self-attention.
         attention: self-attention.
-        mlp_norm: norm before the MLP.
+        cross_attention_norm: norm of the cross-attention, None without one.
+        cross_attention: attention over the memory, None in a stack that has none.
+        mlp_norm: norm of the MLP.
         mlp: feed-forward part.
         dropout: dropout of what each part adds to the stream, in training.
+        block: where the norms sit.
+        attention_output_norm: norm of what the self-attention adds, for `normformer`.
+        cross_attention_output_norm: likewise of the cross-attention.
     """
 
     def __init__(
@@ -38,10 +51,20 @@ class Layer(nn.Module):
         mlp_norm: LayerNorm | RMSNorm,
         mlp: MLP,
         dropout: float,
+        cross_attention_norm: LayerNorm | RMSNorm | None = None,
+        cross_attention: CrossAttention | None = None,
+        block: BlockType = "pre_ln",
+        attention_output_norm: LayerNorm | RMSNorm | None = None,
+        cross_attention_output_norm: LayerNorm | RMSNorm | None = None,
     ) -> None:
         super().__init__()
+        self.block: BlockType = block
         self.attention_norm = attention_norm
         self.attention = attention
+        self.attention_output_norm = attention_output_norm
+        self.cross_attention_norm = cross_attention_norm
+        self.cross_attention = cross_attention
+        self.cross_attention_output_norm = cross_attention_output_norm
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.dropout = dropout
@@ -49,36 +72,66 @@ class Layer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: Rotation | None,
         kind: CallKind,
         packed: PackedSequences | None = None,
+        memory: Memory | None = None,
+        terms: ScoreTerms | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """(batch, tokens, hidden_size) to the same shape; other arguments as in `SelfAttention.forward`."""
-        hidden = self._add(hidden, self.attention(self.attention_norm(hidden), rotary, kind, packed))
-        return self._add(hidden, self.mlp(self.mlp_norm(hidden)))
+        update = self.attention(self._before(self.attention_norm, hidden), rotary, kind, packed, terms, padding)
+        hidden = self._add(hidden, update, self.attention_norm, self.attention_output_norm)
+        if self.cross_attention is not None and self.cross_attention_norm is not None:
+            assert memory is not None
+            update = self.cross_attention(self._before(self.cross_attention_norm, hidden), memory, kind)
+            hidden = self._add(hidden, update, self.cross_attention_norm, self.cross_attention_output_norm)
+        update = self.mlp(self._before(self.mlp_norm, hidden))
+        return self._add(hidden, update, self.mlp_norm)
 
-    def _add(self, hidden: Tensor, update: Tensor) -> Tensor:
+    def _before(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
+        """What a part reads."""
+        return hidden if self.block == "post_ln" else norm(hidden)
+
+    def _add(
+        self,
+        hidden: Tensor,
+        update: Tensor,
+        norm: LayerNorm | RMSNorm,
+        output_norm: LayerNorm | RMSNorm | None = None,
+    ) -> Tensor:
+        """The stream with what a part adds."""
+        if output_norm is not None:
+            update = output_norm(update)
         if self.training and self.dropout:
             update = F.dropout(update, self.dropout)
-        return hidden + update
+        hidden = hidden + update
+        return norm(hidden) if self.block == "post_ln" else hidden
 
 
 class Stack(nn.Module):
-    """Layers in a row, one table of rotary angles for all of them, and the norm after the last.
+    """Layers in a row, one set of positions for all of them, and the norm after the last.
 
     Args:
         layers: the layers, first to last.
-        final_norm: norm of the last layer's output.
+        final_norm: norm of the last layer's output; None where the layers end with one (`post_ln`).
         rotary: the shared rotary embedding, if there is one.
+        score_positions: the shared positions that act on scores, if there are any.
     """
 
     def __init__(
-        self, layers: Iterable[Layer], *, final_norm: LayerNorm | RMSNorm, rotary: RotaryEmbedding | None
+        self,
+        layers: Iterable[Layer],
+        *,
+        final_norm: LayerNorm | RMSNorm | None,
+        rotary: RotaryEmbedding | XPosEmbedding | None = None,
+        score_positions: ScorePositions | None = None,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.final_norm = final_norm
         self.rotary = rotary
+        self.score_positions = score_positions
 
     def forward(
         self,
@@ -87,6 +140,8 @@ class Stack(nn.Module):
         *,
         positions: Tensor | None = None,
         packed: PackedSequences | None = None,
+        padding: Tensor | None = None,
+        memory: Memory | None = None,
     ) -> Tensor:
         """Run all layers.
 
@@ -95,14 +150,18 @@ class Stack(nn.Module):
             kind: the kind of call, which selects the attention backend.
             positions: of the tokens, int64 (batch, tokens); None counts each row from 0.
             packed: the documents of the rows, where they must not see each other.
+            padding: bool (batch, tokens), True for real tokens, which alone are seen; None where all are.
+            memory: what cross-attention reads; None in a stack without it.
 
         Returns:
             (batch, tokens, hidden_size), normed.
         """
-        rotary = None if self.rotary is None else self.rotary(hidden.shape[1] if positions is None else positions)
+        tokens = hidden.shape[1]
+        rotary = None if self.rotary is None else self.rotary(tokens if positions is None else positions)
+        terms = None if self.score_positions is None else self.score_positions(tokens, tokens)
         for layer in self.layers:
-            hidden = layer(hidden, rotary, kind, packed)
-        return self.final_norm(hidden)
+            hidden = layer(hidden, rotary, kind, packed, memory, terms, padding)
+        return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def compile_parts(self, *, hooked: bool = False, whole: bool = True) -> None:
         """Compile each layer and the final norm; equal layers share one compilation.
@@ -117,7 +176,7 @@ class Stack(nn.Module):
         # A limit of 8 counts the layers of all models of a process together, since they are one piece of code; the
         # third configuration trained in one notebook would end in an error.
         config.recompile_limit = max(config.recompile_limit, MOST_COMPILATIONS)
-        for part in (*self.layers, self.final_norm):
+        for part in (*self.layers, *([] if self.final_norm is None else [self.final_norm])):
             if hooked:
                 part.forward = torch.compile(part.forward, fullgraph=whole, dynamic=False)
             else:

@@ -8,6 +8,7 @@ import pytest
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.problems import ConfigError, Problem
 from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema import ModelBlock, RootBlock
 from stoker.trainer.errors import EXIT_BAD_INPUT
 
 DATA = Path(__file__).parent / "data"
@@ -18,6 +19,12 @@ def load(
 ) -> RunConfig:
     """Compose and validate with an environment of its own."""
     return load_run_config(name, directory, overrides, environ or {})
+
+
+def gpt(root: RootBlock) -> ModelBlock:
+    """The keys of a model that must be a GPT."""
+    assert isinstance(root.model, ModelBlock)
+    return root.model
 
 
 def problems(

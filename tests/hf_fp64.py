@@ -1,4 +1,4 @@
-"""Hugging Face's Llama and GPT-2 as fp64 references, and the way their weights map to ours."""
+"""Hugging Face's models as fp64 references, and the way their weights map to ours."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
+from transformers.models.t5 import modeling_t5
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -27,10 +28,11 @@ def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]
 
 @contextmanager
 def upcasts_lifted() -> Iterator[None]:
-    """Llama's norm and rotary embedding compute in fp32 whatever comes in; inside, they keep the dtype of the input."""
+    """Norms and rotary embedding compute in fp32 whatever comes in; inside, they keep the dtype of the input."""
     with (
         mock.patch.object(modeling_llama.LlamaRMSNorm, "forward", _rms_norm),
         mock.patch.object(modeling_llama.LlamaRotaryEmbedding, "forward", _rotary),
+        mock.patch.object(modeling_t5.T5LayerNorm, "forward", _rms_norm),
     ):
         yield
 
@@ -83,4 +85,65 @@ def gpt2_names(reference: nn.Module, layers: int, of: str = "data") -> dict[str,
                 value = theirs[f"transformer.h.{index}.{source}.{kind}"]
                 matrix = kind == "weight" and value.ndim == 2
                 ours[f"decoder.layers.{index}.{target}.{kind}"] = value.t() if matrix else value
+    return ours
+
+
+def t5_names(reference: nn.Module, of: str = "data") -> dict[str, Tensor]:
+    """Our parameter names to T5's values or gradients."""
+    theirs = {name: getattr(parameter, of) for name, parameter in reference.named_parameters()}
+    ours = {"token_embedding.weight": theirs["shared.weight"]}
+    if "lm_head.weight" in theirs:
+        ours["head.weight"] = theirs["lm_head.weight"]
+    for stack in ("encoder", "decoder"):
+        ours[f"{stack}.final_norm.weight"] = theirs[f"{stack}.final_layer_norm.weight"]
+        bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        ours[f"{stack}.score_positions.table"] = theirs[f"{stack}.{bias}"]
+        for index in range(len({name.split(".")[2] for name in theirs if name.startswith(f"{stack}.block.")})):
+            source, target = f"{stack}.block.{index}.layer.", f"{stack}.layers.{index}."
+            own = [theirs[f"{source}0.SelfAttention.{part}.weight"] for part in "qkv"]
+            ours[f"{target}attention.qkv.weight"] = torch.cat(own)
+            ours[f"{target}attention.output.weight"] = theirs[f"{source}0.SelfAttention.o.weight"]
+            ours[f"{target}attention_norm.weight"] = theirs[f"{source}0.layer_norm.weight"]
+            if stack == "decoder":
+                cross = f"{source}1.EncDecAttention."
+                ours[f"{target}cross_attention.query.weight"] = theirs[f"{cross}q.weight"]
+                ours[f"{target}cross_attention.kv.weight"] = torch.cat([theirs[f"{cross}{x}.weight"] for x in "kv"])
+                ours[f"{target}cross_attention.output.weight"] = theirs[f"{cross}o.weight"]
+                ours[f"{target}cross_attention_norm.weight"] = theirs[f"{source}1.layer_norm.weight"]
+            source += "1." if stack == "encoder" else "2."
+            ours[f"{target}mlp_norm.weight"] = theirs[f"{source}layer_norm.weight"]
+            up = [f"{source}DenseReluDense.{name}.weight" for name in ("wi", "wi_0", "wi_1")]
+            ours[f"{target}mlp.up.weight"] = torch.cat([theirs[name] for name in up if name in theirs])
+            ours[f"{target}mlp.down.weight"] = theirs[f"{source}DenseReluDense.wo.weight"]
+    return ours
+
+
+def bert_names(reference: nn.Module, of: str = "data") -> dict[str, Tensor]:
+    """Our parameter names to BERT's values or gradients."""
+    theirs = {name: getattr(parameter, of) for name, parameter in reference.named_parameters()}
+    embeddings, head = "bert.embeddings.", "cls.predictions."
+    ours = {
+        "token_embedding.weight": theirs[f"{embeddings}word_embeddings.weight"],
+        "position_embedding.weight": theirs[f"{embeddings}position_embeddings.weight"],
+        "token_type_embedding.weight": theirs[f"{embeddings}token_type_embeddings.weight"],
+        "head_bias": theirs[f"{head}bias"],
+    }
+    parts = {
+        "attention.output": "attention.output.dense",
+        "attention_norm": "attention.output.LayerNorm",
+        "mlp.up": "intermediate.dense",
+        "mlp.down": "output.dense",
+        "mlp_norm": "output.LayerNorm",
+    }
+    layers = len({name.split(".")[3] for name in theirs if name.startswith("bert.encoder.layer.")})
+    for kind in ("weight", "bias"):
+        ours[f"embedding_norm.{kind}"] = theirs[f"{embeddings}LayerNorm.{kind}"]
+        ours[f"transform.{kind}"] = theirs[f"{head}transform.dense.{kind}"]
+        ours[f"transform_norm.{kind}"] = theirs[f"{head}transform.LayerNorm.{kind}"]
+        for index in range(layers):
+            source, target = f"bert.encoder.layer.{index}.", f"encoder.layers.{index}."
+            own = [theirs[f"{source}attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
+            ours[f"{target}attention.qkv.{kind}"] = torch.cat(own)
+            for name, their in parts.items():
+                ours[f"{target}{name}.{kind}"] = theirs[f"{source}{their}.{kind}"]
     return ours

@@ -35,6 +35,8 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
         "valid_vocab": "i32",
         "padded_vocab": "i32",
         "ignore_index": "i32",
+        "smoothing": "fp32",
+        "softcap": "fp32",
     }
     gated_forward = {"gate_up_pointer": "*bf16", "product_pointer": "*bf16", "width": "i32"}
     gated_backward = {"gate_up_pointer": "*bf16", "product_gradient_pointer": "*bf16", "gradient_pointer": "*bf16"}
@@ -44,12 +46,19 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
         ("gated_forward", _forward_kernel, gated_forward, {"BLOCK": 1024, "KIND": "gelu"}, options),
         ("gated_backward", _backward_kernel, gated_backward, {"BLOCK": 1024, "KIND": "gelu_tanh"}, options),
         ("adamw", _adamw_kernel, adamw, {"SEPARATE_MAIN": True, "BLOCK": 1024}, options),
-        (
-            "cross_entropy",
-            _loss_and_gradient_kernel,
-            loss,
-            {"WITH_GRADIENT": True, "BLOCK": 4096},
-            options | {"num_warps": 8},
+        *(
+            (
+                name,
+                _loss_and_gradient_kernel,
+                loss,
+                {"WITH_GRADIENT": True, "SMOOTHED": smoothed, "CAPPED": capped, "BLOCK": 4096},
+                options | {"num_warps": 8},
+            )
+            for name, smoothed, capped in (
+                ("cross_entropy", False, False),
+                ("cross_entropy_smoothed", True, False),
+                ("cross_entropy_capped", False, True),
+            )
         ),
     ]
 

@@ -44,6 +44,7 @@ def backward(model, step):
 def makers():
     """Each optimizer with all the state it can have."""
     yield "adamw", lambda p, **k: AdamW(p, lr=1e-2, weight_decay=0.1, **k)
+    yield "scaled", lambda p, **k: AdamW(p, lr=1e-1, scale_parameter=True, fused={"up.weight": (8, 12)}, **k)
     yield "sgd", lambda p, **k: SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, **k)
     yield "adafactor", lambda p, **k: Adafactor(p, lr=1e-2, beta1=0.9, weight_decay=0.1, **k)
     yield "muon", lambda p, **k: Muon(p, lr=1e-2, weight_decay=0.1, fused={"up.weight": (8, 12)}, **k)

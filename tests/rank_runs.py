@@ -134,12 +134,14 @@ class Uneven:
         self.sequence_length = samples.sequence_length
 
     def batch(self, first: int, count: int) -> Any:
-        batch = self._all.batch(first, count)
-        labels = batch.labels.clone()
+        from stoker.trainer.feed import fields_of
+
+        fields = fields_of(self._all.batch(first, count))
+        labels = fields["labels"].clone()
         for row, position in enumerate(range(first, first + count)):
             empty = 24 <= position < 48 and position % 4 > 1
-            labels[row, 0 if empty else position * position % (self.sequence_length + 1) :] = -100
-        return batch._replace(labels=labels)
+            labels[row, 0 if empty else position * position % (labels.shape[1] + 1) :] = -100
+        return {**fields, "labels": labels}
 
 
 def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, Any]:
@@ -159,8 +161,8 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
 
     def record(module: Any, batch: Any, batch_idx: int) -> None:
         sums: dict[int, list[int]] = {}
-        for number, tokens, labels, *_ in batch.micro_batches():
-            rows = torch.cat([tokens, labels], dim=1).numpy()
+        for number, fields in batch.micro_batches():
+            rows = torch.cat([field.long() for _, field in sorted(fields.items())], dim=1).numpy()
             sums[number] = [zlib.crc32(row.tobytes()) for row in rows]
         steps.append(sums)
         targets.append(int(batch.targets))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_helpers import DATA, load, problems, write
+from config_helpers import DATA, gpt, load, problems, write
 
 from stoker.trainer.config.key_states import KeyStates, known_keys, state_of
 from stoker.trainer.config.key_table import KEY_TABLE, VALUES, State, row_of
@@ -107,6 +107,9 @@ def test_historical_keys_are_accepted_and_listed_once(override: str) -> None:
         ("trainer.replace_sampler_ddp=True", "trainer.replace_sampler_ddp"),
         ("trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches"),
         ("model.use_emha=True", "model.use_emha"),
+        ("model.encoder.num_layers=2", "model.encoder.num_layers"),
+        ("model.tokens_head_bias=True", "model.tokens_head_bias"),
+        ("model.bert.token_types=2", "model.bert.token_types"),
         ("model.mcore_customization_config.foo=1", "model.mcore_customization_config.foo"),
         ("model.tokenizer.trust_remote_code=True", "model.tokenizer.trust_remote_code"),
         ("model.precision=32", "model.precision"),
@@ -132,7 +135,7 @@ def test_a_key_may_repeat_another() -> None:
     ],
 )
 def test_what_is_off_loads(overrides: list[str]) -> None:
-    assert load(*overrides).root.model.num_layers == 4
+    assert gpt(load(*overrides).root).num_layers == 4
 
 
 @pytest.mark.parametrize(
@@ -142,10 +145,8 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
         "model.num_moe_experts=8",
         "model.activations_checkpoint_granularity=full",
         "model.cpu_offloading=True",
-        "model.window_size=[4096,0]",
         "model.fp8=True",
         "exp_manager.create_fault_tolerance_callback=True",
-        "model.encoder.num_layers=2",
         "model.data.train_ds.file_names=[a]",
     ],
 )
@@ -270,5 +271,8 @@ def test_spelling_of_the_documentation() -> None:
 
 
 def test_case_of_words() -> None:
-    assert load("model.normalization=RMSNorm").root.model.normalization == "rmsnorm"
-    assert "not yet" in problems("model.position_embedding_type=ALiBi")["model.position_embedding_type"].rule
+    assert gpt(load("model.normalization=RMSNorm").root).normalization == "rmsnorm"
+    config = load("model.position_embedding_type=ALiBi")
+    assert gpt(config.root).position_embedding_type == "alibi"
+    (warning,) = [finding for finding in config.findings if finding.level == "warning"]
+    assert "`ALiBi` is read as `alibi`" in warning.message

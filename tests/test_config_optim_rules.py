@@ -100,5 +100,13 @@ def test_nulls_mean_each_optimizers_own_values():
     assert settings("sgd") == {"momentum": 0.0, "nesterov": False}
     assert (settings("muon")["momentum"], settings("muon")["nesterov"], settings("muon")["eps"]) == (0.95, True, 1e-8)
     assert settings("adafactor")["eps"] == [1e-30, 1e-3]
-    assert settings("fused_adam") == settings("adamw") == {"betas": [0.9, 0.98], "eps": 1e-8}
+    assert (
+        settings("fused_adam")
+        == settings("adamw")
+        == {
+            "betas": [0.9, 0.98],
+            "eps": 1e-8,
+            "scale_parameter": False,
+        }
+    )
     assert optimizer_kind("mcore_distributed_optim") == "adamw"

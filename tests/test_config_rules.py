@@ -19,6 +19,7 @@ SCHED = "model.optim.sched"
 KWARGS = "model.data.dataset_kwargs"
 
 
+DATA_RESET = "model.data.reset_position_ids"
 HYBRID = [
     "model.fsdp=true",
     "model.fsdp_sharding_strategy=hybrid",
@@ -53,7 +54,7 @@ HYBRID = [
         ([f"{SCHED}.min_lr=0.1"], f"{SCHED}.min_lr", "larger"),
         (["model.data.data_impl=text"], "model.data.path", "needs a file"),
         (["data=text"], "model.data.path", "must be given"),
-        (["model.data.path=x"], "model.data.path", "data_impl: text` only"),
+        (["model.data.path=x"], "model.data.path", "data_impl: text` or `jsonl` only"),
         (["model.data.splits_string=0,50,50"], "model.data.splits_string", "training"),
         (["model.data.splits_string='1'"], "model.data.splits_string", "validation"),
         (["model.data.seq_length=128"], "model.data.seq_length", "must equal"),
@@ -112,6 +113,14 @@ def test_accepted(overrides: list[str]) -> None:
             "exp_manager.checkpoint_callback_params.save_top_k",
         ),
         (["model.position_embedding_type=none", "model.rotary_base=5000"], "model.rotary_base"),
+        (["model.position_embedding_type=Kerple"], "model.position_embedding_type"),
+        *(
+            ([f"model.position_embedding_type={kind}", "model.data.reset_position_ids=true"], DATA_RESET)
+            for kind in ("alibi", "relative", "learned_parameters", "none")
+        ),
+        (["model.position_embedding_type=xpos", "model.data.reset_position_ids=true"], "nothing"),
+        (["model.window_size=[3,1]"], "model.window_size"),
+        (["model.position_embedding_type=rope", "model.rotary_high_turns=9"], "model.rotary_high_turns"),
         (["env_vars.NVTE_FLASH_ATN=0"], "env_vars.NVTE_FLASH_ATN"),
         (["data=mock", "tokenizer=char"], "model.tokenizer.library"),
         (["env_vars.NVTE_FUSED_ATTN=0"], "nothing"),

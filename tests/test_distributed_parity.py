@@ -24,6 +24,7 @@ OPTIMIZERS = {
     },
     "muon": {"model__optim": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "nesterov": True, "momentum": 0.9}},
     "sgd": {"model__optim": {"name": "sgd", "lr": 0.3, "weight_decay": 0.1, "momentum": 0.9}},
+    "scaled": {"model__optim": {"name": "adamw", "scale_parameter": True, "lr": 0.1, "weight_decay": 0.1}},
 }
 NO_BIAS = {"model__bias": False, "model__normalization": "rmsnorm"}
 """The bias of the keys has no gradient but rounding, of which Adafactor and narrow numbers make a step."""
@@ -33,6 +34,40 @@ UNTIED = NO_BIAS | {
     "model__num_query_groups": 1,
 }
 """Fused weights whose parts lie across the ranks' cuts."""
+KERPLE = NO_BIAS | {
+    "model__position_embedding_type": "kerple",
+    "model__transformer_block_type": "normformer",
+    "model__headscale": True,
+    "model__qk_layernorm": True,
+    "model__logits_soft_cap": 5.0,
+}
+BUCKETS = NO_BIAS | {
+    "model__position_embedding_type": "relative",
+    "model__transformer_block_type": "post_ln",
+    "model__relative_attention_num_buckets": 6,
+}
+"""Parameters that the layers share, vectors of a few entries, and a stack without a final norm."""
+_STACK = {
+    "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "bias": False, "normalization": "rmsnorm",
+    "position_embedding_type": "relative", "relative_attention_num_buckets": 8, "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+}  # fmt: skip
+T5 = {
+    "model": {
+        "family": "t5",
+        "seq_length": 16,
+        "encoder": _STACK | {"num_layers": 2, "activation": "geglu"},
+        "decoder": _STACK | {"num_layers": 1, "num_attention_heads": 4, "kv_channels": 6},
+        "share_token_embeddings": False,
+        "label_smoothing": 0.1,
+        "micro_batch_size": 2,
+        "global_batch_size": 24,
+        "data": {"data_impl": "mock", "seq_length_dec": 12},
+        "optim": {"lr": 1e-2, "sched": {"max_steps": 100, "warmup_steps": 2}},
+    }
+}
+"""Two stacks of different layers and heads, two tables, a head bias, and cross-attention between them."""
+T5_MUON = {"model": T5["model"] | {"optim": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1}}}
 EMA = {"exp_manager__ema": {"enable": True, "decay": 0.9}}
 RAMP_UP = {"model__rampup_batch_size": [8, 8, 40], "trainer__max_steps": 5, "trainer__val_check_interval": 5}
 SIX = {"trainer__max_steps": 6}
@@ -121,10 +156,39 @@ def test_fused_weights_equal_one_process(runs, layout, ranks):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("full", 2), ("full", 3), ("hybrid", 4)])
+@pytest.mark.parametrize("positions", ["kerple", "buckets"])
+def test_shared_positions_equal_one_process(runs, positions, layout, ranks):
+    compare(runs, f"{positions} {layout}", ranks, LAYOUTS[layout], KERPLE if positions == "kerple" else BUCKETS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 3), ("zero1", 2), ("full", 2), ("grad", 3), ("hybrid", 4)])
+def test_t5_equals_one_process(runs, layout, ranks):
+    nested = {name.replace("model__", ""): value for name, value in LAYOUTS[layout].items()}
+    distributed = {"optim": T5["model"]["optim"] | {"name": "distributed_fused_adam"}} if layout == "zero1" else nested
+    alone = runs.run("alone-t5", **T5)
+    together = runs.run(f"t5-{layout}-{ranks}", ranks, model=T5["model"] | distributed)
+    check_equal(together, alone)
+
+
+@pytest.mark.full
+def test_t5_with_muon_equals_one_process(runs):
+    together = runs.run("t5-muon-full-3", 3, model=T5_MUON["model"] | {"fsdp": True})
+    check_equal(together, runs.run("alone-t5-muon", **T5_MUON))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("full", 2), ("grad", 3), ("full", 4), ("hybrid", 4)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_equals_one_process(runs, optimizer, layout, ranks):
     compare(runs, f"{optimizer} {layout}", ranks, LAYOUTS[layout], OPTIMIZERS[optimizer] | UNTIED)
+
+
+@pytest.mark.full
+def test_scaled_rates_with_a_cut_state_equal_one_process(runs):
+    scaled = OPTIMIZERS["scaled"]["model__optim"] | {"name": "distributed_fused_adam"}
+    compare(runs, "scaledzero1 zero1", 3, {}, {"model__optim": scaled} | UNTIED)
 
 
 @pytest.mark.full

@@ -35,8 +35,10 @@ def test_equals_torch_adamw_in_fp64():
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("separate", [False, True])
-def test_kernel_equals_reference(device, separate):
+def test_kernel_equals_reference(device, scaled, separate):
+    rates = torch.tensor([0.5, 1.0, 20.0], device=device) if scaled else None
     shapes = [(33, 65), (1,), (1025,)]
     state = {}
     for name, function in (("reference", reference_adamw_step), ("triton", triton_adamw_step)):
@@ -46,7 +48,8 @@ def test_kernel_equals_reference(device, separate):
         for step in range(1, 4):
             gradients = tensors(shapes, torch.float16 if separate else torch.float32, step, device)
             scale = torch.tensor(0.7, device=device)
-            function(params, main, gradients, *moments, step=number(step, device), grad_scale=scale, **SETTINGS)
+            step_of = {"step": number(step, device), "grad_scale": scale, "rates": rates}
+            function(params, main, gradients, *moments, **step_of, **SETTINGS)
         state[name] = [*params, *main, *moments[0], *moments[1]]
     for ours, expected in zip(state["triton"], state["reference"], strict=True):
         tolerance = 2e-3 if ours.dtype == torch.float16 else 2e-6

@@ -142,7 +142,7 @@ FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are ac
     # dropout
     (("sdpa_cudnn",), {"dropout": 0.1}, {"dropout": 0.125}, "sixteenths"),
     (("sdpa_flash",), {**ON_CPU, "dropout": 0.1}, {"dropout": 0.0}, "no dropout (0.1)"),
-    (("sdpa_flash",), {**ON_CPU, "bias": "distance_with_gradient"}, {"bias": "distance"}, "no a bias with gradient"),
+    (("sdpa_flash",), {**ON_CPU, "bias": "distance_with_gradient"}, {"bias": "distance"}, "no bias with gradient"),
     # determinism
     (("sdpa_cudnn",), {"deterministic": True}, {"training": False}, "not deterministic"),
     (("sdpa_flash", "sdpa_efficient"), {"deterministic": True}, {"training": False}, "use_deterministic_algorithms"),

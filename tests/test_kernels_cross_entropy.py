@@ -40,6 +40,26 @@ def test_value_and_gradients_do_not_depend_on_the_chunks(chunk):
     assert gradients[1][26:].abs().max() == 0
 
 
+@pytest.mark.parametrize("chunk", [5, 1000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("softcap", [0.0, 2.5])
+def test_bias_softcap_and_label_smoothing(chunk, smoothing, softcap):
+    hidden, weight, labels = inputs(37, 12, 29, torch.float64)
+    bias = torch.randn(29, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
+    leaves, options = (
+        (hidden, weight, bias),
+        {"valid_vocab": 26, "bias": bias, "label_smoothing": smoothing, "softcap": softcap},
+    )
+    expected = reference_linear_cross_entropy(hidden, weight, labels, **options)
+    value = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk, **options)
+    torch.testing.assert_close(value, expected, rtol=1e-13, atol=0)
+    expected_gradients = torch.autograd.grad(expected / 3, leaves)
+    for ours, theirs in zip(torch.autograd.grad(value / 3, leaves), expected_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    plain = linear_cross_entropy(hidden, weight, labels, valid_vocab=26)
+    assert abs(value - plain) > 1e-2
+
+
 def test_all_ignored_gives_zero():
     hidden, weight, labels = inputs(8, 4, 9, torch.float32)
     value = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), valid_vocab=9)
@@ -58,16 +78,20 @@ def test_evaluation_stores_no_gradient():
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize(("tokens", "vocab", "valid"), [(5, 7, 7), (9, 300, 257), (3, 9000, 8191)])
-def test_kernel_equals_torch(device, tokens, vocab, valid):
+def test_kernel_equals_torch(device, tokens, vocab, valid, smoothing, softcap):
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(tokens, vocab, generator=generator) * 8).to(device)
     labels = torch.randint(0, valid, (tokens,), generator=generator).to(device)
     labels[1] = -100
     leaf = logits[:, :valid].double().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(leaf, labels, reduction="none")
+    capped = softcap * torch.tanh(leaf / softcap) if softcap else leaf
+    expected = torch.nn.functional.cross_entropy(capped, labels, reduction="none", label_smoothing=smoothing)
     expected_gradient = torch.autograd.grad(expected.sum(), leaf)[0]
-    losses = triton_loss_and_gradient_(logits, labels, valid_vocab=valid, ignore_index=-100, with_gradient=True)
+    options = {"ignore_index": -100, "with_gradient": True, "smoothing": smoothing, "softcap": softcap}
+    losses = triton_loss_and_gradient_(logits, labels, valid_vocab=valid, **options)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits[:, :valid].double(), expected_gradient, rtol=1e-4, atol=1e-6)
     assert (logits[:, valid:] == 0).all()
@@ -108,6 +132,8 @@ def test_bf16_error_is_that_of_plain_torch():
 def test_custom_operation_is_well_formed():
     hidden, weight, labels = inputs(10, 4, 9, torch.float64)
     torch.library.opcheck(_linear_cross_entropy, (hidden, weight, labels, 9, -100, 4, True))
+    bias = torch.zeros(9, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(_linear_cross_entropy, (hidden, weight, labels, 9, -100, 4, True, bias, 0.1, 3.0))
 
 
 def test_chunks_shrink_with_the_vocabulary():
@@ -122,3 +148,7 @@ def test_bad_shapes_are_named():
         linear_cross_entropy(hidden, weight[:, :3], labels, valid_vocab=9)
     with pytest.raises(ValueError, match="valid_vocab"):
         linear_cross_entropy(hidden, weight, labels, valid_vocab=10)
+    with pytest.raises(ValueError, match="bias"):
+        linear_cross_entropy(hidden, weight, labels, valid_vocab=9, bias=hidden[:3, 0])
+    with pytest.raises(ValueError, match="label_smoothing"):
+        linear_cross_entropy(hidden, weight, labels, valid_vocab=9, label_smoothing=1.0)

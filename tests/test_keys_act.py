@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from config_helpers import load, problems
+from config_helpers import gpt, load, problems
 from tiny_run import tiny_document
 
 from stoker.kernels.attention.call import AttentionCall, Installed
@@ -28,6 +28,7 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.unfused import UnfusedAttention
 from stoker.models.build import compile_policy
 from stoker.models.config.block import Block
+from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
 from stoker.models.stack import Layer
 from stoker.trainer import cli, feed, loggers, module, parts, profiling, run, saving
@@ -40,7 +41,7 @@ from stoker.trainer.config.schema_index import schema_keys
 from stoker.trainer.data import tokenizer_sentencepiece
 from stoker.trainer.data.build import build_data
 from stoker.trainer.data.indexed import IndexedWriter
-from stoker.trainer.data.installed import BUILT_IN
+from stoker.trainer.data.installed import BUILT_IN, PAIR_SOURCES
 from stoker.trainer.data.samples import IGNORED_LABEL, MockSamples
 from stoker.trainer.data.tokenizer_gpt2 import gpt2_definition
 from stoker.trainer.data.tokenizer_pieces import byte_alphabet
@@ -106,7 +107,9 @@ class Lab:
     def model(self, changes: Changes) -> GPT:
         root = self.root(changes)
         plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
-        return build_model(root, build_data(root), plan, CPU)
+        model = build_model(root, build_data(root), plan, CPU)
+        assert isinstance(model, GPT)
+        return model
 
     def run(self, changes: Changes, directory: Path | None = None) -> TrainingResult:
         self.runs += 1
@@ -134,6 +137,20 @@ def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 def shapes(lab: Lab, changes: Changes) -> Any:
     return {name: tuple(value.shape) for name, value in lab.model(changes).named_parameters()}
+
+
+def shapes_of_family(lab: Lab, changes: Changes) -> Any:
+    """With the keys of a stack where the family has them."""
+    document = lab.document(changes)
+    model = document["model"]
+    if changes[MODEL + "family"] == "t5":
+        stack = {name: model.pop(name) for name in list(model) if name in StackKeys.model_fields}
+        length = model.pop("encoder_seq_length")
+        model |= {"encoder": stack, "decoder": stack, "seq_length": length, "data": {"data_impl": "mock"}}
+    root = RootBlock.model_validate(document)
+    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
+    model = build_model(root, build_data(root), plan, CPU)
+    return {name: tuple(value.shape) for name, value in model.named_parameters()}
 
 
 def weights(lab: Lab, changes: Changes) -> Any:
@@ -176,7 +193,7 @@ def hopper_backend(lab: Lab, changes: Changes) -> Any:
         training=True,
         deterministic=False,
     )
-    stack = lab.root(changes).model
+    stack = gpt(lab.root(changes))
     return choose(
         call,
         use_flash_attention=stack.use_flash_attention,
@@ -214,6 +231,30 @@ def plan(lab: Lab, changes: Changes) -> Any:
 
 def first_batch(lab: Lab, changes: Changes, samples: int = 2) -> Any:
     return build_data(lab.root(changes)).train.batch(0, samples).tokens.tolist()
+
+
+def of_task(lab: Lab, changes: Changes) -> RootBlock:
+    """A configuration of T5, or of the family that the task is for, with what its data need."""
+    name = changes.get(DATA + "dataset_type", "t5")
+    pairs = lab.folder / "pairs.jsonl"
+    texts = (json.dumps({"input": f"read {n}", "output": f"write {n}", "other": f"{n}"}) + "\n" for n in range(40))
+    pairs.write_text("".join(texts))
+    family, length = (name, "encoder_seq_length") if name in ("gpt", "bert") else ("t5", "seq_length")
+    source, path = ("jsonl", pairs) if name == "seq2seq" else ("text", documents(lab)[DATA + "path"])
+    document: dict[str, Any] = {
+        "model": {"family": family, length: 24, "data": {"data_impl": source, "path": str(path)}}
+    }
+    for key, value in changes.items():
+        paths.put(document, key, deepcopy(value))
+    return RootBlock.model_validate({**document, "trainer": {"limit_val_batches": 0}})
+
+
+def task_batch(lab: Lab, changes: Changes) -> Any:
+    """Names, shapes and values of the first batch of a task."""
+    built = build_data(of_task(lab, changes))
+    batch = built.train.batch(0, 8)
+    tensors = batch if isinstance(batch, dict) else {"tokens": batch.tokens, "labels": batch.labels}
+    return built.vocab_size, [(name, fingerprint(tensor)) for name, tensor in tensors.items()]
 
 
 def data(lab: Lab, changes: Changes) -> Any:
@@ -387,6 +428,7 @@ def summed_in(lab: Lab, changes: Changes) -> Any:
 
 def norm_weight(lab: Lab, changes: Changes) -> Any:
     norm = lab.model(changes).decoder.final_norm
+    assert norm is not None
     return type(norm).__name__, norm.weight[0].item()
 
 
@@ -413,8 +455,15 @@ class Row:
 
 
 ROPE = {"model.position_embedding_type": "rope"}
+STRETCHED = {**ROPE, "model.rotary_scaling": "llama3", "model.rotary_original_length": 8}
+YARN = {**ROPE, "model.rotary_scaling": "yarn", "model.rotary_original_length": 1000}
+ALIBI = {"model.position_embedding_type": "alibi"}
+BUCKETS = {"model.position_embedding_type": "relative", "model.relative_attention_num_buckets": 4}
 VALIDATES = {"trainer.limit_val_batches": 1, "trainer.val_check_interval": 2}
 TEXT = {"model.data.data_impl": "text"}
+NGRAMS = {DATA + "geometric_dist": True, DATA + "masked_lm_prob": 0.4}
+PIECES = {DATA + "respect_document_boundaries": True, "model.seq_length": 64}
+PREFIX = {DATA + "dataset_type": "t5_prefix_lm"}
 SAVES = {"exp_manager.create_checkpoint_callback": True, CALLBACK + "every_n_train_steps": 1}
 
 SGD, ADAFACTOR, MUON = ({OPTIM + "name": name} for name in ("sgd", "adafactor", "muon"))
@@ -492,6 +541,25 @@ ROWS = [
     Row(MODEL + "rotary_base", 100.0, logits, ROPE),
     Row(MODEL + "rotary_interleaved", True, logits, ROPE),
     Row(MODEL + "seq_len_interpolation_factor", 2.0, logits, ROPE),
+    Row(MODEL + "scale_positional_embedding", True, logits, {**ROPE, MODEL + "rotary_original_length": 8}),
+    Row(MODEL + "rotary_scaling_factor", 2.0, logits, STRETCHED),
+    Row(MODEL + "rotary_scaling_factor", 2.0, logits, YARN),
+    Row(MODEL + "rotary_original_length", 16, logits, STRETCHED),
+    Row(MODEL + "rotary_original_length", 16, logits, YARN, before=1000),
+    Row(MODEL + "rotary_low_turns", 0.1, logits, STRETCHED),
+    Row(MODEL + "rotary_low_turns", 0.1, logits, YARN),
+    Row(MODEL + "rotary_high_turns", 2.0, logits, STRETCHED),
+    Row(MODEL + "rotary_high_turns", 2.0, logits, YARN),
+    Row(MODEL + "num_attention_heads_alibi", 1, logits, ALIBI),
+    Row(MODEL + "relative_attention_num_buckets", 8, shapes, BUCKETS),
+    Row(MODEL + "relative_attention_max_distance", 4, logits, BUCKETS),
+    Row(MODEL + "window_size", [1, 0], logits),
+    Row(MODEL + "attn_logit_softcapping", 0.5, logits),
+    Row(MODEL + "logits_soft_cap", 0.5, logits),
+    Row(MODEL + "logits_soft_cap", 0.5, training_loss),
+    Row(MODEL + "apply_embedding_scaling", True, logits),
+    Row(MODEL + "qk_layernorm", True, shapes),
+    Row(MODEL + "headscale", True, shapes),
     Row(MODEL + "apply_query_key_layer_scaling", True, warnings, before=False),
     Row(MODEL + "normalize_attention_scores", False, logits),
     Row(MODEL + "use_flash_attention", False, attention_backends),
@@ -504,6 +572,10 @@ ROWS = [
     Row(MODEL + "override_vocab_size", 500, shapes),
     Row(MODEL + "override_vocab_size", 260, first_batch),
     Row(MODEL + "share_embeddings_and_output_weights", False, shapes),
+    Row(MODEL + "embedding_dropout", 0.2, training_loss),
+    Row(MODEL + "embedding_dropout", 0.0, training_loss, {MODEL + "hidden_dropout": 0.2}),
+    Row(MODEL + "embedding_init_method_std", 0.1, weights),
+    Row(MODEL + "label_smoothing", 0.2, training_loss),
     Row(MODEL + "seed", 5, weights),
     Row(MODEL + "seed", 5, first_batch),
     Row(MODEL + "seed", 5, first_batch, TEXT),
@@ -519,6 +591,29 @@ ROWS = [
     Row(DATA + "reset_attention_mask", True, trained_on_documents),
     Row(DATA + "reset_attention_mask", True, attention_masks, {MODEL + "attention_backend": "unfused"}),
     Row(DATA + "num_workers", 1, workers),
+    Row(DATA + "seq_length_dec", 32, task_batch),
+    Row(DATA + "seq_length_dec", 16, task_batch, PREFIX),
+    Row(DATA + "masked_lm_prob", 0.3, task_batch),
+    Row(DATA + "masked_lm_prob", 0.3, task_batch, NGRAMS),
+    Row(DATA + "masked_lm_prob", 0.3, task_batch, {DATA + "dataset_type": "bert"}),
+    Row(DATA + "mean_ngram_size", 1.0, task_batch),
+    Row(DATA + "mean_ngram_size", 1.0, task_batch, NGRAMS),
+    Row(DATA + "geometric_dist", True, task_batch),
+    Row(DATA + "geometric_dist", False, task_batch, {**NGRAMS, DATA + "seq_length_dec": 32}),
+    Row(DATA + "geometric_dist", True, task_batch, {DATA + "dataset_type": "bert"}),
+    Row(DATA + "max_ngram_size", 1, task_batch, NGRAMS),
+    Row(DATA + "favor_longer_ngrams", True, task_batch, {DATA + "geometric_dist": False, DATA + "masked_lm_prob": 0.4}),
+    Row(DATA + "whole_word_masking", False, task_batch, NGRAMS),
+    Row(DATA + "respect_document_boundaries", True, task_batch),
+    Row(DATA + "short_seq_prob", 0.5, task_batch, PIECES),
+    Row(DATA + "packed_sequence", True, task_batch, PIECES),
+    Row(DATA + "packed_sequence", True, task_batch, {DATA + "dataset_type": "seq2seq"}),
+    Row(DATA + "context_key", "other", task_batch, {DATA + "dataset_type": "seq2seq"}),
+    Row(DATA + "label_key", "other", task_batch, {DATA + "dataset_type": "seq2seq"}),
+    Row(DATA + "reset_attention_mask", True, task_batch, {DATA + "dataset_type": "bert"}),
+    Row(DATA + "reset_position_ids", True, task_batch, {DATA + "dataset_type": "bert"}),
+    Row(TOKENIZER + "num_sentinel_tokens", 20, task_batch),
+    Row(TOKENIZER + "num_sentinel_tokens", 20, task_batch, {DATA + "dataset_type": "bert"}),
     Row(OPTIM + "lr", 1e-3, learning_rates),
     Row(OPTIM + "lr", 1e-3, trained),
     Row(OPTIM + "weight_decay", 0.5, optimizer_groups),
@@ -548,6 +643,7 @@ ROWS = [
     Row(OPTIM + "decay_rate", -0.1, trained, ADAFACTOR),
     Row(OPTIM + "beta1", 0.5, trained, ADAFACTOR),
     Row(OPTIM + "scale_parameter", False, trained, ADAFACTOR),
+    Row(OPTIM + "scale_parameter", True, trained),
     Row(OPTIM + "relative_step", True, learning_rates, ADAFACTOR),
     Row(OPTIM + "relative_step", True, trained, ADAFACTOR),
     Row(OPTIM + "warmup_init", True, learning_rates, {**ADAFACTOR, OPTIM + "relative_step": True}),
@@ -673,15 +769,17 @@ VALUES = {
     STOPPING + "monitor": Values(watched, {"reduced_train_loss": "loss", "train_loss": "loss"}),
     STOPPING + "mode": Values(watched, {}),
     TRAINER + "profiler": Values(profiles, {}, {TRAINER + "profile_steps": [1, 2]}),
-    MODEL + "family": Values(shapes, {}),
+    MODEL + "family": Values(shapes_of_family, {}),
     MODEL + "transformer_block_type": Values(shapes, {}),
     MODEL + "normalization": Values(normalization, {}),
     MODEL + "activation": Values(activation, {f"fast-{name}": name for name in ("geglu", "swiglu", "reglu")}),
     MODEL + "position_embedding_type": Values(logits, {}),
+    MODEL + "rotary_scaling": Values(logits, {}, {**ROPE, MODEL + "rotary_original_length": 8}),
     MODEL + "attention_backend": Values(
         hopper_backend, {"auto": "sdpa_cudnn", "fused": "sdpa_cudnn", "flash": "triton"}
     ),
     MODEL + "tokenizer.library": Values(tokens_of_file, {}),
+    DATA + "dataset_type": Values(task_batch, {}),
     OPTIM + "name": Values(
         optimizer,
         dict.fromkeys(
@@ -994,12 +1092,6 @@ def embeddings_attention_and_mlp_drop(lab: Lab) -> None:
     assert rates == [0.2] * (1 + 2 * 2)
 
 
-@story(MODEL + "family", MODEL + "transformer_block_type")
-def there_is_one_kind_yet(lab: Lab) -> None:
-    for key, value in ((MODEL + "family", "t5"), (MODEL + "transformer_block_type", "post_ln")):
-        assert "not yet" in problems(f"{key}={value}")[key].rule
-
-
 @story(MODEL + "compile")
 def null_compiles_on_a_gpu(lab: Lab) -> None:
     choices = [compile_policy(wish, "cuda", (2, 12), dropout=False)[0] for wish in (None, True, False)]
@@ -1012,6 +1104,12 @@ def dropout_is_seeded(lab: Lab) -> None:
     lab.monkeypatch.setattr(module, "micro_batch_seed", lambda seed, *_: seeds.add(seed) or seed)
     lab.run({MODEL + "seed": 5})
     assert seeds == {5}
+
+
+@story(MODEL + "restore_from_path")
+def a_run_begins_where_another_ended(lab: Lab) -> None:
+    first = lab.run({"exp_manager.create_checkpoint_callback": True})
+    assert trained(lab, {}) != trained(lab, {MODEL + "restore_from_path": str(first.directory)})
 
 
 @story(TOKENIZER + "type", TOKENIZER + "vocab_file", TOKENIZER + "merge_file")
@@ -1085,7 +1183,10 @@ def tokens_on_disk(lab: Lab, name: str, first: int) -> str:
 @story(DATA + "data_impl")
 def sources_differ(lab: Lab) -> None:
     files = {"text": {DATA + "path": str(lab.text)}, "mmap": {DATA + "data_prefix": tokens_on_disk(lab, "a", 3)}}
-    found = [first_batch(lab, {DATA + "data_impl": name, **files.get(name, {})}) for name in BUILT_IN]
+    streams = [name for name in BUILT_IN if name not in PAIR_SOURCES]
+    found = [first_batch(lab, {DATA + "data_impl": name, **files.get(name, {})}) for name in streams]
+    pairs = {DATA + "dataset_type": "seq2seq"}
+    found += [task_batch(lab, pairs), task_batch(lab, {**pairs, DATA + "data_impl": "pystd_docstring"})]
     assert all(found.count(batch) == 1 for batch in found)
     assert "did you mean model.data.data_impl=mmap?" in problems("model.data.data_impl=mmpa")[DATA + "data_impl"].fix
     assert "use mmap or text" in problems("model.data.data_impl=text_mmap")[DATA + "data_impl"].rule
@@ -1163,6 +1264,10 @@ def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
         (["model.data.shuffle_documents=false"], DATA + "shuffle_documents"),
         (["model.data.dataset_kwargs.a=1"], DATA + "dataset_kwargs"),
         (["data=mock", "model.data.eod_mask_loss=true"], DATA + "eod_mask_loss"),
+        (["model.data.masked_lm_prob=0.3"], DATA + "masked_lm_prob"),
+        (["model.data.packed_sequence=true"], DATA + "packed_sequence"),
+        (["model.data.label_key=x"], DATA + "label_key"),
+        (["model.tokenizer.num_sentinel_tokens=5"], TOKENIZER + "num_sentinel_tokens"),
         (
             ["model.position_embedding_type=none", "model.data.reset_position_ids=true"],
             DATA + "reset_position_ids",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, parameter_count
+from stoker.models.config.bert import BertKeys
 from stoker.models.config.block import Finding
 from stoker.models.config.counting import count_parameters
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.rules import gpt_rules
-from stoker.models.config.slices import gpt_slice
+from stoker.models.config.position_rules import window_is_shorter_than_texts
+from stoker.models.config.rules import gpt_rules, stack_rules
+from stoker.models.config.slices import gpt_slice, window_of
+from stoker.models.config.stack import PositionEmbedding
 
 
 def keys(**changes: Any) -> GPTKeys:
@@ -73,6 +76,36 @@ def test_defaults_are_silent() -> None:
          "a longer `encoder_seq_length` (512)"),
         ({"max_position_embeddings": 999, "position_embedding_type": "none"}, "warning", "max_position_embeddings",
          "(none)"),
+        ({"max_position_embeddings": 999, "position_embedding_type": "alibi"}, "warning", "max_position_embeddings",
+         "(alibi)"),
+        ({"max_position_embeddings": 100, "position_embedding_type": "learned_parameters"}, "error",
+         "max_position_embeddings", "(100) must not be smaller than `encoder_seq_length` (512)"),
+        ({"position_embedding_type": "xpos", "kv_channels": 7}, "error", "kv_channels", "heads 7 wide"),
+        ({"position_embedding_type": "sandwich", "kv_channels": 9}, "error", "kv_channels", "heads 9 wide"),
+        ({"num_attention_heads_alibi": 2}, "warning", "num_attention_heads_alibi", "position_embedding_type=alibi"),
+        ({"num_attention_heads_alibi": 13, "position_embedding_type": "alibi"}, "error", "num_attention_heads_alibi",
+         "(13) must not be more than `num_attention_heads` (12)"),
+        ({"relative_attention_num_buckets": 8}, "warning", "relative_attention_num_buckets", "=relative"),
+        ({"relative_attention_max_distance": 9, "position_embedding_type": "kerple"}, "warning",
+         "relative_attention_max_distance", "=relative"),
+        ({"relative_attention_max_distance": 16, "position_embedding_type": "relative"}, "error",
+         "relative_attention_max_distance", "more than the 16 distances"),
+        ({"rotary_scaling": "yarn"}, "warning", "rotary_scaling", "position_embedding_type=rope"),
+        ({"rotary_base": 9.0, "position_embedding_type": "xpos"}, "warning", "rotary_base", "(xpos)"),
+        ({"rotary_low_turns": 2.0, "position_embedding_type": "rope"}, "warning", "rotary_low_turns",
+         "`rotary_scaling` (null)"),
+        ({"rotary_scaling": "llama3", "rotary_low_turns": 4.0, "position_embedding_type": "rope"}, "error",
+         "rotary_low_turns", "(4) must be smaller than `rotary_high_turns` (4)"),
+        ({"rotary_scaling": "yarn", "rotary_base": 1.0, "position_embedding_type": "rope"}, "error", "rotary_base",
+         "greater than 1"),
+        ({"rotary_scaling": "yarn", "scale_positional_embedding": True, "position_embedding_type": "rope"}, "error",
+         "scale_positional_embedding", "contradicts `rotary_scaling` (yarn)"),
+        ({"rotary_scaling": "yarn", "seq_len_interpolation_factor": 2.0, "position_embedding_type": "rope"}, "error",
+         "seq_len_interpolation_factor", "rotary_scaling=null"),
+        ({"scale_positional_embedding": True, "seq_len_interpolation_factor": 2.0, "position_embedding_type": "rope"},
+         "error", "seq_len_interpolation_factor", "scale_positional_embedding=False"),
+        ({"window_size": [10, 3]}, "warning", "window_size", "the 3 tokens to the right"),
+        ({"window_size": [511, 0]}, "warning", "window_size", "no text of this model is longer than 512"),
     ],
 )  # fmt: skip
 def test_rule(changes: dict[str, Any], level: str, path: str, words: str) -> None:
@@ -81,6 +114,49 @@ def test_rule(changes: dict[str, Any], level: str, path: str, words: str) -> Non
     assert words in f"{finding.message} {finding.fix}"
     assert finding.fix
     assert all(name in GPTKeys.model_fields for name in finding.keys)
+
+
+def test_a_stack_that_sees_both_ways_has_rules_of_its_own() -> None:
+    relative = {"position_embedding_type": "relative", "relative_attention_max_distance": 100}
+
+    def found(causal: bool, **changes: Any) -> list[str]:
+        return [finding.message for finding in stack_rules(keys(**relative, **changes), causal=causal)]
+
+    assert found(True, relative_attention_num_buckets=6) == found(False, relative_attention_num_buckets=8) == []
+    (message,) = found(False, relative_attention_num_buckets=6)
+    assert "(6) must be a multiple of 4" in message
+    assert found(False, relative_attention_num_buckets=396) == []
+    (message,) = found(False, relative_attention_num_buckets=400)
+    assert "more than the 100 distances" in message
+    assert found(False, window_size=[4, 4]) == []
+    assert len(found(True, window_size=[4, 4])) == 1
+
+
+def test_windows() -> None:
+    def window(causal: bool, longest: int | None, *sides: int) -> tuple[int, int] | None:
+        return window_of(keys(window_size=list(sides)), causal=causal, longest=longest)
+
+    assert window_of(keys(), causal=True) is None
+    assert window(True, None, 4, -1) == window(True, None, 4, 9) == window(True, 6, 4, 0) == (4, 0)
+    assert window(True, 5, 4, 0) is window(True, None, -1, 3) is window(False, None, -1, -1) is None
+    assert window(False, None, 4, -1) == (4, -1)
+    assert window(False, 5, 4, 3) == (-1, 3)
+    assert window(False, 5, 3, 4) == (3, -1)
+    # a table bounds the length of texts, ALiBi does not
+    bounded, any_length = (
+        gpt_slice(keys(window_size=[511, 0], position_embedding_type=kind), vocab_size=9) for kind in ("rope", "alibi")
+    )
+    assert bounded.stack.attention.window is None
+    assert any_length.stack.attention.window == (511, 0)
+
+
+def test_a_window_of_a_bert_has_two_sides() -> None:
+    def found(left: int, right: int) -> list[str]:
+        bert = BertKeys.model_validate({"window_size": [left, right]})
+        return [finding.keys[0] for finding in window_is_shorter_than_texts(bert)]
+
+    assert found(511, 510) == found(3, -1) == found(-1, -1) == []
+    assert found(511, 511) == found(511, -1) == ["window_size"]
 
 
 def test_all_findings_come_at_once() -> None:
@@ -149,7 +225,11 @@ GEOMETRY = st.fixed_dictionaries(
         "activation": st.sampled_from(["gelu", "fast-swiglu", "reglu"]),
         "bias": st.booleans(),
         "qkv_bias": st.booleans(),
-        "position_embedding_type": st.sampled_from(["learned_absolute", "rope", "none"]),
+        "position_embedding_type": st.sampled_from(get_args(PositionEmbedding)),
+        "relative_attention_num_buckets": st.sampled_from([2, 8]),
+        "transformer_block_type": st.sampled_from(["pre_ln", "post_ln", "normformer"]),
+        "qk_layernorm": st.booleans(),
+        "headscale": st.booleans(),
         "max_position_embeddings": st.sampled_from([None, 600]),
         "make_vocab_size_divisible_by": st.sampled_from([1, 64]),
         "override_vocab_size": st.sampled_from([None, 200]),
@@ -158,7 +238,7 @@ GEOMETRY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(changes=GEOMETRY, vocab_size=st.integers(1, 200))
 def test_counted_parameters_are_built(changes: dict[str, Any], vocab_size: int) -> None:
     model = build_gpt(

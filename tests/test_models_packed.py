@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.attention.backends import FUNCTIONS
@@ -94,7 +94,7 @@ def alone(model: GPT, tokens: Tensor, row: int, begin: int, end: int, *, restart
     """Hidden states of one document in a model that knows of no documents, at positions from 0 or from `begin` on."""
     hidden = model.token_embedding(tokens[row : row + 1, begin:end])
     places = torch.arange(end - begin) + (0 if restart else begin)
-    if model.position_embedding is not None:
+    if isinstance(model.position_embedding, nn.Embedding):
         hidden = hidden + model.position_embedding.weight[places]
     return model.decoder(hidden, "training", positions=places[None])
 
@@ -103,7 +103,7 @@ def alone(model: GPT, tokens: Tensor, row: int, begin: int, end: int, *, restart
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["learned_absolute", "rope", "none"])
+@pytest.mark.parametrize("kind", ["learned_absolute", "rope", "xpos", "alibi", "sandwich", "none"])
 @pytest.mark.parametrize("restart", [True, False])
 def test_a_row_equals_its_documents_alone(backend: str, kind: str, restart: bool) -> None:
     """Hidden states, loss and all gradients; the two keys act each on its own."""
@@ -130,7 +130,7 @@ def test_a_row_equals_its_documents_alone(backend: str, kind: str, restart: bool
     assert torch.equal(logits[..., :VOCAB], F.linear(hidden, model.output_weight)[..., :VOCAB])
 
 
-@pytest.mark.parametrize("kind", ["learned_absolute", "rope"])
+@pytest.mark.parametrize("kind", ["learned_absolute", "rope", "xpos"])
 def test_positions_alone_leave_the_view_whole(kind: str) -> None:
     """Without the mask a token still sees all before it, at the positions these have in their own documents."""
     model, plain = gpt(mask=False, position_embedding_type=kind), gpt(position_embedding_type=kind)
@@ -141,7 +141,7 @@ def test_positions_alone_leave_the_view_whole(kind: str) -> None:
     for row in range(len(ROWS)):
         counted = torch.cat([torch.arange(end - begin) for at, begin, end in spans(documents) if at == row])
         embedded = plain.token_embedding(tokens[row : row + 1])
-        if plain.position_embedding is not None:
+        if isinstance(plain.position_embedding, nn.Embedding):
             embedded = embedded + plain.position_embedding.weight[counted]
         expected = plain.decoder(embedded, "training", positions=counted[None])
         assert (hidden[row] - expected[0]).abs().max() <= 1e-12
@@ -264,7 +264,7 @@ def test_the_mask_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(PackedSequences, "of", lambda *args, **options: made.append(real(*args, **options)) or made[-1])
     model = gpt(num_layers=3)
     for layer in model.decoder.layers:
-        layer.register_forward_pre_hook(lambda _, args: given.append(args[-1]))
+        layer.register_forward_pre_hook(lambda _, args: given.append(args[3]))
     tokens, labels, documents = batch()
     for _ in range(2):
         model.loss(tokens, labels, 1.0, documents)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from stoker.models.config.stack import Activation, AttentionBackend
+from stoker.models.config.stack import Activation, AttentionBackend, PositionEmbedding
 from stoker.trainer.cli import main
 from stoker.trainer.config.schema_index import schema_keys
 
@@ -37,10 +37,23 @@ POOLS = {
     "model.attention_dropout": [0.0, 0.1],
     "model.ffn_dropout": [0.0, 0.5],
     "model.use_scaled_init_method": ["true", "false"],
-    "model.position_embedding_type": ["learned_absolute", "rope", "none"],
+    "model.position_embedding_type": list(PositionEmbedding.__args__),
     "model.rotary_percentage": [0.25, 0.5, 1.0],
     "model.rotary_interleaved": ["true", "false"],
     "model.seq_len_interpolation_factor": ["null", 2.0],
+    "model.rotary_scaling": ["null", "llama3", "yarn"],
+    "model.rotary_original_length": [4, 8192],
+    "model.scale_positional_embedding": ["true", "false"],
+    "model.num_attention_heads_alibi": ["null", 1, 3],
+    "model.relative_attention_num_buckets": [2, 7, 32],
+    "model.relative_attention_max_distance": [2, 20],
+    "model.window_size": ["null", "[3,0]", "[-1,2]", "[40,5]"],
+    "model.attn_logit_softcapping": ["null", 2.0],
+    "model.logits_soft_cap": ["null", 5.0],
+    "model.apply_embedding_scaling": ["true", "false"],
+    "model.qk_layernorm": ["true", "false"],
+    "model.headscale": ["true", "false"],
+    "model.transformer_block_type": ["pre_ln", "post_ln", "normformer"],
     "model.normalize_attention_scores": ["true", "false"],
     "model.use_flash_attention": ["null", "true", "false"],
     "model.attention_backend": list(AttentionBackend.__args__),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from config_helpers import gpt
 from tiny_run import tiny_config
 
 from stoker.kernels.launch import INTERPRETED
@@ -168,7 +169,7 @@ def test_a_mask_counts_where_the_backend_needs_one(tmp_path, monkeypatch):
             tmp_path, model__data__reset_attention_mask=True, model__attention_backend=backend, model__kv_channels=16
         ).root
         plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
-        length, batch = root.model.encoder_seq_length, root.model.micro_batch_size
+        length, batch = gpt(root).encoder_seq_length, root.model.micro_batch_size
         assert memory._mask_bytes(root, plan, CPU) == (batch * length * length * 4 if needs else 0)
     contradiction = tiny_config(tmp_path, model__data__reset_attention_mask=True, model__attention_backend="te_fused")
     assert memory._mask_bytes(contradiction.root, plan, CPU) == 0  # told by the check of attention, with its reasons

@@ -14,6 +14,7 @@ from torch import nn
 import stoker
 from stoker.kernels.attention.flags import read_flags
 from stoker.models.build import build_gpt
+from stoker.trainer.config.optim import OptimBlock
 from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.errors import UserError
 from stoker.trainer.optim.adafactor import Adafactor
@@ -78,6 +79,76 @@ def test_adafactor_equals_hugging_face(beta1, scale_parameter):
     reference = optimization.Adafactor(groups(theirs, 0.1), lr=1e-2, relative_step=False, **keys)
     train_both(ours, optimizer, theirs, reference)
     close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+def test_adafactor_with_its_relative_step_equals_hugging_face():
+    """T5's own: the rate from the step and the size of each weight, nothing else."""
+    optimization = pytest.importorskip("transformers.optimization")
+    ours, theirs = net(), net()
+    optimizer = Adafactor(ours.named_parameters(), lr=1e-2)
+    keys = OptimBlock.model_validate({"name": "adafactor", "relative_step": True, "warmup_init": True})
+    schedule = build_schedule(keys, 100)
+    reference = optimization.Adafactor(groups(theirs, 0.0), relative_step=True, warmup_init=True, scale_parameter=True)
+    for step in range(6):
+        optimizer.set_lr(schedule(step))
+        backward(ours, step)
+        optimizer.step()
+        backward(theirs, step)
+        reference.step()
+        reference.zero_grad()
+    close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+class AdamWScale:
+    """nanoT5's AdamWScale in words, with eps where torch's AdamW has it: after the correction of the bias."""
+
+    def __init__(self, parameters, weight_decay):
+        self.parameters = [
+            (p, weight_decay * (p.ndim > 1), torch.zeros_like(p), torch.zeros_like(p)) for p in parameters
+        ]
+        self.param_groups = [{"lr": 0.0}]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        lr = self.param_groups[0]["lr"]
+        for p, weight_decay, mean, square in self.parameters:
+            rms = p.norm() / p.numel() ** 0.5
+            mean.mul_(0.9).add_(p.grad, alpha=0.1)
+            square.mul_(0.98).addcmul_(p.grad, p.grad, value=0.02)
+            direction = (mean / (1 - 0.9**self.steps)) / ((square / (1 - 0.98**self.steps)).sqrt() + 1e-8)
+            p.copy_(p * (1 - lr * weight_decay) - lr * max(1e-3, rms.item()) * direction)
+
+    def zero_grad(self):
+        for p, *_ in self.parameters:
+            p.grad = None
+
+
+def test_adamw_with_scaled_rates_is_nano_t5s():
+    ours, theirs = net(), net()
+    for model in (ours, theirs):
+        nn.init.zeros_(model.up.bias)  # moves by the least size
+    optimizer = AdamW(ours.named_parameters(), lr=1e-2, weight_decay=0.1, scale_parameter=True, clip_norm=0.3)
+    train_both(ours, optimizer, theirs, AdamWScale(list(theirs.parameters()), 0.1))
+    close(ours, theirs, rtol=1e-12, atol=1e-14)
+    assert ours.up.bias.abs().max() > 0
+
+
+def test_parts_of_a_fused_weight_have_sizes_of_their_own():
+    """One weight of two parts moves as the two weights would."""
+    torch.manual_seed(1)
+    parts = [nn.Parameter(torch.randn(rows, 5, dtype=torch.float64) * size) for rows, size in ((3, 1.0), (4, 100.0))]
+    fused = nn.Parameter(torch.cat([part.detach() for part in parts]))
+    keys = {"lr": 1e-2, "scale_parameter": True, "weight_decay": 0.0}
+    together = AdamW([("x.qkv", fused)], fused={"qkv": (3, 4)}, **keys)
+    apart = AdamW([(str(number), part) for number, part in enumerate(parts)], **keys)
+    for _ in range(3):
+        gradient = torch.randn(7, 5, dtype=torch.float64)
+        fused.grad, parts[0].grad, parts[1].grad = gradient, gradient[:3], gradient[3:]
+        together.step()
+        apart.step()
+    torch.testing.assert_close(fused.detach(), torch.cat([part.detach() for part in parts]), rtol=1e-12, atol=0)
 
 
 def test_adafactor_equals_torch():
@@ -257,7 +328,7 @@ def test_it_learns(kind):
     model = net(torch.float32)
     optimizer = MAKERS[kind](model.named_parameters(), clip_norm=1.0)
     generator = torch.Generator().manual_seed(0)
-    rates = {"sgd": 0.3, "adafactor": 0.1}
+    rates = {"sgd": 0.3, "adafactor": 0.1, "scaled": 0.1}
     losses = []
     for step in range(80):
         optimizer.set_lr(rates.get(kind, 1e-2) * (1 - step / 80))

@@ -75,8 +75,13 @@ def test_a_run_trains_validates_and_is_evaluated_packed(
     real = PackedSequences.of
     monkeypatch.setattr(PackedSequences, "of", lambda numbers, **how: seen.append(numbers) or real(numbers, **how))
     planned: list[bool] = []
-    plan = parts.plan_gpt
-    monkeypatch.setattr(parts, "plan_gpt", lambda *gpt, **facts: planned.append(facts["packed"]) or plan(*gpt, **facts))
+    plan = parts.plan_model
+
+    def spy(*model, **facts):
+        planned.append(facts["form"].packed)
+        return plan(*model, **facts)
+
+    monkeypatch.setattr(parts, "plan_model", spy)
     settings = {"trainer__log_every_n_steps": 1, "trainer__limit_val_batches": 1.0}
     packed = run_training(tiny_config(tmp_path / "packed", model__data=data_of(texts, **BOTH), **settings))
     said = capsys.readouterr().out
@@ -207,14 +212,13 @@ def test_the_feed_carries_documents_with_their_tokens(num_workers: int) -> None:
     parts = list(batch.micro_batches())
     assert [part.number for part in parts] == [0, 1, 2]
     for part in parts:
-        assert part.documents is not None
-        assert part.documents.dtype == torch.int32
-        assert torch.equal(part.documents, document_numbers(part.tokens, 1))
+        assert part.fields["documents"].dtype == torch.int32
+        assert torch.equal(part.fields["documents"], document_numbers(part.fields["tokens"], 1))
     assert len(batch.tensors) == 4
     feed = BatchFeed(samples.unnumbered, RankBatches(BatchPlan(6), 2), CPU)
     batch = next(iter(feed))
     feed.close()
-    assert [part.documents for part in batch.micro_batches()] == [None] * 3
+    assert [set(part.fields) for part in batch.micro_batches()] == [{"tokens", "labels"}] * 3
     assert len(batch.tensors) == 3
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from config_helpers import gpt
 
 from stoker.trainer import pace, quickstart
 from stoker.trainer.config.load import load_run_config
@@ -95,8 +96,8 @@ def test_any_directory_can_be_named(path: str) -> None:
 def test_experiments_are_for_a_minute(experiment: str) -> None:
     root = load_run_config(overrides=[f"experiment={experiment}"]).root
     assert root.model.data.data_impl == "pystd"
-    assert root.model.hidden_dropout == root.model.attention_dropout == 0
-    assert root.model.hidden_size % root.model.num_attention_heads == 0
+    assert gpt(root).hidden_dropout == gpt(root).attention_dropout == 0
+    assert gpt(root).hidden_size % gpt(root).num_attention_heads == 0
 
 
 def test_first_labels_are_what_the_first_windows_predict() -> None:

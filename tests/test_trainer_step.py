@@ -92,7 +92,7 @@ def test_the_loss_is_the_mean_over_the_targets_of_the_global_batch():
     batch = next(iter(module.feed))
     module.feed.close()
     with torch.no_grad():
-        logits = module.model(batch.tokens)[..., :100]
+        logits = module.model(batch.fields["tokens"])[..., :100]
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
     trainee = trained(4, steps=1)
     assert trainee.read_unread()[0][0] == pytest.approx(expected.item(), rel=1e-6)
@@ -166,7 +166,7 @@ def test_batches_depend_on_the_position_alone(num_workers):
     for first in (20, 24, 28, 32):
         batch = next(batches)
         assert batch.numbers == (0, 1)
-        np.testing.assert_array_equal(batch.tokens, samples.batch(first, 4).tokens)
+        np.testing.assert_array_equal(batch.fields["tokens"], samples.batch(first, 4).tokens)
     feed.close()
 
 
@@ -180,7 +180,7 @@ def test_only_copies_to_cuda_do_not_wait(device, waits):
             asked.append(non_blocking)
             return self
 
-    GlobalBatch((0,), Recorder(), Recorder(), Recorder()).to(torch.device(device))
+    GlobalBatch((0,), {"tokens": Recorder(), "labels": Recorder()}, Recorder()).to(torch.device(device))
     assert asked == [not waits] * 3
 
 

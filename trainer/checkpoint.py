@@ -66,7 +66,9 @@ class RunState(Block):
     micro_batch_size: int
     """Samples per forward pass; dropout masks depend on it."""
     sequence_length: int
-    """Tokens per sample."""
+    """Tokens per sample, of the encoder in a T5."""
+    decoder_length: int = 0
+    """Tokens of a T5's decoder per sample."""
     precision: str
     """The precision plan, in words."""
     optimizer: dict[str, str | int | float | None]

@@ -189,8 +189,8 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="everything as one JSON object")
-    form.add_argument("--schema", action="store_true", help="the JSON schema of the files, for editors")
-    form.add_argument("--all", action="store_true", help="every key that is known, with its state")
+    form.add_argument("--schema", action="store_true", help="the JSON schema of a family's files, for editors")
+    form.add_argument("--all", action="store_true", help="every key of the family that is known, with its state")
     form.add_argument("--docs", action="store_true", help="docs/configuration.md")
 
 
@@ -260,14 +260,13 @@ def _config(args: argparse.Namespace) -> int:
     from .config import show
     from .config.problems import ConfigError
 
-    for asked, form in (
-        (args.schema, show.as_json_schema),
-        (args.all, show.as_key_list),
-        (args.docs, show.as_docs_page),
-    ):
-        if asked:
-            print(form().rstrip("\n"))
-            return EXIT_DONE
+    if args.docs:
+        print(show.as_docs_page().rstrip("\n"))
+        return EXIT_DONE
+    if args.schema or args.all:
+        family = _load(args).root.model.family
+        print((show.as_json_schema(family) if args.schema else show.as_key_list(family)).rstrip("\n"))
+        return EXIT_DONE
     try:
         config = _load(args)
     except ConfigError as error:

@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
 from .data.build import Data
-from .data.samples import Batch, Samples
+from .data.samples import Batch
+from .data.seq2seq import AnySamples, NamedTensors
 from .errors import UserError
+from .feed import fields_of
 
 TRIAL = "fast_dev_run"
 """Directory of a trial, in the run directory that the configuration names: nothing of a real run is touched."""
@@ -103,14 +106,14 @@ class FirstSamples:
         samples: how many.
     """
 
-    def __init__(self, others: Samples, samples: int) -> None:
+    def __init__(self, others: AnySamples, samples: int) -> None:
         self._others = others
         self.sequence_length = others.sequence_length
         self.samples = samples
 
-    def batch(self, first: int, count: int) -> Batch:
+    def batch(self, first: int, count: int) -> Any:
         """The samples at positions `first` to `first + count - 1`."""
-        parts: list[Batch] = []
+        parts: list[Any] = []
         while count > 0:
             start = first % self.samples
             taken = min(count, self.samples - start)
@@ -118,9 +121,6 @@ class FirstSamples:
             first, count = first + taken, count - taken
         if len(parts) == 1:
             return parts[0]
-        documents = [part.documents for part in parts if part.documents is not None]
-        return Batch(
-            torch.cat([part.tokens for part in parts]),
-            torch.cat([part.labels for part in parts]),
-            torch.cat(documents) if documents else None,
-        )
+        fields = [fields_of(part) for part in parts]
+        joined: NamedTensors = {name: torch.cat([part[name] for part in fields]) for name in fields[0]}
+        return Batch(**joined) if isinstance(parts[0], Batch) else joined

@@ -1,11 +1,12 @@
-"""`stoker evaluate`: loss, perplexity and bits per byte of a checkpoint on held-out text."""
+"""`stoker evaluate`: loss, perplexity and bits per byte of a checkpoint on held-out text; what it writes, for pairs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from . import environment
 from .errors import EXIT_DONE, UserError
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from .data.samples import Samples
+    from .data.seq2seq import AnySamples
+    from .data.text_pairs import TextPair
     from .restore import Restored
 
 
@@ -45,18 +47,25 @@ def run(args: argparse.Namespace) -> int:
     from .restore import restore
 
     restored = restore(args.checkpoint, args.device)
-    name, samples, token_bytes = _held_out(restored, args.split, args.data_path)
+    held_out = _held_out(restored, args.split, args.data_path)
+    name, batch_size = held_out.name, args.batch_size or restored.config.root.model.micro_batch_size
     result = evaluate(
         summed_loss(restored.model, restored.precision, restored.device),
-        samples,
-        token_bytes=token_bytes,
-        batch_size=args.batch_size or restored.config.root.model.micro_batch_size,
+        held_out.samples,
+        token_bytes=held_out.token_bytes,
+        batch_size=batch_size,
         limit_batches=args.limit_batches,
         device=restored.device,
     )
+    scores = None
+    if held_out.pairs is not None:
+        from .answer_scores import score_answers
+
+        limit = None if args.limit_batches is None else args.limit_batches * batch_size
+        scores = score_answers(restored, held_out.pairs, batch_size, limit)
     if args.json:
         document = {"checkpoint": str(restored.checkpoint.path), "step": restored.checkpoint.state.step, "data": name}
-        print(json.dumps(document | result.to_document()))
+        print(json.dumps(document | result.to_document() | (scores.to_document() if scores else {})))
         return EXIT_DONE
     print(f"checkpoint     {restored.checkpoint.path} (step {restored.checkpoint.state.step:,})")
     print(f"data           {name}")
@@ -64,15 +73,36 @@ def run(args: argparse.Namespace) -> int:
     print(f"perplexity     {result.perplexity:.4f}")
     if result.bits_per_byte is not None:
         print(f"bits per byte  {result.bits_per_byte:.4f} over {result.bytes:,} bytes")
+    for line in scores.lines() if scores else ():
+        print(line)
     return EXIT_DONE
 
 
-def _held_out(restored: Restored, split: str, path: Path | None) -> tuple[str, Samples, NDArray[np.int64]]:
-    """Name of the data, its samples, and the bytes of each token id."""
-    from .data.build import build_data, evaluation_data
+class _HeldOut(NamedTuple):
+    """What to evaluate on.
 
+    Attributes:
+        name: of the data.
+        samples: of them.
+        token_bytes: bytes of each token id.
+        pairs: inputs and the texts that are to be written, where the data are pairs.
+    """
+
+    name: str
+    samples: AnySamples
+    token_bytes: NDArray[np.int64]
+    pairs: Sequence[TextPair] | None
+
+
+def _held_out(restored: Restored, split: Literal["validation", "test"], path: Path | None) -> _HeldOut:
+    from .data.build import build_data, evaluation_data, evaluation_pairs
+    from .data.task import task_name
+
+    if path is not None and task_name(restored.config.root.model) == "seq2seq":
+        samples, token_bytes, texts = evaluation_pairs(path, restored.config.root, restored.tokenizer)
+        return _HeldOut(str(path), samples, token_bytes, texts.pairs["validation"])
     if path is not None:
-        return str(path), *evaluation_data(path, restored.config.root, restored.tokenizer)
+        return _HeldOut(str(path), *evaluation_data(path, restored.config.root, restored.tokenizer), None)
     data = build_data(restored.config.root, restored.tokenizer)
     trained_on = restored.checkpoint.state.data_fingerprint
     if data.fingerprint != trained_on:
@@ -83,16 +113,17 @@ def _held_out(restored: Restored, split: str, path: Path | None) -> tuple[str, S
             f"--split {split} is empty (`model.data.splits_string={restored.config.root.model.data.splits_string}`); "
             "choose the other split, or give a text with --data-path"
         )
-    return f"{split} split of {data.description.partition(':')[0]}", samples, data.token_bytes
+    pairs = None if data.pairs is None else data.pairs.pairs[split]
+    return _HeldOut(f"{split} split of {data.description.partition(':')[0]}", samples, data.token_bytes, pairs)
 
 
 def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:
     data = restored.config.root.model.data
-    if data.data_impl == "pystd":
+    if data.data_impl in ("pystd", "pystd_docstring"):
         trained = restored.checkpoint.state.versions.get("python", "another version")
         why = f"it was trained on the standard library of Python {trained}, and this Python has other files"
         fix = "run it with that Python, or give a text with --data-path"
-    elif data.data_impl == "text":
+    elif data.data_impl in ("text", "jsonl"):
         why = f"the text at `model.data.path` ({data.path}) has changed since it was trained"
         fix = "bring that text back, or give one with --data-path"
     else:

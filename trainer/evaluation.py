@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .data.samples import IGNORED_LABEL, Samples
+from .data.samples import IGNORED_LABEL
+from .data.seq2seq import AnySamples
 from .distributed.ranks import Ranks
 from .errors import UserError
+from .feed import fields_of
 from .precision import PrecisionPlan
 
 
@@ -53,9 +54,9 @@ class EvaluationResult:
 
 
 class ScoringModel(Protocol):
-    """What a model must offer to be evaluated; `models.gpt.GPT` does."""
+    """What a model must offer to be evaluated; those of all families do."""
 
-    def loss(self, tokens: Tensor, labels: Tensor, denominator: Tensor, documents: Tensor | None = None) -> Tensor:
+    def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
         """Sum of the losses of the labels that count, divided by `denominator`; a scalar."""
         ...
 
@@ -67,9 +68,9 @@ class StoppedError(Exception):
 def summed_loss(model: ScoringModel, precision: PrecisionPlan, device: torch.device) -> Callable[..., Tensor]:
     """The sum of a model's losses over a batch, in the arithmetic of its precision: what `evaluate` takes."""
 
-    def total(tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
+    def total(**fields: Tensor) -> Tensor:
         with precision.context(device):
-            return model.loss(tokens, labels, torch.ones((), device=device), documents)
+            return model.batch_loss(fields, torch.ones((), device=device))
 
     return total
 
@@ -77,7 +78,7 @@ def summed_loss(model: ScoringModel, precision: PrecisionPlan, device: torch.dev
 @torch.no_grad()  # not inference mode: FSDP2 keeps the weights it gathers here
 def evaluate(
     loss: Callable[..., Tensor],
-    samples: Samples,
+    samples: AnySamples,
     *,
     token_bytes: NDArray[np.int64],
     batch_size: int,
@@ -89,8 +90,8 @@ def evaluate(
     """Run a model over samples, each once; the ranks take turns with the batches.
 
     Args:
-        loss: tokens and labels, int64 [batch, s], to the sum of the cross-entropies of the labels that count, in
-            nats, a scalar; without dropout. Samples with documents give theirs as a third argument.
+        loss: the tensors of some samples by name to the sum of the cross-entropies of the labels that count, in nats,
+            a scalar; without dropout.
         samples: what to evaluate on.
         token_bytes: bytes each token id stands for, [vocabulary].
         batch_size: samples that go through the model at once; the result depends on it by rounding only.
@@ -120,17 +121,15 @@ def evaluate(
             raise StoppedError(f"after {turn} of {turns} batches")
         number = turn * ranks.world_size + ranks.rank
         count = min(batch_size, samples.samples - number * batch_size) if number < batches else 0
-        batch_tokens, labels, documents = samples.batch(min(number, batches - 1) * batch_size, max(count, 1))
+        fields = fields_of(samples.batch(min(number, batches - 1) * batch_size, max(count, 1)))
         if count == 0:
-            labels = torch.full_like(labels, IGNORED_LABEL)
+            fields["labels"] = torch.full_like(fields["labels"], IGNORED_LABEL)
+        labels = fields["labels"]
         counted = labels[labels != IGNORED_LABEL].numpy()
         # A compiled model would be compiled again for a smaller last batch.
         if len(labels) < batch_size and (number > 0 or ranks.world_size > 1):
-            rows = (0, 0, 0, batch_size - len(labels))
-            batch_tokens, labels = F.pad(batch_tokens, rows), F.pad(labels, rows, value=IGNORED_LABEL)
-            documents = documents if documents is None else F.pad(documents, rows)
-        inputs = (batch_tokens, labels) if documents is None else (batch_tokens, labels, documents)
-        losses.append(loss(*(tensor.to(device) for tensor in inputs)))
+            fields = {name: _with_rows(name, field, batch_size) for name, field in fields.items()}
+        losses.append(loss(**{name: field.to(device) for name, field in fields.items()}))
         tokens += len(counted)
         text_bytes += int(token_bytes[counted].sum())
     total = sum(torch.stack(losses).tolist())
@@ -142,3 +141,9 @@ def evaluate(
             "samples counts, every label is ignored; evaluate more of the data, or other data"
         )
     return EvaluationResult(total / tokens, int(tokens), int(text_bytes))
+
+
+def _with_rows(name: str, field: Tensor, rows: int) -> Tensor:
+    """A field with rows in which nothing counts added behind; all their tokens are there, to be looked at."""
+    value = IGNORED_LABEL if name == "labels" else field.dtype == torch.bool
+    return torch.cat([field, field.new_full((rows - len(field), *field.shape[1:]), value)])

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..kernels.attention.call import Installed
     from ..kernels.attention.dispatch import Decision, Row
     from ..kernels.attention.flags import AttentionFlags
-    from ..models.attention_calls import CallKind
     from .config.schema import RootBlock
 
 ARCHITECTURES: dict[str, tuple[int, int] | None] = {
@@ -72,7 +71,7 @@ class Answer:
     """The choice for one kind of call.
 
     Attributes:
-        kind: of call.
+        kind: of call; in a T5 after the name of the attention.
         call: its facts in words.
         backend: the choice, None where nothing is left.
         rows: every backend in the order of preference, accepted or refused with the reason.
@@ -80,7 +79,7 @@ class Answer:
         problem: why there is no choice, in lines; empty where there is one.
     """
 
-    kind: CallKind
+    kind: str
     call: str
     backend: str | None
     rows: tuple[Row, ...]
@@ -111,10 +110,20 @@ def explain_attention(args: argparse.Namespace) -> int:
         }
         print(json.dumps(shown, indent=2))
     else:
-        print(f"attention of {root.model.num_layers} layers {where}")
+        print(f"attention of {_layers(root)} {where}")
         for text in (*flags.notes(), *(_in_lines(answer) for answer in answers)):
             print(text)
     return EXIT_DONE if all(answer.backend for answer in answers) else EXIT_BAD_INPUT
+
+
+def _layers(root: RootBlock) -> str:
+    """How many layers there are, in words."""
+    from ..models.config.family_rules import stacks_of_keys
+
+    stacks = {name.rstrip("."): stack.num_layers for name, stack in stacks_of_keys(root.model).items()}
+    if len(stacks) == 1:
+        return f"{next(iter(stacks.values()))} layers"
+    return " and ".join(f"{layers} {name} layers" for name, layers in stacks.items())
 
 
 def _flags(root: RootBlock) -> AttentionFlags:
@@ -151,12 +160,13 @@ def _assumed(root: RootBlock, device: str) -> Installed:
     A GPU comes with cuDNN and Triton. What a key asks for by name is taken to be installed there.
     """
     from ..kernels.attention.backends import installed
+    from ..models.config.family_rules import stacks_of_keys
 
-    here, keys = installed(), root.model
+    here, stacks = installed(), stacks_of_keys(root.model).values()
     if device == "cpu":
         return here
-    asked_te = keys.transformer_engine or keys.attention_backend.startswith("te_")
-    asked_flash = keys.attention_backend in ("flash_attn", "te_flash")
+    asked_te = any(stack.transformer_engine or stack.attention_backend.startswith("te_") for stack in stacks)
+    asked_flash = any(stack.attention_backend in ("flash_attn", "te_flash") for stack in stacks)
     return replace(
         here,
         cudnn=here.cudnn or ASSUMED_CUDNN,
@@ -191,32 +201,30 @@ def _answers(
     root: RootBlock, flags: AttentionFlags, software: Installed, device: str, capability: tuple[int, int] | None
 ) -> list[Answer]:
     from ..kernels.attention.dispatch import NoBackendError
-    from ..models.attention_calls import attention_calls, decide
+    from ..models.attention_calls import decide
+    from ..models.attention_plan import CallFacts, planned_attentions
     from ..models.build import DTYPE_NAMES
-    from ..models.config.slices import gpt_slice
-    from .data.build import sequence_length
+    from ..models.config.families import family_slice
+    from .sample_form import sample_form
 
-    keys, length = root.model, sequence_length(root)
-    gpt = gpt_slice(keys, vocab_size=1)
-    calls = attention_calls(
-        gpt.stack.attention,
-        device=device,
-        capability=capability,
-        dtype=DTYPE_NAMES[_dtype(root, device, capability)],
-        batch=keys.micro_batch_size,
-        seq_length=length,
-        longest=gpt.max_positions or length,
-        packed=keys.data.reset_attention_mask,
-        deterministic=not flags.allow_nondeterministic,
-    )
+    form = sample_form(root)
+    facts: CallFacts = {
+        "device": device,
+        "capability": capability,
+        "dtype": DTYPE_NAMES[_dtype(root, device, capability)],
+        "batch": root.model.micro_batch_size,
+        "deterministic": not flags.allow_nondeterministic,
+    }
     answers: list[Answer] = []
-    for kind, call in calls.items():
-        try:
-            decision: Decision = decide(gpt.stack.attention, {kind: call}, flags, software)[kind]
-        except NoBackendError as error:
-            answers.append(Answer(kind, str(call), None, error.rows, (), tuple(str(error).splitlines())))
-        else:
-            answers.append(Answer(kind, str(call), decision.backend, decision.rows, decision.notes, ()))
+    for planned in planned_attentions(family_slice(root.model, vocab_size=1, form=form), form, facts):
+        for kind, call in planned.calls.items():
+            label, told = planned.label(kind), str(call)
+            try:
+                decision: Decision = decide(planned.attention, {kind: call}, flags, software)[kind]
+            except NoBackendError as error:
+                answers.append(Answer(label, told, None, error.rows, (), tuple(str(error).splitlines())))
+            else:
+                answers.append(Answer(label, told, decision.backend, decision.rows, decision.notes, ()))
     return answers
 
 

@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -24,11 +24,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .batching import RankBatches, StepPart
-from .data.samples import IGNORED_LABEL, Samples
+from .data.samples import IGNORED_LABEL, Batch
+from .data.seq2seq import AnySamples, NamedTensors
 from .errors import UserError
 
 BATCHES_AHEAD = 2
 """Global batches that wait for their step."""
+
+
+def fields_of(batch: Batch | NamedTensors) -> NamedTensors:
+    """The tensors of some samples by name; what they do not have is left out."""
+    if isinstance(batch, Batch):
+        return {name: tensor for name, tensor in batch._asdict().items() if tensor is not None}
+    return batch
 
 
 class MicroBatch(NamedTuple):
@@ -36,15 +44,11 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         number: which micro batch of the global batch this is.
-        tokens: int64 [samples, s].
-        labels: int64 [samples, s].
-        documents: int32 [samples, s], or None.
+        fields: the tensors of the samples by name, as `batch_loss` of the model takes them.
     """
 
     number: int
-    tokens: Tensor
-    labels: Tensor
-    documents: Tensor | None
+    fields: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +57,41 @@ class GlobalBatch:
 
     Attributes:
         numbers: which micro batches of the global batch these are.
-        tokens: int64 [samples, s].
-        labels: int64 [samples, s]; ignored positions hold `IGNORED_LABEL`.
+        fields: the tensors of the samples by name, [samples, ...]. `labels` is among them, int64; ignored positions
+            hold `IGNORED_LABEL`.
         targets: fp32 scalar tensor, the number of labels of this rank that count; summed over the ranks it divides
             every micro batch's loss.
-        documents: int32 [samples, s], the number of each token's document within its sample; None where documents are
-            not kept apart.
     """
 
     numbers: tuple[int, ...]
-    tokens: Tensor
-    labels: Tensor
+    fields: dict[str, Tensor]
     targets: Tensor
-    documents: Tensor | None = None
+
+    @classmethod
+    def of(cls, numbers: tuple[int, ...], fields: dict[str, Tensor]) -> GlobalBatch:
+        """The batch of some samples, whose labels are counted."""
+        return cls(numbers, fields, (fields["labels"] != IGNORED_LABEL).sum().to(torch.float32))
+
+    @property
+    def labels(self) -> Tensor:
+        """What is to be predicted."""
+        return self.fields["labels"]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that travels to the device."""
-        present = (self.tokens, self.labels, self.targets)
-        return present if self.documents is None else (*present, self.documents)
+        return (*self.fields.values(), self.targets)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The micro batches, in order."""
-        parts = len(self.numbers)
-        documents = (None,) * parts if self.documents is None else self.documents.chunk(parts)
-        rows = zip(self.numbers, self.tokens.chunk(parts), self.labels.chunk(parts), documents, strict=True)
-        return (MicroBatch(*row) for row in rows)
+        parts = [field.chunk(len(self.numbers)) for field in self.fields.values()]
+        for number, *rows in zip(self.numbers, *parts, strict=True):
+            yield MicroBatch(number, dict(zip(self.fields, rows, strict=True)))
+
+    def _with(self, tensors: Iterable[Tensor]) -> GlobalBatch:
+        """The batch with other `tensors`."""
+        *fields, targets = tensors
+        return GlobalBatch(self.numbers, dict(zip(self.fields, fields, strict=True)), targets)
 
     def to(self, device: torch.device) -> GlobalBatch:
         """The batch on a device; a copy of a pinned batch to a CUDA device does not wait.
@@ -86,26 +99,23 @@ class GlobalBatch:
         Elsewhere it does: a copy to MPS that does not wait reads memory already given back (pytorch #189690).
         """
         free = device.type == "cuda"
-        return GlobalBatch(self.numbers, *(tensor.to(device, non_blocking=free) for tensor in self.tensors))
+        return self._with(tensor.to(device, non_blocking=free) for tensor in self.tensors)
 
     def pin_memory(self) -> GlobalBatch:
         """The batch in page-locked memory, from which the device copies without the host; DataLoader calls this too."""
-        return GlobalBatch(self.numbers, *(tensor.pin_memory() for tensor in self.tensors))
+        return self._with(tensor.pin_memory() for tensor in self.tensors)
 
 
 class _GlobalBatches(Dataset[GlobalBatch]):
     """What a rank takes of a step, to its samples."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: AnySamples) -> None:
         self.samples = samples
 
     def __getitem__(self, part: StepPart) -> GlobalBatch:
-        batches = [self.samples.batch(part.first + number * part.size, part.size) for number in part.numbers]
-        tokens = torch.cat([batch.tokens for batch in batches])
-        labels = torch.cat([batch.labels for batch in batches])
-        numbered = [batch.documents for batch in batches if batch.documents is not None]
-        documents = torch.cat(numbered) if numbered else None
-        return GlobalBatch(part.numbers, tokens, labels, (labels != IGNORED_LABEL).sum().to(torch.float32), documents)
+        batches = [fields_of(self.samples.batch(part.first + n * part.size, part.size)) for n in part.numbers]
+        fields = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        return GlobalBatch.of(part.numbers, fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +127,11 @@ class _Packed:
     """
 
     numbers: tuple[int, ...]
-    arrays: tuple[np.ndarray, ...]
+    arrays: dict[str, np.ndarray]
 
     def unpacked(self) -> GlobalBatch:
         """The batch."""
-        return GlobalBatch(self.numbers, *(torch.from_numpy(array) for array in self.arrays))
+        return GlobalBatch.of(self.numbers, {name: torch.from_numpy(array) for name, array in self.arrays.items()})
 
     def pin_memory(self) -> GlobalBatch:
         """The batch in page-locked memory; the DataLoader's thread calls this."""
@@ -140,7 +150,7 @@ class _ToldBatches(Dataset[_Packed | UserError]):
     def __getitem__(self, part: StepPart) -> _Packed | UserError:
         try:
             batch = self._batches[part]
-            return _Packed(batch.numbers, tuple(tensor.numpy() for tensor in batch.tensors))
+            return _Packed(batch.numbers, {name: field.numpy() for name, field in batch.fields.items()})
         except UserError as error:
             return error
 
@@ -155,7 +165,7 @@ class BatchFeed:
         num_workers: processes that prepare batches; 0 prepares them in a thread.
     """
 
-    def __init__(self, samples: Samples, parts: RankBatches, device: torch.device, num_workers: int = 0) -> None:
+    def __init__(self, samples: AnySamples, parts: RankBatches, device: torch.device, num_workers: int = 0) -> None:
         self._batches = _GlobalBatches(samples)
         self._parts = parts
         self._device = device

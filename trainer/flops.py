@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 
+from ..models.config.bert import BertKeys
+from ..models.config.families import FamilyKeys
 from ..models.config.gpt import GPTKeys
-from ..models.config.slices import head_dim_of, mlp_slice
+from ..models.config.samples import SampleForm
+from ..models.config.slices import head_dim_of, mlp_slice, window_of
+from ..models.config.stack import StackKeys
+from ..models.config.t5 import T5Keys
 
 # Dense (no sparsity) bf16 tensor-core peaks in TFLOP/s with fp32 accumulation, by the name the driver reports.
 # NVIDIA's data sheets print twice these, for the sparse case. Compared with secondary sources: A100, H100 SXM and PCIe,
@@ -41,21 +46,80 @@ def matmul_parameters(keys: GPTKeys, vocab_size: int) -> int:
         keys: the model.
         vocab_size: rows of the head, padding included.
     """
-    query = keys.num_attention_heads * head_dim_of(keys)
-    key_value = (keys.num_query_groups or keys.num_attention_heads) * head_dim_of(keys)
-    attention = keys.hidden_size * (query + 2 * key_value) + query * keys.hidden_size
-    mlp = (3 if mlp_slice(keys).gated else 2) * keys.hidden_size * keys.ffn_hidden_size
-    return keys.num_layers * (attention + mlp) + vocab_size * keys.hidden_size
+    return _stack_parameters(keys) + vocab_size * keys.hidden_size
 
 
 def training_flops_per_token(keys: GPTKeys, vocab_size: int, sequence_length: int) -> float:
     """Forward and backward FLOPs per token: 6 N + 6 L d s.
 
     N is `matmul_parameters`; the second term is QK^T and PV, 12 L d s for full attention (PaLM, arXiv 2204.02311,
-    appendix B) halved because the mask is causal. Recomputed FLOPs do not count.
+    appendix B) halved because the mask is causal. A window of w tokens makes s of it 2 w - w^2 / s. Recomputed FLOPs do
+    not count.
     """
-    attention = 6 * keys.num_layers * keys.num_attention_heads * head_dim_of(keys) * sequence_length
-    return 6.0 * matmul_parameters(keys, vocab_size) + attention
+    return 6.0 * matmul_parameters(keys, vocab_size) + _one_way(keys, sequence_length)
+
+
+def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: SampleForm) -> float:
+    """Forward and backward FLOPs of a sample of any family: 6 per weight and token it meets, and those of attention.
+
+    Attention costs 12 L d for each pair of a query and a key, half of that where a causal mask hides half of them. The
+    cross-attention of T5 turns every token of the encoder into keys and values once in each layer of the decoder.
+
+    Args:
+        keys: the model.
+        vocab_size: rows of the head, padding included.
+        form: the sample.
+    """
+    length, answer = form.length, form.decoder_length
+    match keys:
+        case T5Keys():
+            encoder, decoder = keys.encoder, keys.decoder
+            query, key_value = _attention_widths(decoder)
+            asked = 2 * decoder.num_layers * decoder.hidden_size * query * answer
+            read = 2 * decoder.num_layers * decoder.hidden_size * key_value * length
+            weights = _stack_parameters(encoder) * length + _stack_parameters(decoder) * answer + asked + read
+            pairs = 12.0 * decoder.num_layers * query * answer * length
+            pairs += _both_ways(encoder, length) + _one_way(decoder, answer) * answer
+            return 6.0 * (weights + vocab_size * decoder.hidden_size * answer) + pairs
+        case BertKeys():
+            transform = keys.hidden_size**2 if keys.bert.mlm_transform else 0
+            weights = _stack_parameters(keys) + transform + vocab_size * keys.hidden_size
+            return 6.0 * weights * length + _both_ways(keys, length)
+        case _:
+            return training_flops_per_token(keys, vocab_size, length) * length
+
+
+def _attention_widths(keys: StackKeys) -> tuple[int, int]:
+    """Channels of all query heads, and of all key heads."""
+    groups = keys.num_query_groups or keys.num_attention_heads
+    return keys.num_attention_heads * head_dim_of(keys), groups * head_dim_of(keys)
+
+
+def _stack_parameters(keys: StackKeys) -> int:
+    """Weights of a stack that every token is multiplied with."""
+    query, key_value = _attention_widths(keys)
+    attention = keys.hidden_size * (query + 2 * key_value) + query * keys.hidden_size
+    mlp = (3 if mlp_slice(keys).gated else 2) * keys.hidden_size * keys.ffn_hidden_size
+    return keys.num_layers * (attention + mlp)
+
+
+def _one_way(keys: StackKeys, tokens: int) -> float:
+    """FLOPs of causal attention per token."""
+    seen: float = tokens
+    window = window_of(keys, causal=True)
+    if window is not None:
+        width = min(window[0] + 1, tokens)
+        seen = 2 * width - width**2 / tokens
+    return 6 * keys.num_layers * _attention_widths(keys)[0] * seen
+
+
+def _both_ways(keys: StackKeys, tokens: int) -> float:
+    """FLOPs of the attention of a whole sample where tokens see each other both ways."""
+    pairs = float(tokens**2)
+    for side in window_of(keys, causal=False) or ():
+        beyond = tokens - 1 - side if 0 <= side < tokens else 0
+        pairs -= beyond * (beyond + 1) / 2
+    return 12 * keys.num_layers * _attention_widths(keys)[0] * pairs
 
 
 def bf16_peak(card: str) -> float | None:

@@ -1,4 +1,4 @@
-"""`stoker generate`: sample text from a checkpoint, printed as it appears."""
+"""`stoker generate`: sample text from a checkpoint, printed as it appears: how a prompt goes on, or a T5's answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_arguments(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
-        "--prompt", metavar="TEXT", default="", help="text to continue (default: the start of a document)"
+        "--prompt",
+        metavar="TEXT",
+        default="",
+        help="text to continue (default: the start of a document); what a T5 reads and answers",
     )
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="file whose text is continued")
     parser.add_argument("--max-new-tokens", metavar="N", type=positive_int, default=256, help="default: %(default)s")
@@ -50,18 +53,35 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation."""
+    """Print the prompt and its continuation; of a T5 the answer alone.
+
+    Raises:
+        UserError: no prompt for a T5, or a model that writes no text.
+    """
     prompt = _read_prompt(args.prompt_file) if args.prompt_file else args.prompt
     environment.prepare_process()
+    from ..models.bert import BERT
+    from ..models.t5 import T5
+    from .answers import answering
     from .restore import restore
     from .sampling import generate_text
 
     restored = restore(args.checkpoint, args.device)
+    model, tokenizer = restored.model, restored.tokenizer
+    if isinstance(model, BERT):
+        raise UserError("stoker generate: a BERT fills in hidden tokens and writes no text; use a GPT or a T5")
+    logits, context, start = restored.logits, restored.context, None
+    if isinstance(model, T5):
+        if not prompt:
+            raise UserError("stoker generate: a T5 answers a text; give one with --prompt or --prompt-file")
+        logits = answering(model, tokenizer, prompt, restored.precision, restored.device)
+        context, start = model.max_positions[1] or args.max_new_tokens + 1, [tokenizer.pad_id]
     pieces = generate_text(
-        restored.logits,
-        restored.tokenizer,
+        logits,
+        tokenizer,
         prompt,
-        context=restored.context,
+        start=start,
+        context=context,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -70,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         stop=args.stop,
         device=restored.device,
     )
-    _print(prompt)
+    if start is None:
+        _print(prompt)
     for piece in pieces:
         _print(piece)
     _print("\n")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..models.build import plan_gpt
+from ..models.build import plan_model
 from ..models.config.counting import count_parameters
-from ..models.config.slices import gpt_slice
-from .config.schema import RootBlock
-from .data.build import sequence_length
+from ..models.config.families import family_slice
+from ..models.config.t5 import T5Keys
+from .config.schema import AnyModelBlock, RootBlock
 from .determinism import attention_flags
 from .distributed.layout import DataLayout
 from .errors import UserError
 from .feed import BATCHES_AHEAD
 from .optim.build import count_state
 from .precision import PrecisionPlan
+from .sample_form import sample_form
 
 _GIB = 2**30
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -43,10 +45,12 @@ def check_memory(
         UserError: it cannot fit; names the keys that decide it.
     """
     keys = root.model
-    length = sequence_length(root)
-    parameters = count_parameters(keys, keys.override_vocab_size or 1)
-    rotary = gpt_slice(keys, vocab_size=keys.override_vocab_size or 1).stack.rotary
-    table = rotary.positions * rotary.dim * 4 if rotary else 0
+    form = sample_form(root)
+    vocab_size = keys.override_vocab_size or 1
+    parameters = count_parameters(keys, vocab_size, form)
+    stacks = family_slice(keys, vocab_size=vocab_size, form=form).stacks
+    lengths = (form.length, form.decoder_length)[: len(stacks)]
+    table = sum(stack.rotary.positions * stack.rotary.dim * 4 for stack in stacks if stack.rotary)
     width = precision.weights.itemsize
     main = 4 if precision.main_weights else 0
     kept = count_state(keys, keys.override_vocab_size or 1)
@@ -57,39 +61,47 @@ def check_memory(
     weights = parameters * 2 * width // (1 if layout is None or layout.whole_weights else shards)
     state = weights + (parameters * main + kept * (main or width) + averaged) // shards + table
     narrow = (precision.autocast or precision.weights).itemsize
-    activations = keys.micro_batch_size * length * keys.hidden_size * keys.num_layers * narrow
+    kept_inputs = sum(stack.hidden_size * stack.num_layers * n for stack, n in zip(stacks, lengths, strict=True))
+    activations = keys.micro_batch_size * kept_inputs * narrow
     mask = _mask_bytes(root, precision, device)
-    numbered = keys.data.reset_attention_mask or keys.data.reset_position_ids
-    batches = keys.global_batch_size // ranks * length * (2 * 8 + 4 * numbered) * BATCHES_AHEAD
+    # tokens and labels in int64, and the numbers of documents in int32
+    numbers = 4 * (form.packed or form.restart)
+    of_sample = sum(lengths) * (8 + numbers) + lengths[-1] * 8
+    batches = keys.global_batch_size // ranks * of_sample * BATCHES_AHEAD
     host = host_memory()
     if host is not None:
         host //= max(1, ranks // root.trainer.num_nodes)
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
     each = " in each process" if ranks > 1 else ""
+    if isinstance(keys, T5Keys):
+        length, packs = "seq_length data.seq_length_dec", "packed_sequence"
+        sizes = ("num_layers", "hidden_size", "ffn_hidden_size")
+        stacked = " ".join(f"{stack}.{size}" for stack in ("encoder", "decoder") for size in sizes)
+    else:
+        length, packs, stacked = "encoder_seq_length", "reset_attention_mask", "num_layers hidden_size ffn_hidden_size"
     for need, has, what, names in (
         (
             state,
             available,
             f"{parameters:,} parameters with their gradients and optimizer state need{each}",
-            "num_layers hidden_size ffn_hidden_size encoder_seq_length max_position_embeddings override_vocab_size "
-            "make_vocab_size_divisible_by",
+            f"{stacked} {length} max_position_embeddings override_vocab_size make_vocab_size_divisible_by",
         ),
         (
             state + activations,
             available,
             "the model and the activations of one micro batch need",
-            "micro_batch_size encoder_seq_length num_layers hidden_size",
+            f"micro_batch_size {length} {stacked.replace('ffn_hidden_size', '')}",
         ),
         (
             state + activations + mask,
             available,
-            "the model, the activations of one micro batch and the mask of `data.reset_attention_mask` need",
-            "micro_batch_size encoder_seq_length",
+            f"the model, the activations of one micro batch and the mask of `data.{packs}` need",
+            f"micro_batch_size {length}",
         ),
-        (batches, host, "the batches prepared ahead need", "global_batch_size encoder_seq_length"),
+        (batches, host, "the batches prepared ahead need", f"global_batch_size {length}"),
     ):
         if has is not None and need > has:
-            values = ", ".join(f"`{name}` ({value})" for name in names.split() if (value := getattr(keys, name)))
+            values = ", ".join(f"`{name}` ({value})" for name in names.split() if (value := _value(keys, name)))
             raise UserError(
                 [
                     f"out of memory: {what} at least {need / _GIB:,.1f} GiB, of {has / _GIB:,.1f} GiB there are",
@@ -99,22 +111,33 @@ def check_memory(
 
 
 def _mask_bytes(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> int:
-    """Bytes of the mask that keeps packed documents apart, 0 where the attention backends need none."""
-    if not root.model.data.reset_attention_mask:
+    """Bytes of the masks that keep packed documents apart, 0 where the attention backends need none."""
+    form = sample_form(root)
+    if not form.packed:
         return 0
     try:
-        decisions, _ = plan_gpt(
-            gpt_slice(root.model, vocab_size=1),
+        plan = plan_model(
+            family_slice(root.model, vocab_size=1, form=form),
             device=device,
             dtype=precision.autocast or precision.weights,
             flags=attention_flags(root),
             micro_batch_size=root.model.micro_batch_size,
-            seq_length=sequence_length(root),
-            packed=True,
+            form=form,
         )
     except ValueError:  # no backend may run, which is told next, with its reasons
         return 0
-    return max(decision.mask_bytes for decision in decisions.values())
+    masks = (
+        max(plan.decisions[planned.label(kind)].mask_bytes for kind in planned.calls) for planned in plan.attentions
+    )
+    return sum(masks)
+
+
+def _value(keys: AnyModelBlock, path: str) -> Any:
+    """The value at a path below `model`."""
+    value: Any = keys
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def host_memory() -> int | None:

@@ -28,7 +28,7 @@ class LanguageModule(pl.LightningModule):
     """Trains a language model by manual optimization.
 
     Args:
-        model: has `loss(tokens, labels, denominator, documents)`, as `models.gpt.GPT` does.
+        model: has `batch_loss(fields, denominator)`, as the models of all families do.
         optimizer: over the parameters of `model`.
         schedule: completed steps to learning rate.
         feed: the global batches, from `step` on.
@@ -90,17 +90,17 @@ class LanguageModule(pl.LightningModule):
         """Forward and backward of every micro batch, then clip, update and advance the schedule; no host sync."""
         optimizer: Any = self.optimizers()
         state = self.optimizer_state
-        device = batch.tokens.device
+        device = batch.labels.device
         targets = self.ranks.sum_(batch.targets).clamp(min=1)
         losses: list[Tensor] = []
         first, last = min(batch.numbers), max(batch.numbers)
         accumulates = len(batch.numbers) > 1 and not (self.data_parallel and self.data_parallel.takes_gradients)
-        for number, tokens, labels, documents in batch.micro_batches():
+        for number, fields in batch.micro_batches():
             seed_generators(micro_batch_seed(self.seed, self.step, number), device)
             if self.data_parallel is not None:
                 self.data_parallel.before_micro_batch(first=number == first, last=number == last)
             with self.precision.context(device):
-                loss = self.model.loss(tokens, labels, targets, documents)
+                loss = self.model.batch_loss(fields, targets)
             # Not `manual_backward`: its hooks and scaling do nothing here, and cost as much as a small kernel's work.
             loss.backward()
             if accumulates:

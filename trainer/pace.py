@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.gpt import GPT
+from ..models.build import LanguageModel
 from .config.schema import RootBlock
 from .data.build import Data
-from .data.samples import IGNORED_LABEL
-from .feed import GlobalBatch
+from .feed import GlobalBatch, fields_of
 from .parts import build_model, build_optimizer
 from .precision import plan_precision
 
@@ -39,7 +38,7 @@ class Pace:
     tried: dict[int, float]
 
 
-def measure_pace(root: RootBlock, data: Data, device: torch.device, seconds: float) -> tuple[Pace, GPT]:
+def measure_pace(root: RootBlock, data: Data, device: torch.device, seconds: float) -> tuple[Pace, LanguageModel]:
     """Train a throw-away copy of the model for about `seconds`; compilation comes on top.
 
     On a CPU the number of threads of this process is left at what was found best.
@@ -90,7 +89,7 @@ def time_of(step: Callable[[], None], seconds: float, fewest: int = _FEWEST_STEP
     return statistics.median(times)
 
 
-def _trainable(root: RootBlock, data: Data, device: torch.device) -> tuple[GPT, Callable[[], None]]:
+def _trainable(root: RootBlock, data: Data, device: torch.device) -> tuple[LanguageModel, Callable[[], None]]:
     """A model, and a function that does one optimizer step on it as training does, and waits for it."""
     keys = root.model
     precision = plan_precision(root.trainer, keys.megatron_amp_O2, device)
@@ -99,13 +98,12 @@ def _trainable(root: RootBlock, data: Data, device: torch.device) -> tuple[GPT, 
     model.train()
 
     def step() -> None:
-        tokens, labels, documents = data.train.batch(0, keys.global_batch_size)
-        targets = (labels != IGNORED_LABEL).sum().to(torch.float32)
+        fields = fields_of(data.train.batch(0, keys.global_batch_size))
         numbers = tuple(range(keys.global_batch_size // keys.micro_batch_size))
-        batch = GlobalBatch(numbers, tokens, labels, targets, documents).to(device)
-        for _, tokens, labels, documents in batch.micro_batches():
+        batch = GlobalBatch.of(numbers, fields).to(device)
+        for _, fields in batch.micro_batches():
             with precision.context(device):
-                loss = model.loss(tokens, labels, batch.targets, documents)
+                loss = model.batch_loss(fields, batch.targets)
             loss.backward()
             if keys.global_batch_size > keys.micro_batch_size:
                 optimizer.accumulate()

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import torch
 
-from ..models.build import build_gpt, parameter_count, plan_gpt
-from ..models.config.slices import gpt_slice
-from ..models.gpt import GPT
+from ..models.build import LanguageModel, parameter_count, plan_model
+from ..models.build import build_model as build_from_keys
+from ..models.config.families import family_slice
+from ..models.config.family_rules import stacks_of_keys
 from .batching import BatchPlan
 from .checkpoint import AVERAGE, OPTIMIZER, WEIGHTS, RunState
 from .checkpoint_writing import Content, apply_retention
 from .config.exp_manager import logged_name
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
-from .data.build import Data, sequence_length
-from .data.samples import Samples
+from .data.build import Data
+from .data.seq2seq import AnySamples
 from .determinism import attention_flags
 from .distributed.data_parallel import DataParallel, data_parallel
 from .distributed.layout import DataLayout, plan_layout
@@ -26,7 +27,7 @@ from .distributed.ranks import Ranks
 from .ema import EMA
 from .errors import UserError
 from .evaluation import EvaluationResult, evaluate, summed_loss
-from .flops import bf16_peak, training_flops_per_token
+from .flops import bf16_peak, training_flops_per_sample
 from .loop import Rates, Save, Validate
 from .loop_state import LoopState
 from .manifest import device_name
@@ -35,6 +36,7 @@ from .module import LanguageModule
 from .optim import build
 from .optim.base import Optimizer
 from .precision import PrecisionPlan
+from .sample_form import sample_form
 from .saving import Saver
 from .stop import StopRequest
 
@@ -99,14 +101,14 @@ def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.dev
     """
     keys = root.model
     try:
-        plan_gpt(
-            gpt_slice(keys, vocab_size=1),
+        form = sample_form(root)
+        plan_model(
+            family_slice(keys, vocab_size=1, form=form),
             device=device,
             dtype=precision.autocast or precision.weights,
             flags=attention_flags(root),
             micro_batch_size=keys.micro_batch_size,
-            seq_length=sequence_length(root),
-            packed=keys.data.reset_attention_mask,
+            form=form,
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
@@ -118,7 +120,7 @@ def build_model(
     precision: PrecisionPlan,
     device: torch.device,
     data_parallel: DataParallel | None = None,
-) -> GPT:
+) -> LanguageModel:
     """The model with its initial weights.
 
     Raises:
@@ -126,17 +128,15 @@ def build_model(
     """
     check_memory(root, precision, device, data_parallel.layout if data_parallel else None)
     try:
-        return build_gpt(
+        return build_from_keys(
             root.model,
             vocab_size=data.vocab_size,
             device=device,
             dtype=precision.weights,
             flags=attention_flags(root),
             micro_batch_size=root.model.micro_batch_size,
-            seq_length=sequence_length(root),
+            form=sample_form(root),
             compute_dtype=precision.autocast or precision.weights,
-            reset_position_ids=root.model.data.reset_position_ids,
-            reset_attention_mask=root.model.data.reset_attention_mask,
             sharding=data_parallel,
         )
     except ValueError as error:
@@ -144,7 +144,7 @@ def build_model(
 
 
 def build_optimizer(
-    root: RootBlock, model: GPT, precision: PrecisionPlan, data_parallel: DataParallel | None = None
+    root: RootBlock, model: LanguageModel, precision: PrecisionPlan, data_parallel: DataParallel | None = None
 ) -> Optimizer:
     """The optimizer of `model.optim` over all parameters of the model."""
     return build.build_optimizer(
@@ -156,13 +156,14 @@ def build_optimizer(
     )
 
 
-def build_rates(root: RootBlock, model: GPT, device: torch.device, processes: int = 1) -> Rates:
+def build_rates(root: RootBlock, model: LanguageModel, device: torch.device, processes: int = 1) -> Rates:
     """What turns the time of a step into tokens per second and MFU, of all processes together."""
-    length = sequence_length(root)
+    form = sample_form(root)
+    tokens = form.length + form.decoder_length
     peak = bf16_peak(device_name(device))
     return Rates(
-        tokens_per_sample=length,
-        flops_per_token=training_flops_per_token(root.model, model.output_weight.shape[0], length),
+        tokens_per_sample=tokens,
+        flops_per_token=training_flops_per_sample(root.model, model.output_weight.shape[0], form) / tokens,
         peak_flops=None if peak is None else peak * processes,
     )
 
@@ -194,7 +195,7 @@ def check_metrics(root: RootBlock, data: Data) -> list[str]:
 
 def build_validation(
     root: RootBlock,
-    model: GPT,
+    model: LanguageModel,
     data: Data,
     precision: PrecisionPlan,
     device: torch.device,
@@ -228,7 +229,7 @@ def build_validation(
     return validate
 
 
-def _micro_batches(root: RootBlock, samples: Samples, limit: int | float) -> int:
+def _micro_batches(root: RootBlock, samples: AnySamples, limit: int | float) -> int:
     """Micro batches of a validation; an int limit counts global batches, a float is a part of all samples."""
     size = root.model.micro_batch_size
     if isinstance(limit, int):
@@ -290,7 +291,7 @@ def build_clean(root: RootBlock, checkpoints: Path, stop: StopRequest) -> Callab
 
 
 def build_average(
-    root: RootBlock, model: GPT, optimizer: Optimizer, data_parallel: DataParallel | None = None
+    root: RootBlock, model: LanguageModel, optimizer: Optimizer, data_parallel: DataParallel | None = None
 ) -> EMA | None:
     """The moving average of the weights that `exp_manager.ema` asks for, of the weights as they are now."""
     keys = root.exp_manager.ema
@@ -311,21 +312,24 @@ def build_average(
 
 def describe(
     root: RootBlock,
-    model: GPT,
+    model: LanguageModel,
     data: Data,
     precision: PrecisionPlan,
     device: torch.device,
     layout: DataLayout | None = None,
 ) -> Iterator[str]:
     """What is about to be trained, on what and how, one line each."""
-    keys = root.model
+    keys, form = root.model, sample_form(root)
     ranks = layout.replicas * layout.shards if layout else 1
     micro_batches = keys.global_batch_size // keys.micro_batch_size // ranks
     yield f"device {device_name(device)}, {precision.name}"
     if layout is not None:
         yield f"{ranks} processes, {layout.name}: {layout.held}"
     yield f"data {data.description}"
-    yield f"model {parameter_count(model):,} parameters, {keys.num_layers} layers, hidden size {keys.hidden_size}"
+    stacks = stacks_of_keys(keys)
+    layers = " and ".join(str(stack.num_layers) for stack in stacks.values())
+    width = next(iter(stacks.values())).hidden_size
+    yield f"model {parameter_count(model):,} parameters, {layers} layers, hidden size {width}"
     attention = ", ".join(
         f"{kind} {decision.backend}{' (packed)' * decision.call.packed}"
         for kind, decision in model.attention_decisions.items()
@@ -335,7 +339,7 @@ def describe(
     yield (
         f"{root.trainer.max_steps:,} steps of {keys.global_batch_size} samples in {micro_batches} micro "
         f"batch{'es' * (micro_batches != 1)}{' per process' * (ranks > 1)}, "
-        f"{keys.global_batch_size * sequence_length(root):,} tokens each"
+        f"{keys.global_batch_size * (form.length + form.decoder_length):,} tokens each"
     )
     if root.trainer.enable_model_summary:
         for name, part in model.named_children():

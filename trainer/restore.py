@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.flags import read_flags
-from ..models.build import build_gpt
+from ..models.build import LanguageModel, build_model
 from ..models.config.counting import count_parameters
+from ..models.config.family_rules import stacks_of_keys
+from ..models.config.t5 import T5Keys
 from ..models.gpt import GPT
 from .checkpoint import Checkpoint, find_checkpoint
 from .config.run_config import RunConfig
@@ -20,6 +22,7 @@ from .data.tokenizers import Tokenizer, from_document
 from .errors import UserError
 from .memory import host_memory
 from .precision import PrecisionPlan, plan_precision
+from .sample_form import sample_form
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Restored:
     checkpoint: Checkpoint
     config: RunConfig
     tokenizer: Tokenizer
-    model: GPT
+    model: LanguageModel
     device: torch.device
     precision: PrecisionPlan
 
@@ -48,7 +51,13 @@ class Restored:
         return sequence_length(self.config.root)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Token ids, int64 [b, s], to logits [b, s, vocabulary]."""
+        """Token ids, int64 [b, s], to logits [b, s, vocabulary], of a model that goes on with a text.
+
+        Raises:
+            UserError: it is a T5 or a BERT.
+        """
+        if not isinstance(self.model, GPT):
+            raise UserError(f"checkpoint {self.checkpoint.path} holds a model that does not go on with a text")
         with self.precision.context(self.device):
             return self.model(tokens)
 
@@ -82,30 +91,35 @@ def restore(path: Path, device_name: str = "auto") -> Restored:
         precision = PrecisionPlan("fp32", torch.float32)
         # What was wished for a GPU says nothing about this device; the environment's flags still hold.
         anything = {"attention_backend": "auto", "use_flash_attention": None, "transformer_engine": None}
-        for name, neutral in anything.items():
-            if (wish := getattr(keys, name)) != neutral:
-                print(f"note: `model.{name}` ({wish}) of the run is not applied on {device.type}", file=sys.stderr)
-        keys = keys.model_copy(update=anything)
+        for at, stack in stacks_of_keys(keys).items():
+            for name, neutral in anything.items():
+                if (wish := getattr(stack, name)) != neutral:
+                    told = f"note: `model.{at}{name}` ({wish}) of the run is not applied on {device.type}"
+                    print(told, file=sys.stderr)
+        if isinstance(keys, T5Keys):
+            stacks = {"encoder": keys.encoder, "decoder": keys.decoder}
+            keys = keys.model_copy(update={name: stack.model_copy(update=anything) for name, stack in stacks.items()})
+        else:
+            keys = keys.model_copy(update=anything)
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
-    need, there = count_parameters(keys, vocab_size) * precision.weights.itemsize, host_memory()
+    form = sample_form(config.root)
+    need, there = count_parameters(keys, vocab_size, form) * precision.weights.itemsize, host_memory()
     if there is not None and need > there:
         raise UserError(
             f"checkpoint {checkpoint.path} cannot run here: the weights of its configuration need "
             f"{need / 2**30:,.1f} GiB, of {there / 2**30:,.1f} GiB there are"
         )
     try:
-        model = build_gpt(
+        model = build_model(
             keys.model_copy(update={"compile": False}),  # would take longer than most answers
             vocab_size=vocab_size,
             device=device,
             dtype=precision.weights,
             flags=read_flags(),
             micro_batch_size=1,
-            seq_length=sequence_length(config.root),
+            form=form,
             compute_dtype=precision.autocast,
             kinds=("evaluation", "generation"),
-            reset_position_ids=keys.data.reset_position_ids,
-            reset_attention_mask=keys.data.reset_attention_mask,
         )
     except ValueError as error:
         raise UserError([f"checkpoint {checkpoint.path} cannot run here:", *str(error).splitlines()]) from None

@@ -11,19 +11,21 @@ from .checkpoint import Checkpoint, RunState, find_checkpoint, newest_checkpoint
 from .checkpoint_writing import remove_leftovers
 from .config.exp_manager import ExpManagerBlock
 from .config.schema import RootBlock
-from .data.build import Data, sequence_length
+from .data.build import Data
 from .environment import user_path
 from .errors import EXIT_IO, UserError
 from .manifest import stoker_version
 from .optim.build import settings
 from .precision import PrecisionPlan
 from .run_directory import RunDirectory
+from .sample_form import sample_form
 
 _KEYS = {
     "seed": ("model.seed", "dropout and the order of the data go on differently"),
     "global_batch_size": ("model.global_batch_size", "the data go on where they were, with other steps"),
     "micro_batch_size": ("model.micro_batch_size", "dropout masks and rounding differ"),
     "sequence_length": ("model.data.seq_length", "samples are cut differently, so some text is seen again or skipped"),
+    "decoder_length": ("model.data.seq_length_dec", "samples are cut differently"),
     "precision": ("trainer.precision", "rounding differs"),
 }
 
@@ -71,13 +73,15 @@ def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkp
 
 def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan) -> RunState:
     """The state of this run before its first step, as its checkpoints will record it."""
+    form = sample_form(root)
     return RunState(
         step=0,
         consumed_samples=0,
         seed=root.model.seed,
         global_batch_size=root.model.global_batch_size,
         micro_batch_size=root.model.micro_batch_size,
-        sequence_length=sequence_length(root),
+        sequence_length=form.length,
+        decoder_length=form.decoder_length,
         precision=precision.name,
         optimizer={
             **settings(root.model.optim, root.trainer.max_steps),

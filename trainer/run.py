@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..models.gpt import GPT
+from ..models.build import LanguageModel
 from .batching import BatchPlan, RankBatches, ramp_up_of
 from .checkpoint import Checkpoint, checkpoint_paths, open_checkpoint
 from .config.run_config import RunConfig
@@ -23,6 +23,7 @@ from .errors import EXIT_DONE, UserError
 from .evaluation import EvaluationResult
 from .feed import BatchFeed
 from .fit import fit
+from .initial_weights import load_initial_weights
 from .loggers import check_loggers
 from .loop import RunLoop
 from .memory import check_memory, is_out_of_memory
@@ -74,7 +75,7 @@ class TrainingResult:
     validation: EvaluationResult | None
     stopped_by: str | None
     exit_code: int
-    model: GPT
+    model: LanguageModel
     data: Data
 
 
@@ -120,7 +121,7 @@ def _memory_told(device: torch.device) -> Iterator[None]:
         raise UserError(
             [
                 f"out of memory on {device.type}" + (f": {said}" if said else ""),
-                "use a smaller model.micro_batch_size, model.encoder_seq_length or model",
+                "use a smaller model.micro_batch_size, shorter samples or a smaller model",
             ]
         ) from error
 
@@ -205,6 +206,9 @@ def _train(
 
     data_parallel = build_data_parallel(root, precision, device, ranks)
     model = build_model(root, data, precision, device, data_parallel)
+    if resumed is None:
+        for line in load_initial_weights(root, model, data.tokenizer):
+            journal.say(line)
     optimizer = build_optimizer(root, model, precision, data_parallel)
     if resumed is not None:
         for warning in check_resumed(resumed, start, data.tokenizer.to_document()):

@@ -169,10 +169,12 @@ def generate_text(
     seed: int = 0,
     stop: Sequence[str] = (),
     device: torch.device | str = "cpu",
+    start: Sequence[int] | None = None,
 ) -> Iterator[str]:
     """Continue a prompt, piece by piece; the prompt itself is not part of the result.
 
     Without a prompt the text starts like a document: after the eos token, or after a line break where there is none.
+    `start`, where given, are the tokens it starts from instead.
     It ends at the first stop string, at an eos token, or after `max_new_tokens`.
 
     Raises:
@@ -183,7 +185,7 @@ def generate_text(
     ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     for token in sample(
         model,
-        prompt_tokens(tokenizer, prompt),
+        prompt_tokens(tokenizer, prompt) if start is None else start,
         context=context,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -67,6 +67,7 @@ class AttentionCall:
         padding: some keys of a row are padding, which no query sees.
         bias: what is added to the scores: nothing, a tensor that broadcasts to the scores (`dense`), or a vector per
             head indexed by the distance of key and query (`distance`); and whether it wants a gradient.
+        reach: the largest distance that a distance bias tells apart.
         softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
         dropout: probability of dropping an attention weight in this call.
         training: gradients are wanted.
@@ -88,6 +89,7 @@ class AttentionCall:
     packed: bool = False
     padding: bool = False
     bias: Bias = "none"
+    reach: int = 0
     softcap: float = 0.0
     dropout: float = 0.0
     training: bool = False
@@ -139,7 +141,7 @@ class AttentionCall:
         if self.padding:
             parts.append("padding")
         if self.bias != "none":
-            parts.append(_BIAS_WORDS[self.bias])
+            parts.append(_BIAS_WORDS[self.bias] + (f" (reach {self.reach})" if self.reach else ""))
         if self.softcap:
             parts.append(f"softcap {self.softcap:g}")
         if self.dropout:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .eager import outside_graphs
-from .packed import PackedSequences, whole_cu_seqlens
+from .packed import PackedSequences, whole_cu_seqlens, whole_key_cu_seqlens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,14 @@ class FlashAttn:
         }
         if packed is None:
             return package.flash_attn_func(query, key, value, **options)
-        tokens, ends = query.shape[1], whole_cu_seqlens(packed)
         context = package.flash_attn_varlen_func(
-            query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), ends, ends, tokens, tokens, **options
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            whole_cu_seqlens(packed),
+            whole_key_cu_seqlens(packed),
+            query.shape[1],
+            key.shape[1],
+            **options,
         )
         return context.unflatten(0, query.shape[:2])

@@ -226,7 +226,8 @@ def reference_backend(
     visible = visible_keys(query.shape[1], key.shape[1], causal=causal, window=window, device=query.device)
     if packed is not None:
         numbers = packed.documents
-        visible = visible & (numbers[:, None, :, None] == numbers[:, None, None, :])
+        of_keys = numbers if packed.key_documents is None else packed.key_documents
+        visible = visible & (numbers[:, None, :, None] == of_keys[:, None, None, :])
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None, :]
     keep = torch.rand_like(scores) >= dropout if dropout else None

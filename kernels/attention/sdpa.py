@@ -58,7 +58,8 @@ class ForcedSDPA:
         if bias is not None:
             bias = bias.to(query.dtype)
         empty = None
-        if key_padding_mask is not None:
+        across = packed is not None and packed.key_documents is not None
+        if key_padding_mask is not None or across:
             hidden = hidden_keys(
                 queries, keys, causal=causal, window=None, packed=packed, key_padding_mask=key_padding_mask,
                 device=query.device,

@@ -21,6 +21,7 @@ FIRST_SM, LAST_SM = (8, 0), (12, 1)  # what PyTorch builds its flash and cuDNN k
 OLDEST_TRITON = (3, 6)
 OLDEST_TE, TE_TOO_NEW = (2, 18), (3, 0)  # 2.18 brought NVTE_FLASH_ATTN_V2, _V3 and _V4
 OLDEST_FLASH_ATTN, FLASH_ATTN_TOO_NEW = (2, 7, 3), (2, 9, 0)  # 2.7.3 brought Blackwell, and is TransformerEngine's
+LARGEST_HOPPER_REACH = 512  # of a distance bias in our kernels for sm_90, see flash/hopper/gate.py
 INSTALL_TE = "pip install 'stoker[te]'"
 INSTALL_FLASH_ATTN = "pip install 'stoker[flash]'"
 
@@ -68,7 +69,7 @@ def _sdpa_determinism(call: AttentionCall, installed: Installed) -> str | None:
 def _why_not_flash_on_cpu(call: AttentionCall) -> str | None:
     refused = [f"dropout ({call.dropout:g})"] if call.dropout else []
     if call.bias_has_gradient:
-        refused.append("a bias with gradient")
+        refused.append("bias with gradient")
     return f"SDPA flash on a CPU takes no {' and no '.join(refused)}" if refused else None
 
 
@@ -198,10 +199,7 @@ def why_not_triton(call: AttentionCall, installed: Installed) -> str | None:
 
 
 def takes_hopper_kernels(call: AttentionCall, installed: Installed) -> bool:
-    """Whether `triton` serves a call with its kernels for sm_90: what `flash/hopper/gate.py` asks, as facts of a call.
-
-    A distance bias that reaches further than 512 takes the portable kernels all the same; no fact tells the reach.
-    """
+    """Whether `triton` serves a call with its kernels for sm_90: the questions of `flash/hopper/gate.py`, as facts."""
     options = (call.window, call.softcap, call.dropout, call.packed, call.padding, call.bias.startswith("dense"))
     widths = (64, 128) if call.bias_is_distance else (64, 128, 256)
     return (
@@ -210,6 +208,7 @@ def takes_hopper_kernels(call: AttentionCall, installed: Installed) -> bool:
         and installed.triton >= (3, 6)
         and call.dtype in ("bf16", "fp16")
         and call.head_dim in widths
+        and call.reach <= LARGEST_HOPPER_REACH
         and not any(options)
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .eager import outside_graphs
 from .flags import environment_override
-from .packed import PackedSequences, whole_cu_seqlens
+from .packed import PackedSequences, whole_cu_seqlens, whole_key_cu_seqlens
 from .written_out import hidden_keys, written_out_bias
 
 TEFamily = Literal["flash", "fused", "unfused"]
@@ -130,13 +130,12 @@ class TEAttention:
                 queries, keys, causal=causal, window=window, packed=packed, key_padding_mask=None, device=device
             )
             return {"attn_mask_type": "arbitrary", "attention_mask": hidden, "window_size": (-1, -1)}
-        ends = whole_cu_seqlens(packed)
         return {
             "qkv_format": "thd",
             "attn_mask_type": "padding_causal" if causal else "padding",
             "window_size": sides,
-            "cu_seqlens_q": ends,
-            "cu_seqlens_kv": ends,
+            "cu_seqlens_q": whole_cu_seqlens(packed),
+            "cu_seqlens_kv": whole_key_cu_seqlens(packed),
             "max_seqlen_q": queries,
             "max_seqlen_kv": keys,
         }

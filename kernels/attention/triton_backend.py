@@ -48,11 +48,11 @@ def triton_attention(
         return context
     if bias is not None or key_padding_mask is not None:
         raise ValueError("`packed` must not meet a dense bias or a padding mask in `triton`; use `unfused`.")
-    tokens, ends = query.shape[1], packed.cu_seqlens()
     context = flash_attention(
         query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), causal=causal, window_size=window_size,
         softmax_scale=scale, softcap=softcap, distance_bias=distance_bias, dropout_p=dropout, rng=rng,
-        cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=tokens, max_seqlen_k=tokens, deterministic=True,
+        cu_seqlens_q=packed.cu_seqlens(), cu_seqlens_k=packed.key_cu_seqlens(), max_seqlen_q=query.shape[1],
+        max_seqlen_k=key.shape[1], deterministic=True,
     )  # fmt: skip
     assert isinstance(context, Tensor)
     return context.unflatten(0, query.shape[:2])

@@ -74,7 +74,8 @@ class UnfusedAttention:
             scores = scores.to(torch.promote_types(query.dtype, torch.float32))
             if hidden is not None:
                 scores = scores.masked_fill(hidden, float("-inf"))
-            may_be_empty = dense is not None or window is not None or key_padding_mask is not None
+            across = packed is not None and packed.key_documents is not None
+            may_be_empty = dense is not None or window is not None or key_padding_mask is not None or across
             probabilities = _softmax(scores, may_be_empty or (causal and queries > keys))
         probabilities = probabilities.to(query.dtype)
         probabilities = F.dropout(probabilities, dropout) if dropout else probabilities

@@ -2,33 +2,93 @@
 
 from __future__ import annotations
 
-from .gpt import GPTKeys
-from .slices import StackSlice, gpt_slice
+from .bert_slice import BertSlice
+from .families import FamilyKeys, family_slice, sample_length_of
+from .samples import SampleForm
+from .slices import AttentionSlice, StackSlice
+from .t5_slice import T5Slice
 
 
-def count_norm(stack: StackSlice) -> int:
-    """Parameters of one norm."""
-    return stack.hidden_size * (2 if stack.norm.kind == "layernorm" else 1)
+def count_norm(stack: StackSlice, width: int | None = None) -> int:
+    """Parameters of one norm, of the stream unless it has another width."""
+    return (width or stack.hidden_size) * (2 if stack.norm.kind == "layernorm" else 1)
+
+
+def count_score_positions(stack: StackSlice) -> int:
+    """Parameters of the positions that act on scores, shared by the layers of a stack."""
+    distance = stack.attention.distance
+    if distance is None or not distance.learned:
+        return 0
+    return stack.attention.heads * (distance.buckets if distance.kind == "relative" else 3)
+
+
+def count_final_norm(stack: StackSlice) -> int:
+    """Parameters of the norm after the last layer; the layers of `post_ln` end with one already."""
+    return 0 if stack.block == "post_ln" else count_norm(stack)
 
 
 def count_layer(stack: StackSlice) -> int:
-    """Parameters of one layer: attention, MLP and their two norms."""
+    """Parameters of one layer: attention, MLP and their norms."""
     hidden, attention, mlp = stack.hidden_size, stack.attention, stack.mlp
     query_rows = attention.heads * attention.head_dim
     qkv_rows = query_rows + 2 * attention.groups * attention.head_dim
     up_rows = mlp.ffn_hidden_size * (2 if mlp.gated else 1)
     matrices = hidden * (qkv_rows + query_rows + up_rows + mlp.ffn_hidden_size)
     biases = qkv_rows * attention.qkv_bias + hidden * attention.output_bias + (up_rows + hidden) * mlp.bias
-    return matrices + biases + 2 * count_norm(stack)
+    norms = 2 * count_norm(stack) + attention.heads * attention.head_scale
+    if attention.qk_norm:
+        norms += 2 * count_norm(stack, attention.head_dim)
+    if stack.block == "normformer":
+        norms += count_norm(stack) + count_norm(stack, mlp.ffn_hidden_size)
+    return matrices + biases + norms
 
 
-def count_parameters(keys: GPTKeys, vocab_size: int) -> int:
-    """Parameters of a GPT, the padding rows of its vocabulary included.
+def count_cross_attention(stack: StackSlice, attention: AttentionSlice) -> int:
+    """Parameters of the cross-attention of one layer, with its norms."""
+    hidden = stack.hidden_size
+    query_rows, kv_rows = attention.heads * attention.head_dim, 2 * attention.groups * attention.head_dim
+    matrices = hidden * (2 * query_rows + kv_rows)
+    biases = (query_rows + kv_rows) * attention.qkv_bias + hidden * attention.output_bias
+    norms = count_norm(stack) * (2 if stack.block == "normformer" else 1)
+    if attention.qk_norm:
+        norms += 2 * count_norm(stack, attention.head_dim)
+    return matrices + biases + norms + attention.heads * attention.head_scale
+
+
+def count_stack(stack: StackSlice, cross_attention: AttentionSlice | None = None) -> int:
+    """Parameters of a stack with its final norm and the positions that act on its scores."""
+    layer = count_layer(stack)
+    if cross_attention is not None:
+        layer += count_cross_attention(stack, cross_attention)
+    return stack.num_layers * layer + count_final_norm(stack) + count_score_positions(stack)
+
+
+def count_parameters(keys: FamilyKeys, vocab_size: int, form: SampleForm | None = None) -> int:
+    """Parameters of a model, the padding rows of its vocabulary included.
 
     Args:
         keys: the configuration of the model.
         vocab_size: tokens of the tokenizer.
+        form: the samples, which a learned table of positions is as long as; None: those of the keys alone.
     """
-    gpt = gpt_slice(keys, vocab_size=vocab_size)
-    tables = gpt.padded_vocab_size * (1 if gpt.tied else 2) + (gpt.learned_positions or 0)
-    return tables * gpt.stack.hidden_size + gpt.stack.num_layers * count_layer(gpt.stack) + count_norm(gpt.stack)
+    model = family_slice(keys, vocab_size=vocab_size, form=form or SampleForm(length=sample_length_of(keys)))
+    vocab = model.padded_vocab_size
+    match model:
+        case T5Slice():
+            hidden = model.encoder.stack.hidden_size
+            tables = vocab * ((1 if model.shared_embeddings else 2) + (0 if model.tied else 1))
+            tables += (model.encoder.learned_positions or 0) + (model.decoder.learned_positions or 0)
+            stacks = count_stack(model.encoder.stack) + count_stack(model.decoder.stack, model.cross_attention)
+            distance = model.cross_attention.distance
+            positions = 0 if distance is None else distance.buckets * model.cross_attention.heads
+            return tables * hidden + stacks + positions + vocab * model.head_bias
+        case BertSlice():
+            stack = model.stack
+            hidden = stack.hidden_size
+            tables = vocab * (1 if model.tied else 2) + (model.learned_positions or 0) + model.token_types
+            transform = hidden * (hidden + 1) + count_norm(stack) if model.mlm_transform else 0
+            extra = transform + vocab * model.head_bias + count_norm(stack) * model.embedding_norm
+            return tables * hidden + count_stack(stack) + extra
+        case _:
+            tables = vocab * (1 if model.tied else 2) + (model.learned_positions or 0)
+            return tables * model.stack.hidden_size + count_stack(model.stack)

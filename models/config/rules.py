@@ -5,16 +5,14 @@ Paths are relative to the block that holds the keys: `model` for GPT.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 from ...kernels.attention.support import BY_NAME
 from .block import Finding
 from .gpt import GPTKeys
-from .slices import head_dim_of, mlp_slice, rotary_dim_of
+from .position_rules import DIRECTION_RULES, POSITION_RULES, position_table_covers_sample, window_is_shorter_than_texts
+from .slices import mlp_slice
 from .stack import StackKeys
-
-_ROTARY_KEYS = ("rotary_percentage", "rotary_base", "rotary_interleaved", "seq_len_interpolation_factor")
 
 
 def divisors(number: int) -> list[int]:
@@ -30,17 +28,6 @@ def _words(values: list[int], conjunction: str = "or") -> str:
 
 def _nearest(values: list[int], target: int, count: int = 6) -> list[int]:
     return sorted(sorted(values, key=lambda value: abs(value - target))[:count])
-
-
-def _percentage_for(rotated: int, width: int) -> float:
-    """The shortest decimal p with int(width * p) == rotated; 0.57 of 200 is 113 in floating point, hence the + 1."""
-    for digits in range(1, 9):
-        smallest = math.ceil(rotated / width * 10**digits)
-        for numerator in (smallest, smallest + 1):
-            candidate = numerator / 10**digits
-            if candidate <= 1 and int(width * candidate) == rotated:
-                return candidate
-    return rotated / width
 
 
 def heads_divide_hidden_size(keys: StackKeys) -> Iterator[Finding]:
@@ -66,45 +53,6 @@ def groups_divide_heads(keys: StackKeys) -> Iterator[Finding]:
             f"`num_attention_heads` ({heads}) must be a multiple of `num_query_groups` ({groups}).",
             f"use num_query_groups={_words(divisors(heads))}",
         )
-
-
-def rotated_channels_are_pairs(keys: StackKeys) -> Iterator[Finding]:
-    """Rotary embedding turns channels in pairs."""
-    if keys.position_embedding_type != "rope":
-        return
-    width, rotated = head_dim_of(keys), rotary_dim_of(keys)
-    if width < 2:
-        yield Finding(
-            "error",
-            ("kv_channels", "position_embedding_type"),
-            f"`position_embedding_type` (rope) turns channels in pairs and must not meet heads {width} wide.",
-            "use kv_channels of at least 2, or fewer heads",
-        )
-    elif rotated < 2 or rotated % 2:
-        valid = _percentage_for(max(2, rotated - rotated % 2), width)
-        yield Finding(
-            "error",
-            ("rotary_percentage", "kv_channels"),
-            f"`rotary_percentage` ({keys.rotary_percentage:g}) of heads {width} wide (`hidden_size` / "
-            f"`num_attention_heads`, or `kv_channels`) rotates {rotated} channels, which must be an even number.",
-            f"use rotary_percentage={valid:g}, or an even kv_channels",
-        )
-
-
-def rotary_keys_need_rope(keys: StackKeys) -> Iterator[Finding]:
-    """The rotary keys act with `position_embedding_type: rope` only."""
-    if keys.position_embedding_type == "rope":
-        return
-    for name in _ROTARY_KEYS:
-        value = getattr(keys, name)
-        neutral = name == "seq_len_interpolation_factor" and value == 1
-        if value != StackKeys.model_fields[name].default and not neutral:
-            yield Finding(
-                "warning",
-                (name, "position_embedding_type"),
-                f"`{name}` ({value}) has no effect with `position_embedding_type` ({keys.position_embedding_type}).",
-                "use position_embedding_type=rope",
-            )
 
 
 def tanh_form_needs_gelu(keys: StackKeys) -> Iterator[Finding]:
@@ -192,34 +140,10 @@ def qkv_bias_is_part_of_bias(keys: StackKeys) -> Iterator[Finding]:
         )
 
 
-def position_table_covers_sample(keys: GPTKeys) -> Iterator[Finding]:
-    """A learned table needs a row for each token of a sample."""
-    rows, tokens, kind = keys.max_position_embeddings, keys.encoder_seq_length, keys.position_embedding_type
-    if rows is None or rows == tokens:
-        return
-    if kind == "learned_absolute" and rows < tokens:
-        yield Finding(
-            "error",
-            ("max_position_embeddings", "encoder_seq_length"),
-            f"`max_position_embeddings` ({rows}) must not be smaller than `encoder_seq_length` ({tokens}) with "
-            "`position_embedding_type` (learned_absolute).",
-            f"use max_position_embeddings={tokens} or null, or encoder_seq_length={rows}",
-        )
-    elif kind == "none" or rows < tokens:
-        yield Finding(
-            "warning",
-            ("max_position_embeddings", "position_embedding_type"),
-            f"`max_position_embeddings` ({rows}) has no effect with `position_embedding_type` ({kind})"
-            + ("." if kind == "none" else f" and a longer `encoder_seq_length` ({tokens})."),
-            "use max_position_embeddings=null",
-        )
-
-
 STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
     heads_divide_hidden_size,
     groups_divide_heads,
-    rotated_channels_are_pairs,
-    rotary_keys_need_rope,
+    *POSITION_RULES,
     tanh_form_needs_gelu,
     backend_fits_family_switch,
     backend_fits_transformer_engine,
@@ -228,13 +152,16 @@ STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
 )
 
 
-def stack_rules(keys: StackKeys) -> Iterator[Finding]:
-    """Everything the keys of one stack have against each other."""
+def stack_rules(keys: StackKeys, *, causal: bool) -> Iterator[Finding]:
+    """Everything the keys of one stack have against each other, `causal` or seeing both ways."""
     for rule in STACK_RULES:
         yield from rule(keys)
+    for rule in DIRECTION_RULES:
+        yield from rule(keys, causal)
 
 
 def gpt_rules(keys: GPTKeys) -> Iterator[Finding]:
     """Everything the keys of a GPT have against each other, paths relative to `model`."""
-    yield from stack_rules(keys)
+    yield from stack_rules(keys, causal=True)
     yield from position_table_covers_sample(keys)
+    yield from window_is_shorter_than_texts(keys)

@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ...kernels.rotary_scaling import Llama3Scaling, RotaryScaling, YarnScaling
+from .bert import BertKeys
 from .gpt import GPTKeys
+from .model import ModelKeys
 from .stack import StackKeys
 
 NonLinearity = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu_squared", "silu"]
@@ -23,6 +26,32 @@ _ACTIVATIONS: dict[str, tuple[NonLinearity, bool]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistanceSlice:
+    """Positions that add a term to the scores for each distance of key and query.
+
+    Attributes:
+        kind: which function of the distance.
+        alibi_heads: heads with a slope, the first ones (`alibi`).
+        buckets: of distances (`relative`).
+        max_distance: from here on all distances share a bucket (`relative`).
+    """
+
+    kind: Literal["alibi", "kerple", "sandwich", "relative"]
+    alibi_heads: int
+    buckets: int
+    max_distance: int
+
+    @property
+    def learned(self) -> bool:
+        """Whether it has parameters."""
+        return self.kind in ("kerple", "relative")
+
+    def reach(self, tokens: int) -> int:
+        """The largest distance it tells apart in sequences of so many tokens."""
+        return self.max_distance if self.kind == "relative" else max(1, tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSlice:
     """One attention of a layer.
 
@@ -35,6 +64,11 @@ class AttentionSlice:
         output_bias: bias on the output projection.
         dropout: probability of dropping an attention weight in training.
         causal: a token sees no later token.
+        window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
+        softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
+        distance: the positions that act on the scores, if there are any.
+        qk_norm: norms over each query and key head.
+        head_scale: a learned factor for each head.
         use_flash_attention: None for any family, True without unfused, False without flash.
         backend: `auto`, one family or one backend.
         transformer_engine: True for TransformerEngine first, False for none of it, None for either.
@@ -49,6 +83,11 @@ class AttentionSlice:
     output_bias: bool
     dropout: float
     causal: bool
+    window: tuple[int, int] | None
+    softcap: float
+    distance: DistanceSlice | None
+    qk_norm: bool
+    head_scale: bool
     use_flash_attention: bool | None
     backend: str
     transformer_engine: bool | None
@@ -64,6 +103,8 @@ class RotarySlice:
         base: base of the frequencies, base ** (-2i / dim).
         interleaved: pairs (2i, 2i + 1) turn; otherwise channel i with channel i + dim / 2.
         position_scale: factor of every position (1 / `seq_len_interpolation_factor`).
+        scaling: other frequencies for long texts, None for those of `base`.
+        fading: queries grow and keys shrink with their position (xPos).
         positions: rows of the table, the longest sequence.
     """
 
@@ -71,6 +112,8 @@ class RotarySlice:
     base: float
     interleaved: bool
     position_scale: float
+    scaling: RotaryScaling | None
+    fading: bool
     positions: int
 
 
@@ -101,6 +144,7 @@ class StackSlice:
     Attributes:
         num_layers: layers.
         hidden_size: width of the residual stream.
+        block: where the norms of a layer sit.
         hidden_dropout: dropout of what attention and MLP add to the stream, and of the embeddings.
         attention: the self-attention of a layer.
         rotary: its rotary embedding, if it has one.
@@ -112,6 +156,7 @@ class StackSlice:
 
     num_layers: int
     hidden_size: int
+    block: Literal["pre_ln", "post_ln", "normformer"]
     hidden_dropout: float
     attention: AttentionSlice
     rotary: RotarySlice | None
@@ -129,9 +174,15 @@ class GPTSlice:
         stack: the decoder.
         seq_length: tokens in a training sample.
         learned_positions: rows of the learned position table, None without one.
+        positions_by_document: whether that table may be read by the position within a document.
+        embedding_scale: factor of the embeddings.
+        logits_softcap: bound of the logits, cap * tanh(logit / cap); 0 for none.
         vocab_size: real tokens.
         padded_vocab_size: rows of the embedding table and of the head.
         tied: the head is the embedding table.
+        embedding_dropout: dropout of the embeddings.
+        embedding_std: deviation of the initial token embeddings.
+        label_smoothing: share of a label that the other tokens get, in training.
         seed: of the initialisation.
         compile: compile each layer; None leaves it to the device.
     """
@@ -139,16 +190,31 @@ class GPTSlice:
     stack: StackSlice
     seq_length: int
     learned_positions: int | None
+    positions_by_document: bool
+    embedding_scale: float
+    logits_softcap: float
     vocab_size: int
     padded_vocab_size: int
     tied: bool
+    embedding_dropout: float
+    embedding_std: float
+    label_smoothing: float
     seed: int
     compile: bool | None
+
+    @property
+    def stacks(self) -> tuple[StackSlice]:
+        """The decoder alone."""
+        return (self.stack,)
 
     @property
     def max_positions(self) -> int | None:
         """The longest sequence the model can take, None for any."""
         return self.learned_positions or (self.stack.rotary.positions if self.stack.rotary else None)
+
+
+BOUNDED = ("learned_absolute", "learned_parameters", "rope", "xpos")
+"""Positions that come from a table: no text is longer."""
 
 
 def head_dim_of(keys: StackKeys) -> int:
@@ -161,8 +227,28 @@ def rotary_dim_of(keys: StackKeys) -> int:
     return int(head_dim_of(keys) * keys.rotary_percentage)
 
 
-def attention_slice(keys: StackKeys, *, causal: bool) -> AttentionSlice:
-    """The self-attention the keys describe."""
+def distance_slice(keys: StackKeys) -> DistanceSlice | None:
+    """The positions on scores the keys describe, None for other kinds of positions."""
+    kind = keys.position_embedding_type
+    if kind not in ("alibi", "kerple", "sandwich", "relative"):
+        return None
+    return DistanceSlice(
+        kind=kind,
+        alibi_heads=keys.num_attention_heads_alibi or keys.num_attention_heads,
+        buckets=keys.relative_attention_num_buckets,
+        max_distance=keys.relative_attention_max_distance,
+    )
+
+
+def window_of(keys: StackKeys, *, causal: bool, longest: int | None = None) -> tuple[int, int] | None:
+    """The window the keys describe, None where it hides nothing of texts of up to `longest` tokens (None: any)."""
+    left, right = (-1 if longest is not None and side >= longest - 1 else side for side in keys.window_size or (-1, -1))
+    right = 0 if causal else right
+    return None if left < 0 and (causal or right < 0) else (left, right)
+
+
+def attention_slice(keys: StackKeys, *, causal: bool, longest: int | None = None) -> AttentionSlice:
+    """The self-attention the keys describe, for texts of up to `longest` tokens (None: any)."""
     head_dim = head_dim_of(keys)
     return AttentionSlice(
         heads=keys.num_attention_heads,
@@ -173,6 +259,11 @@ def attention_slice(keys: StackKeys, *, causal: bool) -> AttentionSlice:
         output_bias=keys.bias,
         dropout=keys.attention_dropout,
         causal=causal,
+        window=window_of(keys, causal=causal, longest=longest),
+        softcap=keys.attn_logit_softcapping or 0.0,
+        distance=distance_slice(keys),
+        qk_norm=keys.qk_layernorm,
+        head_scale=keys.headscale,
         use_flash_attention=keys.use_flash_attention,
         backend=keys.attention_backend,
         transformer_engine=keys.transformer_engine,
@@ -203,8 +294,30 @@ def norm_slice(keys: StackKeys) -> NormSlice:
     )
 
 
+def rotary_scaling(keys: StackKeys) -> RotaryScaling | None:
+    """The rotary frequencies for long texts the keys describe, None for the usual ones."""
+    kind = "llama3" if keys.scale_positional_embedding else keys.rotary_scaling
+    factor, length, low = keys.rotary_scaling_factor, keys.rotary_original_length, keys.rotary_low_turns or 1.0
+    if kind == "llama3":
+        high = keys.rotary_high_turns or 4.0
+        return Llama3Scaling(factor=factor, original_length=length, low=low, high=high)
+    if kind == "yarn":
+        return YarnScaling(factor=factor, original_length=length, slow=low, fast=keys.rotary_high_turns or 32.0)
+    return None
+
+
 def rotary_slice(keys: StackKeys, *, positions: int) -> RotarySlice | None:
     """The rotary embedding the keys describe, None for other kinds of positions."""
+    if keys.position_embedding_type == "xpos":
+        return RotarySlice(
+            dim=head_dim_of(keys),
+            base=10000.0,
+            interleaved=True,
+            position_scale=1.0,
+            scaling=None,
+            fading=True,
+            positions=positions,
+        )
     if keys.position_embedding_type != "rope":
         return None
     return RotarySlice(
@@ -212,6 +325,8 @@ def rotary_slice(keys: StackKeys, *, positions: int) -> RotarySlice | None:
         base=keys.rotary_base,
         interleaved=keys.rotary_interleaved,
         position_scale=1 / (keys.seq_len_interpolation_factor or 1.0),
+        scaling=rotary_scaling(keys),
+        fading=False,
         positions=positions,
     )
 
@@ -222,8 +337,11 @@ def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:
     return StackSlice(
         num_layers=keys.num_layers,
         hidden_size=keys.hidden_size,
+        block=keys.transformer_block_type,
         hidden_dropout=keys.hidden_dropout,
-        attention=attention_slice(keys, causal=causal),
+        attention=attention_slice(
+            keys, causal=causal, longest=positions if keys.position_embedding_type in BOUNDED else None
+        ),
         rotary=rotary_slice(keys, positions=positions),
         norm=norm_slice(keys),
         mlp=mlp_slice(keys),
@@ -232,8 +350,15 @@ def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:
     )
 
 
-def gpt_slice(keys: GPTKeys, *, vocab_size: int) -> GPTSlice:
-    """The GPT the keys describe, for a tokenizer of `vocab_size` tokens.
+def longest_of(keys: GPTKeys | BertKeys) -> int | None:
+    """The longest text a model can take, None for any."""
+    if keys.position_embedding_type not in BOUNDED:
+        return None
+    return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
+
+
+def vocabulary_of(keys: ModelKeys, vocab_size: int) -> tuple[int, int]:
+    """Real tokens, and rows of the tables with their padding, for a tokenizer of `vocab_size` tokens.
 
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
@@ -245,14 +370,30 @@ def gpt_slice(keys: GPTKeys, *, vocab_size: int) -> GPTSlice:
             f"use {vocab_size} or more, or null."
         )
     divisor = keys.make_vocab_size_divisible_by
+    return real_vocab, -(-real_vocab // divisor) * divisor
+
+
+def gpt_slice(keys: GPTKeys, *, vocab_size: int) -> GPTSlice:
+    """The GPT the keys describe, for a tokenizer of `vocab_size` tokens.
+
+    Raises:
+        ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
+    """
+    real_vocab, padded_vocab = vocabulary_of(keys, vocab_size)
     positions = max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
     return GPTSlice(
         stack=stack_slice(keys, causal=True, positions=positions),
         seq_length=keys.encoder_seq_length,
-        learned_positions=positions if keys.position_embedding_type == "learned_absolute" else None,
+        learned_positions=positions if keys.position_embedding_type.startswith("learned_") else None,
+        positions_by_document=keys.position_embedding_type == "learned_absolute",
+        embedding_scale=math.sqrt(keys.hidden_size) if keys.apply_embedding_scaling else 1.0,
+        logits_softcap=keys.logits_soft_cap or 0.0,
         vocab_size=real_vocab,
-        padded_vocab_size=-(-real_vocab // divisor) * divisor,
+        padded_vocab_size=padded_vocab,
         tied=keys.share_embeddings_and_output_weights,
+        embedding_dropout=keys.hidden_dropout if keys.embedding_dropout is None else keys.embedding_dropout,
+        embedding_std=keys.embedding_init_method_std or keys.init_method_std,
+        label_smoothing=keys.label_smoothing,
         seed=keys.seed,
         compile=keys.compile,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,7 +21,18 @@ Activation = Literal[
     "relu",
 ]
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
-PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+PositionEmbedding = Literal[
+    "learned_absolute",
+    "learned_parameters",
+    "rope",
+    "xpos",
+    "alibi",
+    "kerple",
+    "sandwich",
+    "relative",
+    "none",
+]
+Window = Annotated[list[Annotated[int, Field(ge=-1)]], Field(min_length=2, max_length=2)]
 AttentionBackend = Literal[
     "auto",
     "flash",
@@ -63,8 +74,13 @@ class StackKeys(Block):
     """Added to the variance under the root."""
     layernorm_zero_centered_gamma: bool = False
     """Store the norm weight minus one, for `layernorm` and `rmsnorm`; `layernorm1p` implies it."""
-    transformer_block_type: Literal["pre_ln"] = "pre_ln"
-    """Where the norms sit in a layer."""
+    qk_layernorm: bool = False
+    """A norm of the `normalization` kind over each query and key head, before they are rotated (Qwen3)."""
+    transformer_block_type: Literal["pre_ln", "post_ln", "normformer"] = "pre_ln"
+    """Where the norms sit in a layer: before attention and MLP; after the residual add, without a final norm; or before
+    them and again after the attention and inside the MLP."""
+    headscale: bool = False
+    """A learned factor for what each attention head gives, 1 at first (NormFormer)."""
 
     activation: Activation = "gelu"
     """Activation of the MLP. `fast-x` is `x`: the gated projections are always one fused matrix here."""
@@ -88,7 +104,9 @@ class StackKeys(Block):
     """Divide that deviation by sqrt(2 * num_layers) for the output projections of attention and MLP."""
 
     position_embedding_type: PositionEmbedding = "learned_absolute"
-    """How positions enter: a learned table, rotary embedding, or nothing."""
+    """How positions enter: a table added to the embeddings (`learned_parameters`: whatever documents a sample holds),
+    rotation of queries and keys (`rope`; `xpos` fades with distance), a term on the scores (`alibi`, `kerple`,
+    `sandwich`, T5's `relative`), or not at all."""
     rotary_percentage: float = Field(1.0, gt=0, le=1)
     """Part of each head that is rotated; the rest passes through."""
     rotary_base: float = Field(10000.0, gt=0)
@@ -97,6 +115,29 @@ class StackKeys(Block):
     """Rotate pairs (2i, 2i+1) instead of the two halves of the head."""
     seq_len_interpolation_factor: float | None = Field(None, ge=1)
     """Divide positions by this factor before rotating; null is 1."""
+    scale_positional_embedding: bool = False
+    """NeMo's switch for Llama 3.1's rotary frequencies: `rotary_scaling: llama3`."""
+    rotary_scaling: Literal["llama3", "yarn"] | None = own(None)
+    """Stretch the slow rotary frequencies for long texts: Llama 3.1's way or YaRN; null: no."""
+    rotary_scaling_factor: float = own(8.0, ge=1)
+    """By which `rotary_scaling` stretches the slowest frequencies (Hugging Face: `factor`)."""
+    rotary_original_length: int = own(8192, ge=1)
+    """Tokens before `rotary_scaling` (Hugging Face: `original_max_position_embeddings`)."""
+    rotary_low_turns: float | None = own(None, gt=0)
+    """Waves that turn less often in that length are stretched; null: 1 (`low_freq_factor`, or YaRN's `beta_slow`)."""
+    rotary_high_turns: float | None = own(None, gt=0)
+    """Waves that turn more often are kept; null: 4 for `llama3` (`high_freq_factor`), 32 for `yarn` (`beta_fast`)."""
+    num_attention_heads_alibi: int | None = Field(None, ge=1)
+    """The first so many heads have ALiBi's slopes, the others no positions; null: all heads."""
+    relative_attention_num_buckets: int = Field(32, ge=2)
+    """Buckets of distances of `relative`, those of later keys included."""
+    relative_attention_max_distance: int = Field(128, ge=2)
+    """Distances from here on share the last bucket of `relative`."""
+    window_size: Window | None = None
+    """`[left, right]`: a token sees so many tokens before and after it, -1 for all; Hugging Face's
+    `sliding_window=4096` is `[4095, 0]`."""
+    attn_logit_softcapping: float | None = Field(None, gt=0)
+    """Bound attention scores to +-cap by cap * tanh(score / cap) (Gemma 2); null: no bound."""
 
     apply_query_key_layer_scaling: bool = False
     """An fp16 trick without mathematical effect; off, with a warning, for every other precision, as in NeMo."""

@@ -113,6 +113,9 @@ class TokenizerBlock(Block):
     """megatron: path of merges.txt."""
     additional_special_tokens: list[Text] = Field(default=[], max_length=10000)
     """Tokens to add to the vocabulary of a file; those it lacks get the ids after its last."""
+    num_sentinel_tokens: int | None = Field(None, ge=0, le=10000)
+    """T5, BERT: tokens <extra_id_0>, <extra_id_1>, ... for hidden spans, added where the vocabulary has fewer; null:
+    125 for bytes, which makes ByT5's 384 ids, and for files those they have, or 100."""
     special_tokens: SpecialTokensBlock = nested(SpecialTokensBlock)
     """Which tokens end documents and fill up sequences."""
 
@@ -122,10 +125,11 @@ class DataBlock(Block):
 
     data_impl: Text = Field("pystd", examples=["pystd"])
     """`pystd`: this interpreter's standard library. `text`: the file or folder at `path`. `mmap`: the tokens at
-    `data_prefix`. `mock`: random tokens. Any other name: a data set of that name which an installed package offers as
-    an entry point of the group stoker.datasets."""
+    `data_prefix`. `mock`: random tokens. For seq2seq, `jsonl`: the pairs in the file or folder at `path`;
+    `pystd_docstring`: functions of the standard library and their docstrings. Any other name: a data set of that name
+    which an installed package offers as an entry point of the group stoker.datasets."""
     path: str | None = own(None)
-    """Text file, or folder whose text files are read, for `data_impl: text`."""
+    """Text file, or folder whose text files are read, for `data_impl: text`; JSONL files for `jsonl`."""
     data_prefix: Text | list[Text | float] | dict[str, Text | list[Text | float] | None] | None = None
     """`mmap`: tokens in Megatron's .bin/.idx format: a path without suffix, a list of paths, a list of weights and
     paths in turn, or one of these for each of `train`, `validation` and `test`. Weights choose training samples
@@ -148,7 +152,39 @@ class DataBlock(Block):
         "900,50,50", pattern=r"^\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){0,2}$", examples=["900,50,50"]
     )
     """Proportions of train, validation, test; without effect where `data_prefix` names a set for each."""
+    dataset_type: Literal["gpt", "t5", "t5_prefix_lm", "seq2seq", "bert"] | None = None
+    """What is learnt. `gpt`: the next token. `t5`: span corruption. `t5_prefix_lm`: to go on with a text that the
+    encoder reads. `seq2seq`: the pairs of `data_impl: jsonl` or `pystd_docstring`. `bert`: hidden tokens. null: `gpt`,
+    `t5` or `bert`, as the family."""
     seq_length: int | None = Field(None, ge=1)
-    """Tokens in a sample; null: `model.encoder_seq_length`."""
+    """Tokens in a sample; null: `model.encoder_seq_length` (T5: `model.seq_length`, of the encoder)."""
+    seq_length_dec: int | None = Field(None, ge=1)
+    """Tokens of a sample on T5's decoder side; null: for span corruption as many as it needs (114 for 512), for a
+    prefix as many as on the encoder's, for pairs 128."""
+    masked_lm_prob: float = Field(0.15, gt=0, lt=1)
+    """Span corruption, BERT: the part of the tokens that is hidden."""
+    mean_ngram_size: float | None = Field(None, ge=1, le=1000)
+    """Span corruption: tokens in a span on average; null: 3, or with `geometric_dist: True` 5 (ByT5: 20)."""
+    geometric_dist: bool | None = None
+    """How spans are drawn. null: as T5 does, so many tokens in so many spans that lengths are fixed and no place is
+    empty (BERT: single tokens). NeMo's: True draws each length from a geometric distribution with that mean, False
+    with probability 1 / length; then the encoder's side is padded."""
+    max_ngram_size: int = Field(10, ge=1, le=1000)
+    """NeMo's spans: words (or tokens) in the longest one."""
+    favor_longer_ngrams: bool = False
+    """NeMo's spans with `geometric_dist: False`: probabilities the other way round, longer spans first."""
+    whole_word_masking: bool = True
+    """NeMo's spans: they begin and end with words."""
+    respect_document_boundaries: bool = False
+    """Span corruption: True cuts documents into pieces, and no sample holds two documents unless it is packed; False
+    cuts the row of all documents, with an end token between them, as T5's own data were."""
+    short_seq_prob: float = Field(0.0, ge=0, le=1)
+    """With `respect_document_boundaries`: probability of a piece of a random shorter length."""
+    packed_sequence: bool = own(False)
+    """Put several pairs (pieces of documents, or seq2seq) into one row, where none sees another, instead of padding."""
+    context_key: Text = own("input")
+    """`jsonl`: name of the input in each object."""
+    label_key: Text = own("output")
+    """`jsonl`: name of the target in each object."""
     num_workers: int = Field(0, ge=0, le=256)
     """Processes that prepare batches; 0 prepares them in a thread of the trainer."""

@@ -10,6 +10,7 @@ from ..data.prefixes import is_per_split, parse_prefixes
 from ..data.sources import SPLITS
 from .blocks import DataBlock
 from .facts import Facts, Rule, no_effect
+from .schema import T5ModelBlock
 from .schema_index import show_value
 from .suggest import closest
 
@@ -36,20 +37,21 @@ def source_is_known(facts: Facts) -> Iterator[Finding]:
 
 
 def text_needs_a_path(facts: Facts) -> Iterator[Finding]:
-    """`data_impl: text` reads a file or folder, the other sources none."""
+    """`data_impl: text` and `jsonl` read a file or folder, the other sources none."""
     data = facts.root.model.data
-    if data.data_impl == "text" and not data.path:
+    if data.data_impl in ("text", "jsonl") and not data.path:
         yield Finding(
             "error",
             ("model.data.path", "model.data.data_impl"),
-            "`data_impl: text` needs a file or folder to read",
-            "model.data.path=FILE_OR_FOLDER, or data=pystd to train on the Python standard library",
+            f"`data_impl: {data.data_impl}` needs a file or folder to read",
+            "model.data.path=FILE_OR_FOLDER, or "
+            + ("data=pystd to train on the Python standard library" if data.data_impl == "text" else "data=docstring"),
         )
-    elif data.data_impl in BUILT_IN and data.data_impl != "text" and data.path is not None:
+    elif data.data_impl in BUILT_IN and data.data_impl not in ("text", "jsonl") and data.path is not None:
         yield Finding(
             "error",
             ("model.data.path", "model.data.data_impl"),
-            f"`path` is read with `data_impl: text` only, but it is `{data.data_impl}`",
+            f"`path` is read with `data_impl: text` or `jsonl` only, but it is `{data.data_impl}`",
             "data=text, or ~model.data.path",
         )
 
@@ -123,16 +125,17 @@ def splits_hold_training_data(facts: Facts) -> Iterator[Finding]:
 
 
 def sample_fits_model(facts: Facts) -> Iterator[Finding]:
-    """The model is built for samples of `encoder_seq_length` tokens."""
+    """The model is built for samples of `encoder_seq_length` tokens (T5: `seq_length`, on the encoder's side)."""
     model = facts.root.model
     length = model.data.seq_length
-    if length is not None and length != model.encoder_seq_length:
+    key = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"
+    of_model = model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
+    if length is not None and length != of_model:
         yield Finding(
             "error",
-            ("model.data.seq_length", "model.encoder_seq_length"),
-            f"`data.seq_length` ({length}) must equal `encoder_seq_length` ({model.encoder_seq_length}), "
-            "the length the model is built for",
-            f"model.encoder_seq_length={length}, or ~model.data.seq_length",
+            ("model.data.seq_length", f"model.{key}"),
+            f"`data.seq_length` ({length}) must equal `{key}` ({of_model}), the length the model is built for",
+            f"model.{key}={length}, or ~model.data.seq_length",
         )
 
 
@@ -160,10 +163,10 @@ def settings_have_an_effect(facts: Facts) -> Iterator[Finding]:
             yield no_effect(f"{_AT}.{name}", _IMPL, f"with `data_impl: {data.data_impl}`")
     if data.data_impl in BUILT_IN and _is_set(facts, "dataset_kwargs"):
         yield no_effect(f"{_AT}.dataset_kwargs", _IMPL, f"with `data_impl: {data.data_impl}`, which takes none")
-    if data.eod_mask_loss and data.data_impl == "mock":
+    if model.family == "gpt" and data.eod_mask_loss and data.data_impl == "mock":
         yield no_effect(f"{_AT}.eod_mask_loss", _IMPL, "with `data_impl: mock`: random tokens are no documents")
     for name in ("reset_position_ids", "reset_attention_mask"):
-        if getattr(data, name) and data.data_impl == "mock":
+        if model.family != "t5" and getattr(data, name) and data.data_impl == "mock":
             yield Finding(
                 "warning",
                 (f"{_AT}.{name}", f"{_AT}.data_impl"),
@@ -190,23 +193,25 @@ def documents_end(facts: Facts) -> Iterator[Finding]:
 def positions_can_restart(facts: Facts) -> Iterator[Finding]:
     """`reset_position_ids` acts on positions a token has of its own."""
     model = facts.root.model
-    kind = model.position_embedding_type
-    if not model.data.reset_position_ids:
+    if isinstance(model, T5ModelBlock) or not model.data.reset_position_ids:
         return
+    kind = model.position_embedding_type
     keys = (f"{_AT}.reset_position_ids", "model.position_embedding_type")
-    if kind == "none":
+    if kind not in ("learned_absolute", "rope", "xpos"):
+        why = {"none": "has no positions", "learned_parameters": "counts places in a sample"}
         yield Finding(
             "warning",
             keys,
-            "`reset_position_ids` has no effect with `position_embedding_type: none`, which has no positions",
+            f"`reset_position_ids` has no effect with `position_embedding_type: {kind}`, which "
+            f"{why.get(kind, 'knows only distances')}",
             f"~{keys[0]}",
         )
-    elif kind == "rope" and model.data.reset_attention_mask:
+    elif kind != "learned_absolute" and model.data.reset_attention_mask:
         yield Finding(
             "info",
             (*keys, f"{_AT}.reset_attention_mask"),
-            "`reset_position_ids` changes nothing but rounding with `position_embedding_type: rope`, which knows only "
-            "distances: with `reset_attention_mask` all of them are within a document",
+            f"`reset_position_ids` changes nothing but rounding with `position_embedding_type: {kind}`, which knows "
+            "only distances: with `reset_attention_mask` all of them are within a document",
             f"~{keys[0]}",
         )
 

@@ -59,9 +59,9 @@ FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
         **_each("model.init_method_std", "initializer_range init_std"),
         **_each("model.rotary_base", "rope_theta rope_base rotary_emb_base theta"),
         **_each("model.rotary_percentage", "rotary_percent partial_rotary_factor rotary_pct"),
-        **_each(
-            "model.seq_len_interpolation_factor", "rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor"
-        ),
+        **_each("model.seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor"),
+        **_each("model.rotary_scaling", "rope_scaling rope_type use_scaled_rope"),
+        **_each("model.rotary_scaling_factor", "rope_scaling_factor"),
         **_each("model.position_embedding_type", "pos_emb_type position_encoding pe_type positional_embedding"),
         **_each(
             "model.share_embeddings_and_output_weights",
@@ -140,6 +140,10 @@ FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
         **_each("model.context_parallel_size", "cp cp_size context_parallel_degree"),
         **_each("model.expert_model_parallel_size", "ep ep_size expert_parallel_degree"),
         **_each("model.window_size", "sliding_window attention_window"),
+        **_each("model.qk_layernorm", "qk_norm use_qk_norm apply_query_key_layer_norm"),
+        **_each("model.rotary_original_length", "original_max_position_embeddings original_max_position"),
+        **_each("model.rotary_high_turns", "beta_fast"),
+        **_each("model.rotary_low_turns", "beta_slow"),
         **_each(
             "model.cpu_offloading",
             "activation_offloading cpu_offload offload_activations fine_grained_activation_offloading",

@@ -8,48 +8,57 @@ from functools import cache
 from typing import Any
 
 from ...models.config.block import Finding
+from ...models.config.model import FAMILIES, Family
 from ..redaction import shown_value
 from . import paths
 from .key_table import KEY_TABLE, VALUES, Row, State, is_block_of_rows, row_of
 from .paths import MISSING, Tree
 from .problems import Problem
-from .schema_index import open_block_of, schema_blocks, schema_keys, show_value
+from .schema import family_of
+from .schema_index import open_block_of, plain_path, schema_blocks, schema_keys, show_value
 from .suggest import keys_like
 
 _CODE = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
-_FAMILY = "model.family"
+_OF_GPT = {
+    "model.encoder_seq_length": "model.seq_length",
+    "model.share_embeddings_and_output_weights": "model.share_decoder_tokens_head_embeddings",
+}
+"""Keys of a GPT to those that are for the same thing in a T5."""
 _PACKAGES = {"data": "model.data", "tokenizer": "model.tokenizer", "optim": "model.optim", "experiment": "_global_"}
 """What the files of a group name in their `# @package` line, where it is not the group itself."""
 
 
 @cache
-def known_keys() -> tuple[tuple[str, bool], ...]:
-    """Every key that has a name, and whether it acts."""
-    acting = [(path, True) for path in [*schema_keys(), *schema_blocks()]]
-    return (*acting, *((row.pattern, False) for row in KEY_TABLE if not row.pattern.endswith(".*")))
+def known_keys(family: Family = "gpt") -> tuple[tuple[str, bool], ...]:
+    """Every key of a family that has a name, and whether it acts."""
+    keys, blocks = schema_keys(family), schema_blocks(family)
+    acting = [(path, True) for path in [*keys, *blocks]]
+    others = (row.pattern for row in KEY_TABLE if not row.pattern.endswith(".*"))
+    return (*acting, *((path, False) for path in others if path not in keys))
 
 
-def suggestions(path: str) -> tuple[str, ...]:
+def suggestions(path: str, family: Family = "gpt") -> tuple[str, ...]:
     """Known keys that an unknown one may have meant, the best first."""
-    return keys_like(path, known_keys())
+    near = keys_like(path, known_keys(family))
+    meant = _OF_GPT.get(path) if family == "t5" else None
+    return near if meant is None else (meant, *(other for other in near if other != meant))
 
 
 def is_known(path: str) -> bool:
-    """Whether a key or block has a state."""
+    """Whether a key or block has a state in some family."""
     return (
-        path in schema_keys()
-        or path in schema_blocks()
+        any(path in schema_keys(family) or path in schema_blocks(family) for family in FAMILIES)
         or open_block_of(path) is not None
         or row_of(path) is not None
         or is_block_of_rows(path)
     )
 
 
-def state_of(path: str) -> State | None:
+def state_of(path: str, family: Family = "gpt") -> State | None:
     """The state of a key; None for one that is not known. A block of the schema acts."""
-    if path in schema_keys() or path in schema_blocks() or open_block_of(path) is not None:
+    if path in schema_keys(family) or path in schema_blocks(family) or open_block_of(path) is not None:
         return State.ACTS
-    row = row_of(path)
+    row = row_of(path, family)
     return row.state if row else None
 
 
@@ -78,15 +87,17 @@ class KeyStates:
     """The states of all keys of a configuration.
 
     Args:
-        tree: resolved values.
+        tree: resolved values; a T5 is one by its `model.family`.
         origin_of: where the value of a path came from.
     """
 
     def __init__(self, tree: Tree, origin_of: Callable[[str], str]) -> None:
         self._tree = tree
         self._origin_of = origin_of
-        self._family = self._foreign_family()
-        self._verdicts = [self._judge(path, value) for path, value in _given(tree)]
+        self._family: Family = family_of(tree.get("model"))
+        self._keys = schema_keys(self._family)
+        self._blocks = schema_blocks(self._family)
+        self._verdicts = [self._judge(path, value) for path, value in self._given(tree)]
 
     def verdicts(self) -> Iterator[Verdict]:
         """The verdict on each key, in the order given."""
@@ -99,8 +110,6 @@ class KeyStates:
             if verdict.refusal:
                 key = (verdict.refusal, verdict.fix, "" if verdict.state is State.NOT_YET else verdict.path)
                 grouped.setdefault(key, []).append(verdict)
-        if self._family is not None:
-            yield self._family
         for (refusal, fix, _), verdicts in grouped.items():
             first, *more = verdicts
             also = tuple(
@@ -119,35 +128,19 @@ class KeyStates:
                 tuple(history),
                 f"{_counted(history)} of NeMo without meaning here, accepted: {_listed(history)}",
             )
-        inert = [v for v in self._verdicts if v.state is State.NOT_YET and not v.refusal and v.note and _is_set(v)]
-        if inert and self._family is None:
+        inert = [v for v in self._verdicts if v.state is State.NOT_YET and not v.refusal and v.note and self._is_set(v)]
+        if inert:
             names = [verdict.path for verdict in inert]
             yield Finding(
                 "info", tuple(names), f"{_counted(names)} without effect, since the feature is off: {_listed(names)}"
             )
 
-    def _foreign_family(self) -> Problem | None:
-        """T5 by its two stacks, where no family is named."""
-        if paths.get(self._tree, _FAMILY) is not None:
-            return None
-        stacks = [paths.get(self._tree, f"model.{stack}") for stack in ("encoder", "decoder")]
-        if all(isinstance(stack, dict) and stack for stack in stacks):
-            where = next(path for path, _ in paths.leaves(self._tree) if path.startswith("model.encoder."))
-            return Problem(
-                "model.encoder, model.decoder",
-                None,
-                self._origin_of(where).rpartition(":")[0] or self._origin_of(where),
-                "a model with these two blocks is a T5 (model.family=t5), which is not yet",
-                "GPT trains: --config-name megatron_gpt_config, or model=gpt_125m",
-            )
-        return None
-
     def _judge(self, path: str, value: Any) -> Verdict:
         if _CODE.intersection(path.split(".")) or _names_code(value):
             return Verdict(path, value, None, "", "a configuration never names code to run", "remove it")
-        if path in schema_keys() or open_block_of(path) is not None or path in schema_blocks():
+        if path in self._keys or open_block_of(path) is not None or path in self._blocks:
             return self._judge_acting(path, value)
-        row = row_of(path)
+        row = row_of(path, self._family)
         if row is None:
             return self._judge_unknown(path, value)
         if row.state is State.HISTORICAL:
@@ -155,8 +148,6 @@ class KeyStates:
         if self._is_accepted(row, value):
             return Verdict(path, value, row.state, self._why_accepted(row))
         if row.state is State.NOT_YET:
-            if self._family is not None:
-                return Verdict(path, value, row.state, row.note)
             off = "leave it out" if not row.off else f"{row.pattern.removesuffix('.*')}={show_value(row.off[0])}"
             return Verdict(path, value, row.state, row.note, f"not yet: {row.note}", off)
         fix = f"~{path}" if not row.off or row.off[0] is None else f"{path}={show_value(row.off[0])}"
@@ -165,23 +156,21 @@ class KeyStates:
     def _why_accepted(self, row: Row) -> str:
         if not row.switch:
             return "accepted with this value" if row.state is State.REFUSED else "off"
-        key = schema_keys().get(row.switch)
+        key = self._keys.get(row.switch)
         if key is not None:
             return f"no effect with {row.switch}={show_value(paths.get(self._tree, row.switch, key.default))}"
         return f"no effect while {row.switch} is off"
 
     def _judge_acting(self, path: str, value: Any) -> Verdict:
         try:
-            found = VALUES.get(path, {}).get(value) if not isinstance(value, bool) else None
+            found = VALUES.get(plain_path(path), {}).get(value) if not isinstance(value, bool) else None
         except TypeError:
             found = None
         if found is None:
             return Verdict(path, value, State.ACTS)
         state, note = found
-        key = schema_keys()[path]
+        key = self._keys[path]
         choices = ", ".join(show_value(choice) for choice in key.choices)
-        if self._family is not None and state is State.NOT_YET:
-            return Verdict(path, value, state, note)
         return Verdict(path, value, state, note, f"{state.value}: {note}", f"{path} takes {choices or key.kind}")
 
     def _is_accepted(self, row: Row, value: Any) -> bool:
@@ -189,13 +178,13 @@ class KeyStates:
         if value is None or value == MISSING or any(value == off for off in row.off):
             return True
         if row.same_as:
-            key = schema_keys()[row.same_as]
-            return value == paths.get(self._tree, row.same_as, key.default)
+            key = self._keys.get(row.same_as)
+            return key is not None and value == paths.get(self._tree, row.same_as, key.default)
         return bool(row.switch)
 
     def _judge_unknown(self, path: str, value: Any) -> Verdict:
         above = paths.parent_of(path)
-        if above in schema_keys():
+        if above in self._keys:
             return Verdict(
                 path,
                 value,
@@ -204,7 +193,7 @@ class KeyStates:
                 f"there is no such key: `{above}` has one value, and no keys below it",
                 f"{above}=VALUE",
             )
-        near = suggestions(path)
+        near = suggestions(path, self._family)
         group, _, rest = path.partition(".")
         meant = paths.join(_PACKAGES[group], rest).removeprefix("_global_.") if group in _PACKAGES else ""
         if is_known(meant):
@@ -216,16 +205,20 @@ class KeyStates:
             fix += f"; a file of the group {group} needs the line `# @package {_PACKAGES[group]}` at its head"
         return Verdict(path, value, None, "", "there is no such key", fix)
 
+    def _given(self, tree: Tree, parent: str = "") -> Iterator[tuple[str, Any]]:
+        """Leaves of `tree`; a block that is the value of one key (in the table, or code) is one leaf."""
+        for name, value in tree.items():
+            path = paths.join(parent, name)
+            if not isinstance(value, dict) or (path in self._keys and not value):
+                yield path, value
+            elif value or path not in self._blocks:
+                below = list(self._given(value, path))
+                yield from below or [(path, value)]
 
-def _given(tree: Tree, parent: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of `tree`; a block that is the value of one key (in the table, or code) is one leaf."""
-    for name, value in tree.items():
-        path = paths.join(parent, name)
-        if not isinstance(value, dict) or (path in schema_keys() and not value):
-            yield path, value
-        elif value or path not in schema_blocks():
-            below = list(_given(value, path))
-            yield from below or [(path, value)]
+    def _is_set(self, verdict: Verdict) -> bool:
+        row = row_of(verdict.path, self._family)
+        value = verdict.value
+        return value is not None and value != MISSING and bool(row and row.switch)
 
 
 def _names_code(value: Any) -> bool:
@@ -233,12 +226,6 @@ def _names_code(value: Any) -> bool:
     if isinstance(value, dict):
         return bool(_CODE.intersection(value)) or any(map(_names_code, value.values()))
     return isinstance(value, list) and any(map(_names_code, value))
-
-
-def _is_set(verdict: Verdict) -> bool:
-    row = row_of(verdict.path)
-    value = verdict.value
-    return value is not None and value != MISSING and bool(row and row.switch)
 
 
 def _counted(names: list[str]) -> str:

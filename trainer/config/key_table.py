@@ -13,7 +13,7 @@ A pattern ends in `.*` where everything below a path has one state. An exact pat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -71,11 +71,12 @@ def _history(parent: str, names: str, note: str, default: Any = None) -> Iterato
 
 _SPEED = "a speed setting of NeMo's kernels; results do not depend on it and stoker chooses its own"
 _NCCL = "a speed setting of NeMo's communication; results do not depend on it"
+_T5 = "acts with model.family=t5 (a preset: model=t5_small)"
 _PICKLE = "belongs to NeMo's own checkpoint format; stoker writes safetensors, atomically"
 
 
 def _root() -> Iterator[Row]:
-    yield from _rows(State.NOT_YET, "", "restore_from_path", "starting from the weights of another model")
+    yield from _rows(State.REFUSED, "", "restore_from_path", "use model.restore_from_path")
     yield from _rows(
         State.HISTORICAL,
         "s3_checkpointing",
@@ -202,7 +203,6 @@ def _exp_manager() -> Iterator[Row]:
 
 def _batching_and_start() -> Iterator[Row]:
     at = "model"
-    yield _off(at, "restore_from_path", "starting from the weights of another model", None)
     yield _off(at, "restore_from_ckpt", "starting from the weights of another model", None)
     yield _refused(
         at,
@@ -237,19 +237,13 @@ def _geometry() -> Iterator[Row]:
     yield _refused(at, "add_bias_linear", "use model.bias", None, same_as="model.bias")
     yield _refused(at, "gated_linear_unit", "use model.activation=swiglu (geglu, reglu)", None, False)
     yield _refused(at, "vocab_size", "use model.override_vocab_size", None, same_as="model.override_vocab_size")
-    yield _off(at, "headscale", "a learned scale per head", False)
-    yield _off(at, "window_size", "sliding-window attention", None, [-1, -1], [-1, 0])
-    yield _off(at, "scale_positional_embedding", "Llama 3's scaling of rotary frequencies", False)
-    yield _off(at, "scale_factor low_freq_factor", "Llama 3's scaling of rotary frequencies", None)
-    yield _off(at, "apply_embedding_scaling", "Gemma's scaling of embeddings", False)
-    yield _off(at, "logits_soft_cap", "capping logits", None)
-    yield _off(at, "attn_logit_softcapping", "capping attention scores", None)
-    yield _off(at, "final_logit_softcapping", "capping logits", None)
-    yield _off(at, "qk_layernorm", "norms on queries and keys", False)
-    yield _off(at, "num_attention_heads_alibi", "position_embedding_type alibi", None)
-    yield _off(at, "label_smoothing", "label smoothing", 0.0, 0)
-    yield _off(at, "embedding_dropout", "a dropout rate of its own for the embeddings", None)
-    yield _off(at, "embedding_init_method_std", "a deviation of its own for the embeddings", None)
+    for name, ours in (
+        ("scale_factor", "rotary_scaling_factor"),
+        ("low_freq_factor", "rotary_low_turns"),
+        ("high_freq_factor", "rotary_high_turns"),
+        ("final_logit_softcapping", "logits_soft_cap"),
+    ):
+        yield _refused(at, name, f"use model.{ours}", None, same_as=f"model.{ours}")
     yield _off(at, "add_qkv_bias", "use model.qkv_bias", None)
     custom = f"{at}.mcore_customization_config"
     yield Row(custom, State.REFUSED, "writes attributes onto Megatron's classes", ({},))
@@ -260,8 +254,11 @@ def _geometry() -> Iterator[Row]:
     yield Row(f"{at}.data.retro_data.*", State.REFUSED, "retrieval-augmented models are not stoker's")
     yield _refused(custom, "new_decoder_architecture", "Falcon's layer", False)
     yield _refused(custom, "parallel_attention", "Falcon's layer: attention and MLP side by side", False)
-    yield _off(custom, "attn_logit_softcapping", "capping attention scores", None)
-    yield _off(custom, "final_logit_softcapping", "capping logits", None)
+    for name, ours in (
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "logits_soft_cap"),
+    ):
+        yield _refused(custom, name, f"use model.{ours}", None, same_as=f"model.{ours}")
     yield _refused(custom, "query_pre_attn_scalar", "Gemma 2's scaling of scores", None)
     yield from _history(
         at,
@@ -394,7 +391,7 @@ def _memory() -> Iterator[Row]:
 def _moe() -> Iterator[Row]:
     at = "model"
     experts = f"{at}.num_moe_experts"
-    yield Row(experts, State.NOT_YET, "mixture of experts")
+    yield Row(experts, State.NOT_YET, "mixture of experts", (1,))
     yield from _rows(
         State.NOT_YET,
         at,
@@ -477,21 +474,18 @@ def _data() -> Iterator[Row]:
         yield Row(f"{at}.{name}.*", State.NOT_YET, "data sets of fine-tuning")
         yield Row(f"model.{name}.*", State.NOT_YET, "data sets of fine-tuning")
     yield _off(at, "chat", "data sets of fine-tuning", False)
-    yield _off(at, "dataset_type", "data of T5 and its kin", None, "gpt")
+    yield _refused(at, "permutation", "moves tokens of the encoder's side about, which nothing asks back", False)
+    yield _refused(at, "ngram_span_length_distribution", "use model.data.geometric_dist", None)
     yield from _rows(
-        State.NOT_YET,
+        State.REFUSED,
         at,
-        "seq_length_dec masked_lm_prob short_seq_prob "
-        "max_ngram_size mean_ngram_size geometric_dist "
-        "permutation whole_word_masking favor_longer_ngrams "
-        "respect_document_boundaries ngram_span_length_distribution "
         "extreme_masked_lm_prob extreme_max_ngram_size extreme_mean_ngram_size extreme_min_ngram_size "
-        "extreme_ngram_span_length_distribution prefix_lm_pivot_mean delete_mask_prob "
-        "ceil_to_power_2 pad_to_max_length "
-        "get_attention_mask_from_fusion",
-        "data of T5, BERT and their kin",
+        "extreme_ngram_span_length_distribution prefix_lm_pivot_mean delete_mask_prob",
+        "UL2 and BART are not stoker's; model.data.dataset_type is t5 or t5_prefix_lm",
         switch=f"{at}.dataset_type",
     )
+    yield from _history(at, "ceil_to_power_2 pad_to_max_length", "about padding: rows have fixed lengths")
+    yield from _history(at, "get_attention_mask_from_fusion", "about a mask that is not made")
 
 
 def _tokenizer() -> Iterator[Row]:
@@ -507,7 +501,6 @@ def _tokenizer() -> Iterator[Row]:
         "bos_token cls_token mask_token sep_token unk_token",
         "T5, BERT: a token that data for GPT does not use",
     )
-    yield _off(at, "num_sentinel_tokens", "T5", None, 0)
     yield _off(at, "delimiter", "tokenizers of tables", None)
     yield from _history(at, "sentencepiece_legacy use_fast", "about how NeMo loads tokenizers", False)
     yield _refused(at, "trust_remote_code", "no code comes with a tokenizer", False)
@@ -516,25 +509,24 @@ def _tokenizer() -> Iterator[Row]:
 def _families() -> Iterator[Row]:
     at = "model"
     for stack in ("encoder", "decoder"):
-        yield Row(f"{at}.{stack}.*", State.NOT_YET, "T5: a stack of its own for encoder and decoder")
+        yield Row(f"{at}.{stack}.*", State.REFUSED, f"{_T5}, which has a stack of its own for encoder and decoder")
     yield _refused(at, "seq_length", "use model.encoder_seq_length", None, same_as="model.encoder_seq_length")
-    yield _off(at, "share_token_embeddings", "T5", None, True)
-    yield _off(at, "share_decoder_tokens_head_embeddings", "T5", None, True)
-    yield _off(at, "tokens_head_bias", "T5: a bias on the output head", None, False)
-    yield from _rows(
-        State.NOT_YET,
-        at,
-        "relative_attention_num_buckets relative_attention_max_distance "
-        "relative_position_bias_self_attention_only hidden_steps",
-        "T5",
+    yield _refused(at, "share_token_embeddings", _T5, None, True)
+    yield _refused(at, "share_decoder_tokens_head_embeddings", _T5, None, True)
+    yield _refused(at, "tokens_head_bias", _T5, None, False)
+    yield _refused(at, "scale_tied_logits", _T5, False)
+    yield _refused(at, "arch", "a stack is a transformer; NeMo's perceiver is not there", None, "transformer")
+    yield from _history(at, "hidden_steps num_self_attention_per_cross_attention", "settings of NeMo's perceiver")
+    yield from _history(
+        at, "relative_position_bias_self_attention_only", "about cross-attention, which only T5's decoder has", True
     )
-    yield _off(at, "add_binary_head", "BERT", False)
-    yield _off(at, "bert_binary_head", "BERT", False)
-    yield _off(at, "only_mlm_loss", "BERT", None)
-    yield _off(at, "add_lm_head", "BERT", None)
-    yield _off(at, "add_pooler", "BERT", None, False)
-    yield Row(f"{at}.bert.*", State.NOT_YET, "BERT")
-    yield from _rows(State.NOT_YET, at, "scale_tied_logits", "T5: Hugging Face's d_model ** -0.5", off=(False,))
+    sentences = "BERT learns from masked tokens alone here, not from the order of sentences"
+    yield _refused(at, "add_binary_head", sentences, False)
+    yield _refused(at, "bert_binary_head", sentences, False)
+    yield _refused(at, "only_mlm_loss", sentences, None, True)
+    yield _refused(at, "add_lm_head", "BERT without its head could not be trained", None, True)
+    yield _refused(at, "add_pooler", sentences, None, False)
+    yield Row(f"{at}.bert.*", State.REFUSED, "acts with model.family=bert (a preset: model=bert_base)")
     for path in ("language_model.*", "head.*", "pretrained_checkpoint.*", "multimodal.*"):
         yield Row(f"{at}.{path}", State.REFUSED, "belongs to other model families of NeMo")
     for name in (
@@ -600,8 +592,19 @@ _EXACT: Mapping[str, Row] = MappingProxyType({row.pattern: row for row in KEY_TA
 _BELOW: Mapping[str, Row] = MappingProxyType({row.pattern[:-2]: row for row in KEY_TABLE if row.pattern.endswith(".*")})
 
 
-def row_of(path: str) -> Row | None:
-    """The row of a key: its own, that of the block it lies in, or that of a key whose value is a block."""
+def row_of(path: str, family: str = "gpt") -> Row | None:
+    """The row of a key: its own, that of the block it lies in, or that of a key whose value is a block.
+
+    Below `model.encoder` and `model.decoder` of a T5, a key has the state it has below `model` elsewhere.
+    """
+    if family == "t5":
+        for stack in ("model.encoder.", "model.decoder."):
+            name = path.removeprefix(stack)
+            if name != path:
+                row = _EXACT.get(f"model.{name}")
+                return row and _moved(row, stack)
+    if family == "bert" and path.startswith("model.bert."):
+        return None
     if path in _EXACT:
         return _EXACT[path]
     above = path
@@ -614,13 +617,18 @@ def row_of(path: str) -> Row | None:
     return _BELOW.get(path)
 
 
+def _moved(row: Row, stack: str) -> Row:
+    """The row of a key of `model` for the same key of a stack."""
+    pattern, switch = (text.replace("model.", stack, 1) for text in (row.pattern, row.switch))
+    return replace(row, pattern=pattern, switch=switch, same_as="")
+
+
 def is_block_of_rows(path: str) -> bool:
     """Whether rows lie below `path`, as below `model.nsys_profile`."""
     return path in _BELOW or any(row.pattern.startswith(path + ".") for row in KEY_TABLE)
 
 
 _FP16 = "fp16 needs loss scaling; use bf16"
-_PE = "this position encoding"
 _OTHER_TOKENIZER = "use huggingface with a tokenizer.json, sentencepiece, or byte-level"
 _ADAM = "adam adds weight decay to the gradient, which its running square undoes; use adamw (equal without decay)"
 _OTHER_OPTIMIZER = "stoker keeps AdamW, Adafactor, Muon and SGD; use adamw"
@@ -635,11 +643,6 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
     {
         "trainer.precision": _values(State.NOT_YET, _FP16, 16, "16", "16-mixed", "16-true"),
         "trainer.accelerator": _values(State.REFUSED, "not a device torch trains these models on", "tpu", "hpu", "ipu"),
-        "model.family": _values(State.NOT_YET, "this family of models", "t5", "bert"),
-        "model.position_embedding_type": _values(
-            State.NOT_YET, _PE, "alibi", "kerple", "xpos", "sandwich", "relative", "learned_parameters"
-        ),
-        "model.transformer_block_type": _values(State.NOT_YET, "this order of norms", "post_ln", "normformer"),
         "model.normalization": _values(
             State.REFUSED, "norms always calculate in fp32; use layernorm", "low_precision_layernorm"
         ),
@@ -648,6 +651,9 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
         ),
         "model.data.data_impl": _values(
             State.REFUSED, "use mmap or text", "text_mmap", "csv_mmap", "retmmap", "lazy", "cached"
+        ),
+        "model.data.dataset_type": _values(
+            State.REFUSED, "use t5, or t5_prefix_lm", "ul2", "ul2_prompt", "bart", "t5_prompt", "gpt_prompt"
         ),
         "model.optim.name": _values(State.REFUSED, _ADAM, "adam")
         | _values(

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...models.config.block import Finding
+from ...models.config.model import Family
 from .. import environment
 from ..errors import UserError
 from ..redaction import shown_value, without_secrets
-from . import nemo_spellings, paths, rules, validate
+from . import nemo_spellings, paths, rules, stacks, validate
 from .facts import Facts
 from .interpolation import InterpolationError, Resolver, holds_interpolation
 from .key_states import KeyStates, Verdict
@@ -22,8 +23,8 @@ from .key_table import State, row_of
 from .paths import MISSING, Tree
 from .problems import ConfigError, KeyAccount, Problem
 from .run_config import DEFAULT, Origin, RunConfig
-from .schema import RootBlock
-from .schema_index import defaults_tree, schema_blocks, schema_keys, show_value
+from .schema import RootBlock, family_of
+from .schema_index import defaults_tree, key_of_any_family, schema_blocks, schema_keys, show_value
 
 if TYPE_CHECKING:
     from .overrides import Edit
@@ -103,6 +104,7 @@ class _Draft:
         self._raw: Tree = {}
         self._resolved: Tree = {}
         self._tainted: set[str] = set()
+        self._family: Family = "gpt"
 
     def apply(self, edit: Edit) -> None:
         """One value override. An unknown key stays in the tree, to be reported with all the others."""
@@ -144,7 +146,11 @@ class _Draft:
 
     def finish(self, files: tuple[Path, ...]) -> RunConfig:
         """Everything after the overrides."""
+        self._name_family()
         self._resolve()
+        self._family = family_of(self._resolved.get("model"))
+        for finding in stacks.spread_over_stacks(self._resolved, self._kind_of, self._moved):
+            self._take(finding)
         for finding in nemo_spellings.respelled(self._resolved, self._moved):
             self._take(finding)
         states = KeyStates(self._resolved, self.origin_text)
@@ -195,6 +201,16 @@ class _Draft:
             path = paths.parent_of(path)
         return DEFAULT.text
 
+    def _kind_of(self, path: str) -> str:
+        return self.origins.get(path, DEFAULT).kind
+
+    def _name_family(self) -> None:
+        """NeMo's files name no family: two stacks make a T5."""
+        if stacks.names_both_stacks(self.tree):
+            paths.put(self.tree, "model.family", "t5")
+            self.origins["model.family"] = Origin("default", "model.encoder and model.decoder are there")
+        self._family = family_of(self.tree.get("model"))
+
     def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:
         """Those paths that an override, a document or a file of the user sets."""
         return frozenset(
@@ -203,7 +219,7 @@ class _Draft:
 
     def _resolve(self) -> None:
         """Fill `_resolved`; a key that cannot be resolved is a problem if it would have had an effect."""
-        whole = paths.merged(defaults_tree(), self.tree)
+        whole = paths.merged(defaults_tree(self._family), self.tree)
         resolver = Resolver(whole, self.variables, _nemo_default, _takes_only_text)
         for path, raw in list(paths.leaves(self.tree)):
             if self.literal or not holds_interpolation(raw):
@@ -212,8 +228,9 @@ class _Draft:
             try:
                 found = resolver.value(path)
             except InterpolationError as error:
-                row = row_of(path)
-                if row is not None and path not in schema_keys() and (row.state is State.HISTORICAL or row.switch):
+                row = row_of(path, self._family)
+                acts = path in schema_keys(self._family)
+                if row is not None and not acts and (row.state is State.HISTORICAL or row.switch):
                     paths.put(self._resolved, path, raw)
                 else:
                     self.problems.append(
@@ -231,7 +248,8 @@ class _Draft:
 
         if not isinstance(error, AbsentError):
             return ""
-        near = [path for path in suggestions(error.target) if path not in schema_blocks()]
+        blocks = schema_blocks(self._family)
+        near = [path for path in suggestions(error.target, self._family) if path not in blocks]
         return f"did you mean ${{{near[0]}}}?" if near else ""
 
     def _missing(self, acting: Tree) -> None:
@@ -258,7 +276,7 @@ class _Draft:
     def _shown(self, path: str) -> str:
         value = paths.get(self._raw, path)
         if value is None:
-            key = schema_keys().get(path)
+            key = schema_keys(self._family).get(path)
             value = paths.get(self._resolved, path, key.default if key else None)
         return shown_value(path, show_value(value))
 
@@ -277,7 +295,7 @@ class _Draft:
         """The effective keys as they go to disk: what came from the environment stays as it was written."""
         document = root.model_dump(mode="json")
         for path in self._tainted:
-            if path in schema_keys() or _is_open(paths.parent_of(path)):
+            if path in schema_keys(self._family) or _is_open(paths.parent_of(path)):
                 paths.put(document, path, paths.get(self._raw, path))
         return document
 
@@ -295,7 +313,7 @@ def _nemo_default(path: str) -> Any:
 
 
 def _takes_only_text(path: str) -> bool:
-    key = schema_keys().get(path)
+    key = key_of_any_family(path)
     return key is None or key.is_text
 
 
@@ -310,7 +328,7 @@ def _is_known(path: str) -> bool:
 
 
 def _is_open(path: str) -> bool:
-    key = schema_keys().get(path)
+    key = key_of_any_family(path)
     return key is not None and key.is_open
 
 

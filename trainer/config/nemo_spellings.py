@@ -8,11 +8,12 @@ from ...models.config.block import Finding
 from . import paths
 from .key_table import VALUES
 from .paths import Tree
-from .schema_index import schema_keys
+from .schema import family_of
+from .schema_index import STACKS, plain_path, schema_keys
 
 _DISPATCHERS = ("allgather", "alltoall", "alltoall_seq", "flex")
-_ANY_CASE = ("model.normalization", "model.position_embedding_type", "model.activation")
-_NULL_IS_DEFAULT = ("model.hidden_dropout", "model.attention_dropout", "model.ffn_dropout")
+_ANY_CASE = ("normalization", "position_embedding_type", "activation")
+_NULL_IS_DEFAULT = ("hidden_dropout", "attention_dropout", "ffn_dropout")
 
 
 def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
@@ -26,17 +27,19 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
         What was read differently, and for the typo of NeMo's documentation also a contradiction.
     """
     yield from _token_dispatcher(tree, moved)
-    for path in _ANY_CASE:
+    family = family_of(tree.get("model"))
+    keys = schema_keys(family)
+    for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _ANY_CASE):
         value = paths.get(tree, path)
-        known = [*map(str, schema_keys()[path].choices), *map(str, VALUES.get(path, ()))]
+        known = [*map(str, keys[path].choices), *map(str, VALUES.get(plain_path(path), ()))]
         if isinstance(value, str) and value not in known:
             meant = [choice for choice in known if choice.lower() == value.lower()]
             if meant:
                 paths.put(tree, path, meant[0])
                 yield Finding("warning", (path,), f"`{value}` is read as `{meant[0]}`", f"{path}={meant[0]}")
-    for path in _NULL_IS_DEFAULT:
+    for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _NULL_IS_DEFAULT):
         if paths.get(tree, path, 0) is None:
-            default = schema_keys()[path].default
+            default = keys[path].default
             paths.remove(tree, path)
             yield Finding("info", (path,), f"null is read as the default, {default}", f"{path}={default}")
 

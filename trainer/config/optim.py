@@ -98,8 +98,9 @@ class OptimBlock(Block):
     """adafactor: the decay of the running squares at step t is 1 - t ** decay_rate."""
     beta1: Decay | None = None
     """adafactor: decay of a running mean of the steps; null keeps none, which saves its memory."""
-    scale_parameter: bool = True
-    """adafactor: multiply the learning rate of a weight by its root mean square."""
+    scale_parameter: bool | None = None
+    """adafactor, adamw: multiply the learning rate of a weight by its root mean square, at least 1e-3 (adafactor: the
+    second `eps`); null: True for adafactor, False for adamw. With adamw it is nanoT5's AdamWScale."""
     relative_step: bool = False
     """adafactor: take the learning rate from the step, 1 / sqrt(step) but at most 0.01, not from `lr` and `sched`."""
     warmup_init: bool = False
@@ -114,14 +115,14 @@ class OptimBlock(Block):
 
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "adamw": {"betas": None, "eps": 1e-8},
+    "adamw": {"betas": None, "eps": 1e-8, "scale_parameter": False},
     "sgd": {"momentum": 0.0, "nesterov": False},
     "adafactor": {
         "eps": [1e-30, 1e-3],
         "clip_threshold": None,
         "decay_rate": None,
         "beta1": None,
-        "scale_parameter": None,
+        "scale_parameter": True,
     },
     "muon": {
         "betas": None,

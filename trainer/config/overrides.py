@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 
 from ..redaction import is_secret
 from .problems import Problem
-from .schema_index import schema_keys
+from .schema_index import key_of_any_family
 
 MAX_LENGTH = 64 * 1024
 
@@ -108,7 +108,7 @@ def _as_typed(typed: str) -> Override | None:
     """A value Hydra's grammar does not read: text for a key that takes nothing else, and calls within calls."""
     key, _, value = typed.partition("=")
     path = key.lstrip("+")
-    known = schema_keys().get(path)
+    known = key_of_any_family(path)
     is_text = known is not None and known.is_text and "${" not in value
     is_nested_call = value.startswith("${") and re.fullmatch(r"[A-Za-z_][\w.]*", path) is not None
     if not (is_text or is_nested_call):
@@ -138,7 +138,7 @@ def _edit(override: Override, typed: str) -> Edit:
             "the run directory is exp_manager.exp_dir; folders of files are given with --config-dir",
         )
     if override.is_sweep_override():
-        known = schema_keys().get(path)
+        known = key_of_any_family(path)
         raw = typed.partition("=")[2]
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and known is not None and known.is_text:
             return Edit(path, raw, False, typed)

@@ -107,7 +107,7 @@ def batches_divide(facts: Facts) -> Iterator[Finding]:
         other = f", or model.micro_batch_size={best}" if together % devices == 0 else ""
         yield Finding(
             "error",
-            ("model.global_batch_size", "model.micro_batch_size"),
+            ("model.global_batch_size", "model.micro_batch_size", *(["trainer.devices"] if shares else [])),
             f"`global_batch_size` ({together}) must be a multiple of `micro_batch_size` ({micro}){shares}",
             f"model.global_batch_size={fitting}{other}",
         )

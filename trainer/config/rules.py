@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...models.config.block import Finding
-from ...models.config.rules import gpt_rules
+from ...models.config.family_rules import model_rules, stacks_of_keys
+from ...models.config.stack import StackKeys
 from ..distributed.layout import DISTRIBUTED_OPTIMIZERS
 from .checkpoint_rules import CHECKPOINT_RULES
 from .data_rules import DATA_RULES
@@ -20,19 +21,29 @@ from .facts import Facts, Rule
 from .optim import optimizer_kind
 from .optim_rules import optim_rules
 from .process_rules import PROCESS_RULES
+from .schema import T5ModelBlock
 from .schema_index import show_value
+from .task_rules import TASK_RULES
 from .tokenizer_rules import TOKENIZER_RULES
+
+
+def _stacks(facts: Facts) -> Iterator[tuple[str, StackKeys]]:
+    """The keys of each stack, with the beginning of their paths."""
+    for at, stack in stacks_of_keys(facts.root.model).items():
+        yield f"model.{at}", stack
 
 
 def query_key_scaling_is_for_fp16(facts: Facts) -> Iterator[Finding]:
     """NeMo switches it off in every other precision, and so does stoker."""
-    if facts.root.model.apply_query_key_layer_scaling:
-        yield Finding(
-            "warning",
-            ("model.apply_query_key_layer_scaling", "trainer.precision"),
-            "it is for fp16 and is switched off in every other precision, as in NeMo; it never changes the mathematics",
-            "model.apply_query_key_layer_scaling=false",
-        )
+    for at, stack in _stacks(facts):
+        if stack.apply_query_key_layer_scaling:
+            yield Finding(
+                "warning",
+                (f"{at}apply_query_key_layer_scaling", "trainer.precision"),
+                "it is for fp16 and is switched off in every other precision, as in NeMo; it never changes the "
+                "mathematics",
+                f"{at}apply_query_key_layer_scaling=false",
+            )
 
 
 def main_weights_are_for_bf16(facts: Facts) -> Iterator[Finding]:
@@ -54,15 +65,16 @@ def main_weights_are_for_bf16(facts: Facts) -> Iterator[Finding]:
 
 def centred_norms_are_centred(facts: Facts) -> Iterator[Finding]:
     """`layernorm1p` is the zero-centred layer norm."""
-    model = facts.root.model
-    path = "model.layernorm_zero_centered_gamma"
-    if model.normalization == "layernorm1p" and not model.layernorm_zero_centered_gamma and path in facts.own:
-        yield Finding(
-            "warning",
-            (path, "model.normalization"),
-            "`layernorm_zero_centered_gamma` (False) has no effect with `layernorm1p`, whose weight is zero-centred",
-            "model.normalization=layernorm",
-        )
+    for at, stack in _stacks(facts):
+        path = f"{at}layernorm_zero_centered_gamma"
+        if stack.normalization == "layernorm1p" and not stack.layernorm_zero_centered_gamma and path in facts.own:
+            yield Finding(
+                "warning",
+                (path, f"{at}normalization"),
+                "`layernorm_zero_centered_gamma` (False) has no effect with `layernorm1p`, whose weight is "
+                "zero-centred",
+                f"{at}normalization=layernorm",
+            )
 
 
 def fused_names_mean_adamw(facts: Facts) -> Iterator[Finding]:
@@ -80,6 +92,21 @@ def fused_names_mean_adamw(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def cross_bias_is_for_one_pair(facts: Facts) -> Iterator[Finding]:
+    """A bias by distance is one vector for all pairs of a row, whose texts begin at different distances."""
+    model = facts.root.model
+    if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type != "relative":
+        return
+    if not model.decoder.relative_position_bias_self_attention_only and model.data.packed_sequence:
+        yield Finding(
+            "error",
+            ("model.decoder.relative_position_bias_self_attention_only", "model.data.packed_sequence"),
+            "`relative_position_bias_self_attention_only` (False) must not meet `packed_sequence`: the pairs of a row "
+            "begin at different distances from each other, which one bias cannot tell",
+            "model.decoder.relative_position_bias_self_attention_only=true, or model.data.packed_sequence=false",
+        )
+
+
 def optimizer_and_schedule(facts: Facts) -> Iterator[Finding]:
     """What the keys of `model.optim` need of each other."""
     yield from optim_rules(facts.root.model.optim, facts.own, facts.root.trainer.max_steps)
@@ -92,7 +119,9 @@ RULES: tuple[Rule, ...] = (
     main_weights_are_for_bf16,
     centred_norms_are_centred,
     fused_names_mean_adamw,
+    cross_bias_is_for_one_pair,
     *DATA_RULES,
+    *TASK_RULES,
     *TOKENIZER_RULES,
     *CHECKPOINT_RULES,
     *EXP_MANAGER_RULES,
@@ -103,7 +132,7 @@ RULES: tuple[Rule, ...] = (
 def run_rules(facts: Facts) -> list[Finding]:
     """Everything the keys have against each other, with full paths; a warning about defaults alone is left out."""
     found = [finding for rule in RULES for finding in rule(facts)]
-    for finding in gpt_rules(facts.root.model):
+    for finding in model_rules(facts.root.model):
         found.append(replace(finding, keys=tuple(f"model.{key}" for key in finding.keys)))
     return [finding for finding in found if finding.level == "error" or _concerns_user(finding, facts)]
 

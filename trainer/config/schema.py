@@ -5,12 +5,15 @@ Keys that do not act (not yet, refused, historical) are in `key_table.py`; toget
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+from ...models.config.bert import BertKeys
 from ...models.config.block import Block, own
 from ...models.config.gpt import GPTKeys
+from ...models.config.model import FAMILIES, Family
+from ...models.config.t5 import T5Keys
 from .blocks import DataBlock, MemoryProfileBlock, Text, TokenizerBlock, TrainerBlock, nested
 from .exp_manager import ExpManagerBlock
 from .optim import OptimBlock
@@ -18,11 +21,14 @@ from .optim import OptimBlock
 RampUpBatchSize = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)]
 
 
-class ModelBlock(GPTKeys):
-    """`model.*`: the model, its batches, its data and its optimizer."""
+class RunKeys(Block):
+    """What `model.*` holds in every family besides the model itself: its batches, its data and its optimizer."""
 
-    family: Literal["gpt"] = own("gpt")
-    """Which model the keys describe."""
+    family: Family = own("gpt")
+    """Which model the keys describe; left out: `t5` where `encoder` and `decoder` are given, else `gpt`."""
+    restore_from_path: Text | None = None
+    """Begin with the weights of this checkpoint, or of the newest one of this run directory, at step 0: a model of the
+    same shape and tokenizer. A run that resumes goes on from its own."""
     micro_batch_size: int = Field(4, ge=1)
     """Samples that go through the model at once, per device."""
     global_batch_size: int = Field(8, ge=1)
@@ -53,6 +59,35 @@ class ModelBlock(GPTKeys):
     """A record of the GPU's memory."""
 
 
+class ModelBlock(RunKeys, GPTKeys):
+    """`model.*` of a GPT: the model, its batches, its data and its optimizer."""
+
+
+class T5ModelBlock(RunKeys, T5Keys):
+    """`model.*` of a T5: the model, its batches, its data and its optimizer."""
+
+    family: Family = own("t5")
+    """Which model the keys describe; left out: `t5` where `encoder` and `decoder` are given, else `gpt`."""
+
+
+class BertModelBlock(RunKeys, BertKeys):
+    """`model.*` of a BERT: the model, its batches, its data and its optimizer."""
+
+    family: Family = own("bert")
+    """Which model the keys describe; left out: `t5` where `encoder` and `decoder` are given, else `gpt`."""
+
+
+AnyModelBlock = ModelBlock | T5ModelBlock | BertModelBlock
+MODEL_BLOCKS: dict[Family, type[AnyModelBlock]] = {"gpt": ModelBlock, "t5": T5ModelBlock, "bert": BertModelBlock}
+
+
+def family_of(model: Any) -> Family:
+    """The family of a `model` block, as plain data or typed; one that names none, or no known one, is a GPT."""
+    named = model.get("family") if isinstance(model, dict) else getattr(model, "family", None)
+    known: dict[Any, Family] = {family: family for family in FAMILIES}
+    return known.get(named, "gpt") if isinstance(named, str) else "gpt"
+
+
 class RootBlock(Block):
     """The root of the configuration."""
 
@@ -64,5 +99,8 @@ class RootBlock(Block):
     """Where and how long to train."""
     exp_manager: ExpManagerBlock = nested(ExpManagerBlock)
     """Where a run writes and what it logs."""
-    model: ModelBlock = nested(ModelBlock)
+    model: Annotated[
+        Annotated[ModelBlock, Tag("gpt")] | Annotated[T5ModelBlock, Tag("t5")] | Annotated[BertModelBlock, Tag("bert")],
+        Discriminator(family_of),
+    ] = nested(ModelBlock)
     """The model, its batches, its data and its optimizer."""

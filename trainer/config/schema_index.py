@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import types
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,8 +15,9 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ...models.config.model import FAMILIES, Family
 from .paths import Tree, join
-from .schema import RootBlock
+from .schema import MODEL_BLOCKS, RootBlock
 from .yaml_file import YamlError, parse
 
 
@@ -47,20 +47,39 @@ class Key:
 
 
 @cache
-def schema_keys() -> Mapping[str, Key]:
-    """Every leaf of the schema, by path, in the order of the schema."""
-    return MappingProxyType({key.path: key for key in _walk(RootBlock, "", RootBlock())})
+def schema_keys(family: Family = "gpt") -> Mapping[str, Key]:
+    """Every leaf of the schema of a family of models, by path, in the order of the schema."""
+    return MappingProxyType({key.path: key for key in _walk(RootBlock, "", _defaults(family))})
 
 
 @cache
-def schema_blocks() -> Mapping[str, str]:
-    """Every block of the schema and its meaning; the root is not among them."""
-    return MappingProxyType(dict(_blocks(RootBlock, "")))
+def schema_blocks(family: Family = "gpt") -> Mapping[str, str]:
+    """Every block of the schema of a family and its meaning; the root is not among them."""
+    return MappingProxyType(dict(_blocks(RootBlock, "", _defaults(family))))
 
 
-def defaults_tree() -> Tree:
+def key_of_any_family(path: str) -> Key | None:
+    """A key that acts in some family, GPT first: for what is said before, or without, knowing which family it is."""
+    return next((keys[path] for keys in map(schema_keys, FAMILIES) if path in keys), None)
+
+
+STACKS: Mapping[Family, tuple[str, ...]] = MappingProxyType(
+    {"gpt": ("model",), "t5": ("model.encoder", "model.decoder"), "bert": ("model",)}
+)
+"""The blocks of each family that hold the keys of a stack."""
+
+
+def plain_path(path: str) -> str:
+    """A path of one of T5's stacks as a family with one stack has it: `model.encoder.bias` is `model.bias`."""
+    for stack in STACKS["t5"]:
+        if path.startswith(f"{stack}."):
+            return f"model.{path.removeprefix(f'{stack}.')}"
+    return path
+
+
+def defaults_tree(family: Family = "gpt") -> Tree:
     """A new tree of all defaults."""
-    return RootBlock().model_dump(mode="python")
+    return _defaults(family).model_dump(mode="python")
 
 
 def open_block_of(path: str) -> str | None:
@@ -70,26 +89,27 @@ def open_block_of(path: str) -> str | None:
     return parent if key is not None and key.is_open else None
 
 
+def _defaults(family: Family) -> RootBlock:
+    return RootBlock(model=MODEL_BLOCKS[family].model_validate({}))
+
+
 def _walk(block: type[BaseModel], parent: str, defaults: BaseModel) -> Iterator[Key]:
     for name, field in block.model_fields.items():
         path = join(parent, name)
         default = getattr(defaults, name)
-        if _is_block(field.annotation):
-            yield from _walk(typing.cast("type[BaseModel]", field.annotation), path, default)
+        if isinstance(default, BaseModel):
+            yield from _walk(type(default), path, default)
         else:
             yield _key(path, field, default)
 
 
-def _blocks(block: type[BaseModel], parent: str) -> Iterator[tuple[str, str]]:
+def _blocks(block: type[BaseModel], parent: str, defaults: BaseModel) -> Iterator[tuple[str, str]]:
     for name, field in block.model_fields.items():
-        if _is_block(field.annotation):
+        default = getattr(defaults, name)
+        if isinstance(default, BaseModel):
             path = join(parent, name)
             yield path, _one_line(field.description)
-            yield from _blocks(typing.cast("type[BaseModel]", field.annotation), path)
-
-
-def _is_block(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+            yield from _blocks(type(default), path, default)
 
 
 def _key(path: str, field: FieldInfo, default: Any) -> Key:

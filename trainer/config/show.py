@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...models.config.block import Finding
+from ...models.config.model import FAMILIES, Family
 from . import paths
 from .key_states import state_of
 from .key_table import KEY_TABLE, State
 from .problems import ConfigError, KeyAccount
 from .run_config import RunConfig
-from .schema import RootBlock
-from .schema_index import schema_blocks, schema_keys, show_value
+from .schema import MODEL_BLOCKS, RootBlock
+from .schema_index import Key, key_of_any_family, schema_blocks, schema_keys, show_value
 
 _WIDEST = 48
 
@@ -37,7 +39,7 @@ def _yaml_lines(rows: Sequence[KeyAccount]) -> Iterator[str]:
             written.append(("  " * depth + f"{blocks[depth]}:", ""))
         open_blocks = blocks
         marks = [row.origin]
-        key = schema_keys().get(row.path)
+        key = key_of_any_family(row.path)
         if key is not None and key.own:
             marks.append("own key")
         if row.note:
@@ -66,6 +68,7 @@ def as_json(
     """Everything as one JSON object."""
     keys: dict[str, Any] = {}
     for row in account:
+        key = key_of_any_family(row.path)
         value: Any = row.value
         if config is not None and row.state is State.ACTS:
             value = paths.get(config.document, row.path)
@@ -73,7 +76,7 @@ def as_json(
             "value": value,
             "state": row.state.value if row.state else "unknown",
             "origin": row.origin,
-            "own": row.path in schema_keys() and schema_keys()[row.path].own,
+            "own": key is not None and key.own,
             "note": row.note,
         }
     problems = [] if error is None else error.problems
@@ -94,19 +97,31 @@ def as_json(
     )
 
 
-def as_key_list() -> str:
-    """Every key that is known, with its state, default and meaning."""
-    rows = [(key.path, State.ACTS.value, show_value(key.default), key.meaning) for key in schema_keys().values()]
-    rows += [(row.pattern, row.state.value, show_value(row.default), row.note) for row in KEY_TABLE]
+def as_key_list(family: Family = "gpt") -> str:
+    """Every key that a family knows, with its state, default and meaning."""
+    acting = schema_keys(family)
+    rows = [(key.path, State.ACTS.value, show_value(key.default), key.meaning) for key in acting.values()]
+    rows += [
+        (row.pattern, row.state.value, show_value(row.default), row.note)
+        for row in KEY_TABLE
+        if row.pattern not in acting
+    ]
     width = max(len(path) for path, *_ in rows)
     return "\n".join(
         f"{path:<{width}}  {state:<10}  {default:<16}  {meaning}".rstrip() for path, state, default, meaning in rows
     )
 
 
-def as_json_schema() -> str:
-    """A JSON schema of the files, for editors: a value may also be an interpolation, keys that do not act say so."""
+def as_json_schema(family: Family = "gpt") -> str:
+    """A JSON schema of the files of a family, for editors.
+
+    A value may also be an interpolation, and keys that do not act say so.
+    """
     schema = RootBlock.model_json_schema()
+    schema["properties"]["model"] = {"$ref": f"#/$defs/{MODEL_BLOCKS[family].__name__}"}
+    for other in FAMILIES:
+        if other != family:
+            del schema["$defs"][MODEL_BLOCKS[other].__name__]
     blocks = [schema, *schema.get("$defs", {}).values()]
     for block in blocks:
         for name, described in block.get("properties", {}).items():
@@ -117,7 +132,7 @@ def as_json_schema() -> str:
         "description": "Hydra's defaults list: the files below this one.",
     }
     for row in KEY_TABLE:
-        holder, name = _block_for(schema, row.pattern.removesuffix(".*"))
+        holder, name = _block_for(schema, row.pattern.removesuffix(".*"), family)
         if holder is not None:
             holder["properties"].setdefault(name, {"description": f"{row.state.value}: {row.note}"})
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -131,13 +146,13 @@ def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
     return {**about, **({"x-own": True} if own else {}), "anyOf": [described, {"type": "string", "pattern": r"\$\{"}]}
 
 
-def _block_for(schema: dict[str, Any], path: str) -> tuple[dict[str, Any] | None, str]:
+def _block_for(schema: dict[str, Any], path: str, family: Family) -> tuple[dict[str, Any] | None, str]:
     """The schema of the block that `path` lies in; the first key of a path that leaves the schema."""
     block = schema
     walked = ""
     for name in path.split("."):
         walked = paths.join(walked, name)
-        if walked not in schema_blocks():
+        if walked not in schema_blocks(family):
             return block, name
         target = block["properties"][name]
         reference = target.get("$ref") or target["allOf"][0]["$ref"]
@@ -163,21 +178,22 @@ def _docs_lines() -> Iterator[str]:
     )
     yield ""
     yield "## Keys that act"
-    parent = None
-    for key in schema_keys().values():
-        above = paths.parent_of(key.path)
-        if above != parent:
-            parent = above
-            yield ""
-            yield f"### `{above}`" if above else "### Root"
-            yield ""
-            if above:
-                yield schema_blocks()[above]
-                yield ""
-            yield "| key | takes | default | meaning |"
-            yield "|---|---|---|---|"
-        name = key.path.rpartition(".")[2] + ("` *own*" if key.own else "`")
-        yield f"| `{name} | {_cell(key.kind)} | `{_cell(show_value(key.default))}` | {_cell(key.meaning)} |"
+    yield from _tables(schema_keys().values(), schema_blocks())
+    names: dict[Family, str] = {"t5": "T5", "bert": "BERT"}
+    for family, name in names.items():
+        yield ""
+        yield f"## Keys of {name}"
+        yield ""
+        yield (
+            f"With `model.family: {family}` the keys above hold too, but for these, which are others or have another "
+            "default there, and for those of `model` that GPT alone has."
+        )
+        if family == "t5":
+            yield (
+                "`model.encoder` and `model.decoder` each have every key of a stack; one that is written at `model` is "
+                "read for both, with a warning. The table of `model.decoder` lists what `model.encoder` has not."
+            )
+        yield from _tables(_keys_of_its_own(family), schema_blocks(family))
     titles = {
         State.NOT_YET: "Not yet",
         State.REFUSED: "Refused",
@@ -201,6 +217,35 @@ def _docs_lines() -> Iterator[str]:
             yield f"| `{row.pattern}` |" + (f" {value} |" if accepted else "") + f" {_cell(row.note)} |"
 
 
+def _keys_of_its_own(family: Family) -> Iterator[Key]:
+    """The keys of a family that GPT does not have as they are; those that both stacks of a T5 have, once."""
+    known = schema_keys()
+    own = schema_keys(family)
+    for path, key in own.items():
+        twin = own.get(path.replace("model.decoder.", "model.encoder.")) if path.startswith("model.decoder.") else None
+        if key != known.get(path) and (twin is None or replace(twin, path=path) != key):
+            yield key
+
+
+def _tables(keys: Iterable[Key], blocks: Mapping[str, str]) -> Iterator[str]:
+    """One table for each block."""
+    parent = None
+    for key in keys:
+        above = paths.parent_of(key.path)
+        if above != parent:
+            parent = above
+            yield ""
+            yield f"### `{above}`" if above else "### Root"
+            yield ""
+            if above:
+                yield blocks[above]
+                yield ""
+            yield "| key | takes | default | meaning |"
+            yield "|---|---|---|---|"
+        name = key.path.rpartition(".")[2] + ("` *own*" if key.own else "`")
+        yield f"| `{name} | {_cell(key.kind)} | `{_cell(show_value(key.default))}` | {_cell(key.meaning)} |"
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -210,6 +255,7 @@ def finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
     for finding in findings:
         fix = f" ({finding.fix})" if finding.fix else ""
         first = next(iter(finding.keys), "")
-        one_key = len(finding.keys) <= 3 and state_of(first) is State.ACTS
+        acts = any(state_of(first, family) is State.ACTS for family in FAMILIES)
+        one_key = len(finding.keys) <= 3 and acts
         where = f"{first}: " if one_key else ""
         yield f"{'warning' if finding.level == 'warning' else 'note'}: {where}{finding.message}{fix}"

@@ -96,9 +96,10 @@ def keys_like(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) ->
 
 
 def _foreign(name: str, parent: str, known: dict[str, bool]) -> str | None:
-    """What other frameworks' name for a key is called here."""
-    target = FOREIGN_NAMES.get(name.lower().replace("-", "_"))
-    return target if target in known else None
+    """What other frameworks' name for a key is called here, in a T5 below the stack that was named."""
+    target = FOREIGN_NAMES.get(name.lower().replace("-", "_"), "")
+    below = target.removeprefix("model.")
+    return next((path for path in (target, f"{parent}.{below}", f"model.encoder.{below}") if path in known), None)
 
 
 def _same_words(name: str, known: Sequence[str]) -> list[str]:

@@ -48,7 +48,7 @@ def tokenizer_files_are_given(facts: Facts) -> Iterator[Finding]:
     if library == "huggingface" and (keys.type is None) == (keys.model is None):
         yield Finding(
             "error",
-            (f"{at}.type", f"{at}.model"),
+            (f"{at}.type", f"{at}.library", f"{at}.model"),
             "`library: huggingface` needs the path of one tokenizer.json, in `type` or in `model`",
             f"{at}.type=FILE_OR_FOLDER" if keys.type is None else f"~{at}.model",
         )

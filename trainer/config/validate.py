@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ...models.config.model import FAMILIES, Family
 from . import paths
 from .paths import Tree
 from .problems import Problem
-from .schema import RootBlock
+from .schema import RootBlock, family_of
 from .schema_index import Key, open_block_of, schema_blocks, schema_keys, show_value
 from .suggest import closest
 
@@ -30,10 +31,11 @@ def typed(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], se
     """
     problems: list[Problem] = []
     wrong: set[str] = set()
+    family = family_of(given.get("model"))
     for path, value in list(paths.leaves(given)):
         if _too_large(value):
             wrong.add(path)
-            problems.append(_problem(path, value, origin_of))
+            problems.append(_problem(path, value, origin_of, family))
             paths.remove(given, path)
     while True:
         try:
@@ -43,7 +45,7 @@ def typed(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], se
             for path, detail in found.items():
                 value = paths.get(given, path)
                 wrong.add(path)
-                problems.append(_problem(path, value, origin_of, detail))
+                problems.append(_problem(path, value, origin_of, family, detail))
                 paths.remove(given, path)
 
 
@@ -55,25 +57,29 @@ def _too_large(value: Any) -> bool:
 def _by_key(error: ValidationError, given: Tree) -> Mapping[str, str]:
     """The schema path of each error; several errors of one key (the arms of a union) are one."""
     found: dict[str, str] = {}
+    family = family_of(given.get("model"))
+    keys, blocks = schema_keys(family), schema_blocks(family)
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         path = ""
         for step in item["loc"]:
+            if path == "model" and step in FAMILIES:  # which of the families' blocks it is, no key
+                continue
             longer = paths.join(path, str(step))
             # A step may also name an arm of a union (`model.data.data_prefix`), which is not in the tree.
             named = open_block_of(longer) is not None and paths.get(given, longer, paths.MISSING) != paths.MISSING
-            if longer not in schema_keys() and longer not in schema_blocks() and not named:
+            if longer not in keys and longer not in blocks and not named:
                 break
             path = longer
         found.setdefault(path, item["type"])
     return found
 
 
-def _problem(path: str, value: Any, origin_of: Origins, detail: str = "") -> Problem:
-    key = schema_keys().get(path)
+def _problem(path: str, value: Any, origin_of: Origins, family: Family, detail: str = "") -> Problem:
+    key = schema_keys(family).get(path)
     if key is None and open_block_of(path) is not None:
         return Problem(path, show_value(value), origin_of(path), "must be text, a number, true or false")
     if key is None:
-        meaning = schema_blocks().get(path, "")
+        meaning = schema_blocks(family).get(path, "")
         return Problem(
             path,
             show_value(value),

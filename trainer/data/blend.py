@@ -12,12 +12,15 @@ import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from .samples import Batch, Samples, positions_of
+from .seq2seq import FieldSamples, NamedTensors
 
 MAX_PERIOD = 1_000_000
 """Weights whose exact period is longer are rounded to millionths of their sum."""
@@ -93,20 +96,54 @@ class BlendedSamples:
 
     def batch(self, first: int, count: int) -> Batch:
         """The samples at positions `first` to `first + count - 1` of training, counted from 0."""
-        sets, positions = self.interleave.at(first, count)
-        by_set = np.argsort(sets, kind="stable")
-        # The samples of one set follow each other in it, so each set is asked once.
-        used, begins, counts = np.unique(sets[by_set], return_index=True, return_counts=True)
-        drawn = [
-            self.parts[number].batch(position, taken)
-            for number, position, taken in zip(
-                used.tolist(), positions[by_set[begins]].tolist(), counts.tolist(), strict=True
-            )
-        ]
-        back = torch.from_numpy(np.argsort(by_set))
+        drawn, back = _drawn(self.parts, self.interleave, first, count)
         tokens = torch.cat([batch.tokens for batch in drawn])[back]
         labels = torch.cat([batch.labels for batch in drawn])[back]
         return Batch(tokens, labels)
+
+
+class BlendedFields:
+    """`BlendedSamples` of samples whose batches are tensors by name; all have the same names.
+
+    Args:
+        parts: the samples of each set, endless.
+        weights: one per set; see `Interleave`.
+    """
+
+    def __init__(self, parts: Sequence[FieldSamples], weights: Sequence[float]) -> None:
+        self.parts = tuple(parts)
+        self.interleave = Interleave(weights)
+        self.sequence_length = parts[0].sequence_length
+        self.samples = sum(part.samples for part in parts)
+
+    def batch(self, first: int, count: int) -> NamedTensors:
+        """The samples at positions `first` to `first + count - 1` of training, counted from 0."""
+        drawn, back = _drawn(self.parts, self.interleave, first, count)
+        return {name: torch.cat([batch[name] for batch in drawn])[back] for name in drawn[0]}
+
+
+BatchT = TypeVar("BatchT", covariant=True)
+
+
+class _Part(Protocol[BatchT]):
+    def batch(self, first: int, count: int) -> BatchT: ...
+
+
+def _drawn(
+    parts: Sequence[_Part[BatchT]], interleave: Interleave, first: int, count: int
+) -> tuple[list[BatchT], Tensor]:
+    """What each set gives to a batch, set by set, and where the rows of the batch lie in that."""
+    sets, positions = interleave.at(first, count)
+    by_set = np.argsort(sets, kind="stable")
+    # The samples of one set follow each other in it, so each set is asked once.
+    used, begins, counts = np.unique(sets[by_set], return_index=True, return_counts=True)
+    drawn = [
+        parts[number].batch(position, taken)
+        for number, position, taken in zip(
+            used.tolist(), positions[by_set[begins]].tolist(), counts.tolist(), strict=True
+        )
+    ]
+    return drawn, torch.from_numpy(np.argsort(by_set))
 
 
 def _whole_numbers(weights: list[Fraction]) -> list[int]:

@@ -238,5 +238,39 @@ class MappedEvaluation:
         return {**self.__dict__, "_order": None}
 
 
+class MappedDocuments:
+    """The documents of some ranges, one after the other, without their end tokens: `pieces.Documents`.
+
+    Args:
+        sources: the ranges.
+        eos_id: the end token.
+    """
+
+    def __init__(self, sources: Sequence[TokenRange], eos_id: int | None) -> None:
+        self._sources = [source for source in sources if source.documents]
+        self._eos_id = eos_id
+        self._ends = np.cumsum([source.documents for source in self._sources])
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, without an end token."""
+        lengths: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+        for source in self._sources:
+            reader = source.reader
+            starts = reader.document_starts(source.first, source.first + source.documents)
+            of_source = np.diff(starts)
+            filled = np.flatnonzero(of_source)
+            of_source[filled] -= reader.ids[starts[1:][filled] - 1] == self._eos_id
+            lengths.append(of_source)
+        return np.concatenate(lengths)
+
+    def read(self, document: int, begin: int, end: int) -> NDArray[Any]:
+        """Tokens `begin` to `end - 1` of a document."""
+        which = int(np.searchsorted(self._ends, document, side="right"))
+        source = self._sources[which]
+        within = document - (int(self._ends[which - 1]) if which else 0)
+        start = source.reader.document_span(source.first + within)[0]
+        return source.read(start + begin, start + end)
+
+
 def _number_dtype(count: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if count < 1 << 31 else np.int64)

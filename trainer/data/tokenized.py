@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -21,13 +21,15 @@ from ..config.suggest import closest
 from ..environment import user_path
 from ..errors import UserError
 from ..safe_io import DamagedFileError, read_json
-from .blend import BlendedSamples
+from .blend import BlendedFields, BlendedSamples
 from .index_cache import IndexCache
 from .indexed import MAX_SIDE_FILE, IndexedReader, bin_path, idx_path
-from .mapped import MappedEvaluation, MappedTraining, TokenRange, check_ids
+from .mapped import MappedDocuments, MappedEvaluation, MappedTraining, TokenRange, check_ids
 from .prefixes import Blend, is_per_split, parse_prefixes
 from .samples import Samples
+from .seq2seq import AnySamples, FieldSamples
 from .sources import SPLITS, Split, parse_proportions
+from .task_samples import TaskSamples
 from .tokenizers import Tokenizer, from_document
 
 _KEY = "model.data.data_prefix"
@@ -112,38 +114,49 @@ def open_splits(root: RootBlock) -> TokenizedSplits:
     return TokenizedSplits(sets, blends, fingerprint)
 
 
-def choose_tokenizer(splits: TokenizedSplits, named: Tokenizer | None, named_by: str) -> Tokenizer | None:
+def choose_tokenizer(
+    splits: TokenizedSplits, named: Tokenizer | None, named_by: str, extended: Callable[[Tokenizer], Tokenizer]
+) -> Tokenizer | None:
     """The tokenizer of the data: the one they were made with, or else the one that was named.
 
     Args:
         splits: the data.
         named: the tokenizer that was named, if any.
         named_by: what named it, for messages.
+        extended: adds the tokens that the task needs and text does not hold.
 
     Raises:
         UserError: both are known and differ.
     """
+    named = named and extended(named)
     document = splits.document()
     if document is None:
         return named
-    if named is not None and named.to_document() != document:
+    try:
+        made_with = extended(from_document(document))
+    except ValueError as error:
+        raise UserError(f"`{_KEY}`: the tokenizer in the .json file beside the data: {error}") from None
+    if named is not None and named.to_document() != made_with.to_document():
         raise UserError(
             f"{named_by} is not the tokenizer that made the data of `{_KEY}` ({document.get('tokenizer')}, in the "
             ".json file beside them); preprocess the text again, or use the other tokenizer"
         )
-    try:
-        return named or from_document(document)
-    except ValueError as error:
-        raise UserError(f"`{_KEY}`: the tokenizer in the .json file beside the data: {error}") from None
+    return named or made_with
 
 
 def split_samples(
-    root: RootBlock, splits: TokenizedSplits, tokenizer: Tokenizer, length: int
-) -> tuple[dict[Split, Samples | None], dict[Split, int]]:
+    root: RootBlock, splits: TokenizedSplits, tokenizer: Tokenizer, make: TaskSamples
+) -> tuple[dict[Split, AnySamples | None], dict[Split, int]]:
     """The samples and the number of tokens of each split.
 
     Sets are cut by documents, as Megatron does. Training follows the weights; evaluation takes every token of every set
     once.
+
+    Args:
+        root: the configuration.
+        splits: the data.
+        tokenizer: what made them.
+        make: makes the samples of the task.
 
     Raises:
         UserError: a set has too few tokens for one training sample, or ids that the tokenizer does not have.
@@ -163,6 +176,10 @@ def split_samples(
             )
             for reader in readers
         ]
+    tokens: dict[Split, int] = {split: sum(source.tokens for source in ranges[split]) for split in SPLITS}
+    if make.takes_documents:
+        return _of_documents(splits, ranges, tokenizer, make), tokens
+    length = make.task.window
     blend = splits.blends["train"]
     parts: list[Samples] = []
     for number, (path, source) in enumerate(zip(blend.paths, ranges["train"], strict=True)):
@@ -185,16 +202,34 @@ def split_samples(
                 cache_key=found.fingerprint,
             )
         )
-    samples: dict[Split, Samples | None] = {
-        "train": parts[0] if len(parts) == 1 else BlendedSamples(parts, _weights(blend, parts))
-    }
+    train = parts[0] if len(parts) == 1 else BlendedSamples(parts, _weights(blend, parts))
+    samples: dict[Split, AnySamples | None] = {"train": make.of_windows(train, training=True)}
     for split in SPLITS[1:]:
         sources = [source for source in ranges[split] if source.tokens > 1]
-        samples[split] = MappedEvaluation(sources, length, tokenizer.pad_id) if sources else None
-    return samples, {split: sum(source.tokens for source in ranges[split]) for split in SPLITS}
+        windows = MappedEvaluation(sources, length, tokenizer.pad_id) if sources else None
+        samples[split] = windows and make.of_windows(windows, training=False)
+    return samples, tokens
 
 
-def _weights(blend: Blend, parts: Sequence[Samples]) -> Sequence[float]:
+def _of_documents(
+    splits: TokenizedSplits, ranges: dict[Split, list[TokenRange]], tokenizer: Tokenizer, make: TaskSamples
+) -> dict[Split, AnySamples | None]:
+    """Samples that are made of documents."""
+    blend = splits.blends["train"]
+    parts: list[FieldSamples] = []
+    for number, (path, source) in enumerate(zip(blend.paths, ranges["train"], strict=True)):
+        part = make.of_documents(MappedDocuments([source], tokenizer.eos_id), training=True, part=number)
+        if part is None:
+            raise UserError(f"no document of {path} that is trained on has two tokens; use more data")
+        parts.append(part)
+    train = parts[0] if len(parts) == 1 else BlendedFields(parts, _weights(blend, parts))
+    samples: dict[Split, AnySamples | None] = {"train": train}
+    for split in SPLITS[1:]:
+        samples[split] = make.of_documents(MappedDocuments(ranges[split], tokenizer.eos_id), training=False)
+    return samples
+
+
+def _weights(blend: Blend, parts: Sequence[AnySamples]) -> Sequence[float]:
     """Without weights each set counts by its size, as in Megatron: every token is seen equally often."""
     return blend.weights if blend.weighted else [part.samples for part in parts]
 

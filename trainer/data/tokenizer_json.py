@@ -102,6 +102,10 @@ class JsonTokenizer:
         """The bytes of `ids`, one token after the other; special tokens and unknown ids give nothing."""
         return b"".join(self._pieces[id_] for id_ in ids_of(ids).tolist() if id_ < self.vocab_size)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text."""
+        return self._vocabulary.get(token)
+
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes of text each id stands for, or zeros where ids do not tell; see `token_lengths`."""
         return token_lengths(self._parsed, self._pieces, self._vocabulary, self.eos_id)
@@ -137,15 +141,31 @@ def define(definition: str, named: Mapping[str, str], added: Sequence[str] = ())
     library = _library_tokenizer(definition, parsed)
     missing = [token for token in dict.fromkeys([*named.values(), *added]) if library.token_to_id(token) is None]
     if missing:
-        first = max(library.get_vocab().values()) + 1
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        parsed["added_tokens"] = [
-            *(parsed.get("added_tokens") or []),
-            *({"id": first + n, "content": token, **flags} for n, token in enumerate(missing)),
-        ]
-        definition = _text(parsed)
+        definition = _added(parsed, library, missing)
         library = _library_tokenizer(definition, parsed)
     return JsonTokenizer(definition, find_special(named, library.token_to_id))
+
+
+def extended(document: Mapping[str, Any], tokens: Sequence[str]) -> JsonTokenizer:
+    """The tokenizer of a document with special tokens that it lacks; their ids follow its last, in the order given.
+
+    Raises:
+        ValueError: it is not the document of such a tokenizer.
+    """
+    parsed = _parse(document["definition"])
+    definition = _added(parsed, _library_tokenizer(document["definition"], parsed), tokens)
+    return JsonTokenizer(definition, special_from_document(document["special"]))
+
+
+def _added(parsed: dict[str, Any], library: tokenizers.Tokenizer, tokens: Sequence[str]) -> str:
+    """A definition with more special tokens."""
+    first = max(library.get_vocab().values()) + 1
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    parsed["added_tokens"] = [
+        *(parsed.get("added_tokens") or []),
+        *({"id": first + n, "content": token, **flags} for n, token in enumerate(tokens)),
+    ]
+    return _text(parsed)
 
 
 def json_from_document(document: Mapping[str, Any]) -> JsonTokenizer:

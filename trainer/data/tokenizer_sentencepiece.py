@@ -44,12 +44,13 @@ class SentencePieceTokenizer:
     def __init__(self, model: bytes, added: Sequence[str], special: SpecialIds) -> None:
         processor = _processor(model)
         pieces = processor.get_piece_size()
-        known = {processor.id_to_piece(id_) for id_ in range(pieces)}
-        if len(added) > MAX_ADDED or len(set(added)) < len(added) or known & set(added):
+        known = {processor.id_to_piece(id_): id_ for id_ in range(pieces)}
+        if len(added) > MAX_ADDED or len(set(added)) < len(added) or known.keys() & set(added):
             raise ValueError(f"`added` ({len(added)} tokens) must be at most {MAX_ADDED} new tokens, each once")
         self._processor = processor
         self._model = model
         self._added = tuple(added)
+        self._ids = known | {token: pieces + number for number, token in enumerate(added)}
         silent = special.ids()
         own = (b"" if id_ in silent else _piece(processor, id_) for id_ in range(pieces))
         self._pieces = [*own, *(b"" for _ in added)]
@@ -94,6 +95,10 @@ class SentencePieceTokenizer:
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
         """The bytes of `ids`, one token after the other; control symbols and unknown ids give nothing."""
         return b"".join(self._pieces[id_] for id_ in ids_of(ids).tolist() if id_ < self.vocab_size)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a piece, or of an added token, by its text."""
+        return self._ids.get(token)
 
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes of text each id stands for, int64 [vocab_size], or zeros where ids do not tell.

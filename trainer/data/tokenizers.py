@@ -17,6 +17,7 @@ from ..errors import UserError
 
 TokenIds = NDArray[np.uint16 | np.int32]
 
+MOST_SENTINELS = 10_000
 _UNICODE_CHARACTERS = 0x110000 - 0x800
 """Code points that UTF-8 can hold: all but the surrogates."""
 
@@ -58,6 +59,10 @@ class Tokenizer(Protocol):
         """The UTF-8 bytes of token ids, exactly as they are."""
         ...
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that stands for no text, such as a sentinel, by its name; None where there is none."""
+        ...
+
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes that each token id stands for, int64 [vocab_size]; 0 for eos, padding and unknown.
 
@@ -72,12 +77,29 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes in ByT5's scheme (Xue et al. 2021, arXiv 2105.13626): pad 0, eos 1, unk 2, byte b is b + 3."""
+    """UTF-8 bytes in ByT5's scheme (Xue et al. 2021, arXiv 2105.13626): pad 0, eos 1, unk 2, byte b is b + 3.
 
-    vocab_size = 259
+    Args:
+        sentinels: tokens `<extra_id_0>`, `<extra_id_1>`, ... with the ids from 259 on, as Hugging Face's ByT5 has them.
+
+    Raises:
+        ValueError: a negative number of them, or too many.
+    """
+
     eos_id = 1
     pad_id = 0
     _FIRST_BYTE = 3
+    _FIRST_SENTINEL = 259
+
+    def __init__(self, sentinels: int = 0) -> None:
+        if type(sentinels) is not int or not 0 <= sentinels <= MOST_SENTINELS:
+            raise ValueError(f"`sentinels` ({str(sentinels)[:40]}) must be 0 to {MOST_SENTINELS}")
+        self.sentinels = sentinels
+
+    @property
+    def vocab_size(self) -> int:
+        """The bytes, three special tokens and the sentinels."""
+        return self._FIRST_SENTINEL + self.sentinels
 
     def encode(self, text: str) -> NDArray[np.uint16]:
         """Token ids of the UTF-8 bytes of `text`, uint16 [bytes]."""
@@ -101,14 +123,21 @@ class ByteTokenizer:
         return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """1 for each byte, 0 for the three special tokens; int64 [259]."""
-        lengths = np.ones(self.vocab_size, np.int64)
-        lengths[: self._FIRST_BYTE] = 0
+        """1 for each byte, 0 for the special tokens; int64 [vocab_size]."""
+        lengths = np.zeros(self.vocab_size, np.int64)
+        lengths[self._FIRST_BYTE : self._FIRST_SENTINEL] = 1
         return lengths
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a sentinel."""
+        number = token.removeprefix("<extra_id_").removesuffix(">")
+        if not (number.isdecimal() and len(number) < 6 and token == f"<extra_id_{int(number)}>"):
+            return None
+        return self._FIRST_SENTINEL + int(number) if int(number) < self.sentinels else None
+
     def to_document(self) -> dict[str, Any]:
-        """The scheme's name is all there is to keep."""
-        return {"tokenizer": "byte-level"}
+        """The scheme's name, and the number of sentinels where there are any."""
+        return {"tokenizer": "byte-level", **({"sentinels": self.sentinels} if self.sentinels else {})}
 
 
 class CharTokenizer:
@@ -189,6 +218,10 @@ class CharTokenizer:
         """The UTF-8 bytes of `ids`."""
         return self.decode(ids).encode("utf-8")
 
+    def token_id(self, token: str) -> int | None:
+        """There are characters only."""
+        return None
+
     def token_bytes(self) -> NDArray[np.int64]:
         """Length of each character in UTF-8; int64 [vocab_size]."""
         return np.array([len(character.encode("utf-8")) for character in self.characters], np.int64)
@@ -210,8 +243,8 @@ def from_document(document: object) -> Tokenizer:
     if not isinstance(document, dict):
         raise ValueError(f"a tokenizer document must be an object, not {type(document).__name__}")
     match document.get("tokenizer"), set(document):
-        case "byte-level", keys if keys == {"tokenizer"}:
-            return ByteTokenizer()
+        case "byte-level", keys if keys <= {"tokenizer", "sentinels"}:
+            return ByteTokenizer(document.get("sentinels", 0))
         case "char", keys if keys == {"tokenizer", "characters"}:
             characters = document["characters"]
             if not isinstance(characters, str):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...models.gpt import GPT
+from ...models.build import LanguageModel, stacks_of
 from ..optim.base import Optimizer
 from .layout import DataLayout
 from .pieces import Piece, piece_of
@@ -37,7 +37,7 @@ class DataParallel:
         self.layout = layout
         self._shard_group = shard_group
 
-    def cut(self, model: GPT) -> None:
+    def cut(self, model: LanguageModel) -> None:
         """Prepare a model, on the meta device or with all its weights, before its optimizer is made."""
         raise NotImplementedError
 
@@ -49,7 +49,7 @@ class DataParallel:
         """The rows of a parameter, or of its gradient, that this rank updates."""
         return piece_of(tensor)
 
-    def attach(self, model: GPT, optimizer: Optimizer) -> None:
+    def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Get to know the model, now with its weights, and its optimizer; once, before the first step."""
 
     def before_micro_batch(self, *, first: bool, last: bool) -> None:
@@ -96,11 +96,11 @@ class DataParallel:
         return whole[:rows]
 
 
-def units(model: GPT) -> list[list[nn.Parameter]]:
+def units(model: LanguageModel) -> list[list[nn.Parameter]]:
     """The parameters of a model in groups that are communicated together: embeddings, each layer, what comes after."""
-    tables = (model.token_embedding, model.position_embedding)
-    before = [parameter for table in tables if table is not None for parameter in table.parameters()]
-    layers = [list(layer.parameters()) for layer in model.decoder.layers]
+    tables = [module for name, module in model.named_children() if name.endswith("embedding")]
+    before = [parameter for table in tables for parameter in table.parameters()]
+    layers = [list(layer.parameters()) for stack in stacks_of(model) for layer in stack.layers]
     named = {parameter for unit in (before, *layers) for parameter in unit}
     return [before, *layers, [parameter for parameter in model.parameters() if parameter not in named]]
 

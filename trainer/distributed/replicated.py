@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...models.gpt import GPT
+from ...models.build import LanguageModel
 from ..optim.base import Optimizer
 from .data_parallel import DataParallel, units
 from .layout import DataLayout
@@ -46,7 +46,7 @@ class Replicated(DataParallel):
         # Messages go out in the order of the gradients, beside the backward pass.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def cut(self, model: GPT) -> None:
+    def cut(self, model: LanguageModel) -> None:
         """The weights stay whole."""
 
     def fill(self, parameter: Tensor, whole: Tensor) -> None:
@@ -61,7 +61,7 @@ class Replicated(DataParallel):
         start, count = chunk(rows, self.layout.shards, dist.get_rank())
         return Piece(local[start : start + count], start, rows)
 
-    def attach(self, model: GPT, optimizer: Optimizer) -> None:
+    def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Watch the gradients, which the optimizer adds up."""
         self._optimizer = optimizer
         self._units = units(model)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from ...models.gpt import GPT
+from ...models.build import LanguageModel, stacks_of
 from .data_parallel import DataParallel
 from .layout import DataLayout
 from .pieces import piece_of
@@ -47,9 +47,9 @@ class Sharded(DataParallel):
         self._policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         self._parts: list[FSDPModule] = []
 
-    def cut(self, model: GPT) -> None:
+    def cut(self, model: LanguageModel) -> None:
         """Turn the parameters into DTensors."""
-        for module in (*model.decoder.layers, model):
+        for module in (*(layer for stack in stacks_of(model) for layer in stack.layers), model):
             fully_shard(
                 module,
                 mesh=self.mesh,

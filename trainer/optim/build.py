@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ...models.config.counting import count_layer, count_norm, count_parameters
-from ...models.config.slices import gpt_slice
+from ...models.config.counting import count_parameters, count_stack
+from ...models.config.families import family_slice, sample_length_of
+from ...models.config.samples import SampleForm
+from ...models.config.slices import AttentionSlice, MLPSlice
+from ...models.config.t5_slice import T5Slice
 from ..config.optim import OptimBlock, optimizer_kind, optimizer_settings
-from ..config.schema import ModelBlock
+from ..config.schema import AnyModelBlock
 from ..schedule import build_schedule
 from .adafactor import Adafactor
 from .adamw import AdamW
@@ -22,7 +25,9 @@ from .sgd import SGD
 _KINDS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor, "muon": Muon, "sgd": SGD}
 
 
-def build_optimizer(keys: ModelBlock, named_parameters: Iterable[tuple[str, nn.Parameter]], **common: Any) -> Optimizer:
+def build_optimizer(
+    keys: AnyModelBlock, named_parameters: Iterable[tuple[str, nn.Parameter]], **common: Any
+) -> Optimizer:
     """The optimizer of `model.optim` over the parameters of the model.
 
     Args:
@@ -34,7 +39,7 @@ def build_optimizer(keys: ModelBlock, named_parameters: Iterable[tuple[str, nn.P
     optim = keys.optim
     kind = optimizer_kind(optim.name)
     settings = optimizer_settings(optim)
-    if kind == "muon":
+    if kind == "muon" or (kind == "adamw" and settings["scale_parameter"]):
         settings["fused"] = fused_rows(keys)
     build: Any = _KINDS[kind]
     return build(
@@ -47,16 +52,26 @@ def build_optimizer(keys: ModelBlock, named_parameters: Iterable[tuple[str, nn.P
     )
 
 
-def fused_rows(keys: ModelBlock) -> dict[str, tuple[int, ...]]:
+def fused_rows(keys: AnyModelBlock) -> dict[str, tuple[int, ...]]:
     """The weights that hold several projections one below the other: end of their names to the rows of each part."""
-    stack = gpt_slice(keys, vocab_size=1).stack
-    attention, mlp = stack.attention, stack.mlp
+    model = family_slice(keys, vocab_size=1, form=SampleForm(length=sample_length_of(keys)))
+    if not isinstance(model, T5Slice):
+        return _fused_rows("", model.stack.attention, model.stack.mlp)
+    rows: dict[str, tuple[int, ...]] = {}
+    for name, stack in zip(("encoder", "decoder"), model.stacks, strict=True):
+        for layer in range(stack.num_layers):  # each stack has heads of its own, so whole names
+            rows |= _fused_rows(f"{name}.layers.{layer}.", stack.attention, stack.mlp)
+    key_rows = model.cross_attention.groups * model.cross_attention.head_dim
+    return rows | {"cross_attention.kv.weight": (key_rows, key_rows)}
+
+
+def _fused_rows(prefix: str, attention: AttentionSlice, mlp: MLPSlice) -> dict[str, tuple[int, ...]]:
     key_rows = attention.groups * attention.head_dim
     rows: dict[str, tuple[int, ...]] = {
-        "attention.qkv.weight": (attention.heads * attention.head_dim, key_rows, key_rows)
+        f"{prefix}attention.qkv.weight": (attention.heads * attention.head_dim, key_rows, key_rows)
     }
     if mlp.gated:
-        rows["mlp.up.weight"] = (mlp.ffn_hidden_size, mlp.ffn_hidden_size)
+        rows[f"{prefix}mlp.up.weight"] = (mlp.ffn_hidden_size, mlp.ffn_hidden_size)
     return rows
 
 
@@ -69,6 +84,8 @@ def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float |
     """
     found: dict[str, Any] = {"optim.name": optimizer_kind(optim.name), "optim.weight_decay": optim.weight_decay}
     found |= {f"optim.{key}": value for key, value in optimizer_settings(optim).items()}
+    if found["optim.name"] == "adamw" and not found["optim.scale_parameter"]:
+        del found["optim.scale_parameter"]  # checkpoints from before there was this choice do not name it
     schedule = build_schedule(optim, max_steps)
     for field in fields(schedule):
         below = "optim" if field.name == "lr" or hasattr(schedule, "warmup_init") else "optim.sched"
@@ -80,7 +97,7 @@ def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float |
     return {key: str(value) if isinstance(value, list | bool) else value for key, value in found.items()}
 
 
-def count_state(keys: ModelBlock, vocab_size: int) -> int:
+def count_state(keys: AnyModelBlock, vocab_size: int) -> int:
     """Numbers an optimizer keeps for a model besides main weights, at least: its small vectors are left out.
 
     Args:
@@ -92,8 +109,9 @@ def count_state(keys: ModelBlock, vocab_size: int) -> int:
     if kind == "adamw":
         return 2 * parameters
     if kind == "muon":
-        stack = gpt_slice(keys, vocab_size=vocab_size).stack
-        tables = parameters - stack.num_layers * count_layer(stack) - count_norm(stack)
-        return parameters + tables
+        model = family_slice(keys, vocab_size=vocab_size, form=SampleForm(length=sample_length_of(keys)))
+        cross = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)
+        stacks = sum(count_stack(stack, each) for stack, each in zip(model.stacks, cross, strict=True))
+        return parameters + parameters - stacks
     kept = chosen["momentum"] if kind == "sgd" else chosen["beta1"] is not None
     return parameters if kept else 0

@@ -22,9 +22,10 @@ EPS = 1e-7
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether Muon moves a parameter: a matrix that is neither an embedding table nor the output head."""
+    """Whether Muon moves a parameter: a matrix that is neither a table (of embeddings, of T5's biases) nor the head."""
     parts = name.split(".")
-    return len(shape) == 2 and not any(part == "head" or part.endswith("embedding") for part in parts)
+    tables = any(part in ("head", "score_positions", "cross_positions") or part.endswith("embedding") for part in parts)
+    return len(shape) == 2 and not tables
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
@@ -94,8 +95,7 @@ class Muon(AdamW):
         self.nesterov = nesterov
         self.ns_steps = ns_steps
         self.adjust_lr_fn = adjust_lr_fn
-        self.fused = dict(fused or {})
-        super().__init__(named_parameters, lr=lr, **adamw)
+        super().__init__(named_parameters, lr=lr, fused=fused, **adamw)
 
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
         """The running mean of gradients of a hidden matrix, AdamW's moments of the others; zero."""
@@ -113,7 +113,7 @@ class Muon(AdamW):
                 self._update_matrix(name, parameter, gradients[index], states[index], group, scale)
             else:
                 rest.append(index)
-        others = {**group, "params": [group["params"][index] for index in rest]}
+        others = {**group, **{key: [group[key][index] for index in rest] for key in ("names", "params")}}
         super().update(others, [gradients[index] for index in rest], [states[index] for index in rest], scale)
 
     def _update_matrix(
@@ -143,10 +143,3 @@ class Muon(AdamW):
         step = torch.cat(steps)[piece.start : piece.start + main.shape[0]]
         lr, weight_decay = group["lr"], group["weight_decay"]
         write_weight(piece.local, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)
-
-    def _parts(self, name: str, rows: int) -> list[int]:
-        """Rows of the projections that a weight holds."""
-        for end, parts in self.fused.items():
-            if name.endswith(end):
-                return list(parts)
-        return [rows]

@@ -1,0 +1,39 @@
+"""One door to the keys, slices and rules of every family of models. No torch."""
+
+from __future__ import annotations
+
+from .bert import BertKeys
+from .bert_slice import BertSlice, bert_slice
+from .gpt import GPTKeys
+from .samples import SampleForm
+from .slices import GPTSlice, gpt_slice
+from .t5 import T5Keys
+from .t5_slice import T5Slice, t5_slice
+
+FamilyKeys = GPTKeys | T5Keys | BertKeys
+FamilySlice = GPTSlice | T5Slice | BertSlice
+
+
+def family_slice(keys: FamilyKeys, *, vocab_size: int, form: SampleForm) -> FamilySlice:
+    """The model the keys describe.
+
+    Args:
+        keys: what the model is.
+        vocab_size: tokens of the tokenizer.
+        form: the samples of training and evaluation.
+
+    Raises:
+        ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
+    """
+    match keys:
+        case T5Keys():
+            return t5_slice(keys, vocab_size=vocab_size, decoder_length=form.decoder_length)
+        case BertKeys():
+            return bert_slice(keys, vocab_size=vocab_size)
+        case _:
+            return gpt_slice(keys, vocab_size=vocab_size)
+
+
+def sample_length_of(keys: FamilyKeys) -> int:
+    """Tokens in a sample, of the encoder in a T5."""
+    return keys.seq_length if isinstance(keys, T5Keys) else keys.encoder_seq_length

@@ -1,0 +1,133 @@
+"""Rules between the keys of a model of any family; paths are relative to `model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .bert import BertKeys
+from .block import Finding
+from .families import FamilyKeys
+from .position_rules import position_table_covers_sample, window_is_shorter_than_texts
+from .rules import gpt_rules, stack_rules
+from .slices import BOUNDED
+from .stack import StackKeys
+from .t5 import T5Keys
+
+
+def model_rules(keys: FamilyKeys) -> Iterator[Finding]:
+    """Everything the keys of a model have against each other."""
+    match keys:
+        case T5Keys():
+            yield from t5_rules(keys)
+        case BertKeys():
+            yield from bert_rules(keys)
+        case _:
+            yield from gpt_rules(keys)
+
+
+def stacks_of_keys(keys: FamilyKeys) -> dict[str, StackKeys]:
+    """The keys of each stack by the beginning of their paths: `encoder.` and `decoder.` of a T5, else empty."""
+    return {"encoder.": keys.encoder, "decoder.": keys.decoder} if isinstance(keys, T5Keys) else {"": keys}
+
+
+# ---------------------------------------------------------------- BERT
+
+
+def bert_rules(keys: BertKeys) -> Iterator[Finding]:
+    """Everything the keys of a BERT have against each other."""
+    yield from stack_rules(keys, causal=False)
+    yield from xpos_is_causal(keys)
+    yield from position_table_covers_sample(keys)
+    yield from window_is_shorter_than_texts(keys)
+
+
+def xpos_is_causal(keys: StackKeys) -> Iterator[Finding]:
+    """XPos lets later keys grow with their distance, which only a causal mask keeps out of sight."""
+    if keys.position_embedding_type == "xpos":
+        yield Finding(
+            "error",
+            ("position_embedding_type",),
+            "`position_embedding_type` (xpos) must not meet a stack that sees both ways: scores of later tokens would "
+            "grow with their distance.",
+            "use position_embedding_type=rope",
+        )
+
+
+# ---------------------------------------------------------------- T5
+
+
+def t5_rules(keys: T5Keys) -> Iterator[Finding]:
+    """Everything the keys of a T5 have against each other."""
+    for prefix, found in (
+        ("encoder.", [*stack_rules(keys.encoder, causal=False), *xpos_is_causal(keys.encoder)]),
+        ("decoder.", stack_rules(keys.decoder, causal=True)),
+    ):
+        for finding in found:
+            yield replace(finding, keys=tuple(f"{prefix}{key}" for key in finding.keys))
+    yield from stacks_are_equally_wide(keys)
+    yield from position_tables_cover_samples(keys)
+    yield from tied_logits_are_scaled(keys)
+    yield from cross_attention_has_relative_positions(keys)
+
+
+def stacks_are_equally_wide(keys: T5Keys) -> Iterator[Finding]:
+    """The decoder reads the encoder's output, and both may share embeddings."""
+    wide, other = keys.encoder.hidden_size, keys.decoder.hidden_size
+    if wide != other:
+        yield Finding(
+            "error",
+            ("decoder.hidden_size", "encoder.hidden_size"),
+            f"`encoder.hidden_size` ({wide}) and `decoder.hidden_size` ({other}) must be equal: the decoder reads the "
+            "encoder's output.",
+            f"use model.decoder.hidden_size={wide}, or model.encoder.hidden_size={other}",
+        )
+
+
+def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
+    """A learned table of the encoder needs a row for each of its tokens; other positions need no table."""
+    rows, tokens = keys.max_position_embeddings, keys.seq_length
+    kinds = {part: stack.position_embedding_type for part, stack in stacks_of_keys(keys).items()}
+    if rows is None:
+        return
+    if kinds["encoder."].startswith("learned_") and rows < tokens:
+        yield Finding(
+            "error",
+            ("max_position_embeddings", "seq_length"),
+            f"`max_position_embeddings` ({rows}) must not be smaller than `seq_length` ({tokens}) with "
+            f"`encoder.position_embedding_type` ({kinds['encoder.']}).",
+            f"use model.max_position_embeddings={tokens} or null, or model.seq_length={rows}",
+        )
+    elif rows != tokens and not any(kind in BOUNDED for kind in kinds.values()):
+        yield Finding(
+            "warning",
+            ("max_position_embeddings", "encoder.position_embedding_type", "decoder.position_embedding_type"),
+            f"`max_position_embeddings` ({rows}) has no effect with `position_embedding_type` "
+            f"({', '.join(dict.fromkeys(kinds.values()))}).",
+            "use model.max_position_embeddings=null",
+        )
+
+
+def tied_logits_are_scaled(keys: T5Keys) -> Iterator[Finding]:
+    """`scale_tied_logits` is about the tied head."""
+    if keys.scale_tied_logits and not keys.share_decoder_tokens_head_embeddings:
+        yield Finding(
+            "warning",
+            ("scale_tied_logits", "share_decoder_tokens_head_embeddings"),
+            "`scale_tied_logits` (True) has no effect with a head of its own "
+            "(`share_decoder_tokens_head_embeddings` is False).",
+            "use model.scale_tied_logits=false",
+        )
+
+
+def cross_attention_has_relative_positions(keys: T5Keys) -> Iterator[Finding]:
+    """The bias of cross-attention is T5's relative one."""
+    kind = keys.decoder.position_embedding_type
+    if not keys.decoder.relative_position_bias_self_attention_only and kind != "relative":
+        yield Finding(
+            "warning",
+            ("decoder.relative_position_bias_self_attention_only", "decoder.position_embedding_type"),
+            "`relative_position_bias_self_attention_only` (False) has no effect with `position_embedding_type` "
+            f"({kind}).",
+            "use model.decoder.position_embedding_type=relative",
+        )

@@ -1,0 +1,237 @@
+"""Rules between the keys of positions and windows; `rules.py` has those of the rest of a stack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from ...kernels.rotary_scaling import YarnScaling
+from .bert import BertKeys
+from .block import Finding
+from .gpt import GPTKeys
+from .slices import BOUNDED, head_dim_of, longest_of, rotary_dim_of, rotary_scaling, window_of
+from .stack import StackKeys
+
+_SCALING_KEYS = ("rotary_scaling_factor", "rotary_original_length", "rotary_low_turns", "rotary_high_turns")
+_ROTARY_KEYS = (
+    "rotary_percentage",
+    "rotary_base",
+    "rotary_interleaved",
+    "seq_len_interpolation_factor",
+    "scale_positional_embedding",
+    "rotary_scaling",
+    *_SCALING_KEYS,
+)
+_KEYS_OF_KINDS = {
+    "rope": _ROTARY_KEYS,
+    "alibi": ("num_attention_heads_alibi",),
+    "relative": ("relative_attention_num_buckets", "relative_attention_max_distance"),
+}
+
+
+def _percentage_for(rotated: int, width: int) -> float:
+    """The shortest decimal p with int(width * p) == rotated; 0.57 of 200 is 113 in floating point, hence the + 1."""
+    for digits in range(1, 9):
+        smallest = math.ceil(rotated / width * 10**digits)
+        for numerator in (smallest, smallest + 1):
+            candidate = numerator / 10**digits
+            if candidate <= 1 and int(width * candidate) == rotated:
+                return candidate
+    return rotated / width
+
+
+def rotated_channels_are_pairs(keys: StackKeys) -> Iterator[Finding]:
+    """Rotary embedding turns channels in pairs, and the waves of `sandwich` have two each."""
+    kind = keys.position_embedding_type
+    width, rotated = head_dim_of(keys), rotary_dim_of(keys)
+    if kind in ("xpos", "sandwich") and width % 2:
+        yield Finding(
+            "error",
+            ("kv_channels", "position_embedding_type"),
+            f"`position_embedding_type` ({kind}) takes channels in pairs and must not meet heads {width} wide.",
+            "use an even kv_channels, or other num_attention_heads",
+        )
+    if kind != "rope":
+        return
+    if width < 2:
+        yield Finding(
+            "error",
+            ("kv_channels", "position_embedding_type"),
+            f"`position_embedding_type` (rope) turns channels in pairs and must not meet heads {width} wide.",
+            "use kv_channels of at least 2, or fewer heads",
+        )
+    elif rotated < 2 or rotated % 2:
+        valid = _percentage_for(max(2, rotated - rotated % 2), width)
+        yield Finding(
+            "error",
+            ("rotary_percentage", "kv_channels"),
+            f"`rotary_percentage` ({keys.rotary_percentage:g}) of heads {width} wide (`hidden_size` / "
+            f"`num_attention_heads`, or `kv_channels`) rotates {rotated} channels, which must be an even number.",
+            f"use rotary_percentage={valid:g}, or an even kv_channels",
+        )
+
+
+def keys_of_positions_have_an_effect(keys: StackKeys) -> Iterator[Finding]:
+    """The keys of one kind of positions act with that kind only."""
+    for kind, names in _KEYS_OF_KINDS.items():
+        if kind == keys.position_embedding_type:
+            continue
+        for name in names:
+            value = getattr(keys, name)
+            neutral = name == "seq_len_interpolation_factor" and value == 1
+            if value != StackKeys.model_fields[name].default and not neutral:
+                yield Finding(
+                    "warning",
+                    (name, "position_embedding_type"),
+                    f"`{name}` ({value}) has no effect with `position_embedding_type` "
+                    f"({keys.position_embedding_type}).",
+                    f"use position_embedding_type={kind}",
+                )
+
+
+def rotary_scaling_is_whole(keys: StackKeys) -> Iterator[Finding]:
+    """`rotary_scaling` is one way of stretching positions, and its settings act with it."""
+    if keys.position_embedding_type != "rope":
+        return
+    scaling = rotary_scaling(keys)
+    if scaling is None:
+        for name in _SCALING_KEYS:
+            if getattr(keys, name) != StackKeys.model_fields[name].default:
+                yield Finding(
+                    "warning",
+                    (name, "rotary_scaling"),
+                    f"`{name}` ({getattr(keys, name)}) has no effect with `rotary_scaling` (null).",
+                    "use rotary_scaling=llama3 or yarn",
+                )
+        return
+    if keys.scale_positional_embedding and keys.rotary_scaling == "yarn":
+        yield Finding(
+            "error",
+            ("scale_positional_embedding", "rotary_scaling"),
+            "`scale_positional_embedding` (True) is Llama 3.1's scaling and contradicts `rotary_scaling` (yarn).",
+            "use scale_positional_embedding=False, or rotary_scaling=llama3",
+        )
+    switch = "rotary_scaling" if keys.rotary_scaling else "scale_positional_embedding"
+    if (keys.seq_len_interpolation_factor or 1.0) != 1.0:
+        yield Finding(
+            "error",
+            ("seq_len_interpolation_factor", switch),
+            f"`seq_len_interpolation_factor` ({keys.seq_len_interpolation_factor:g}) and `{switch}` "
+            f"({getattr(keys, switch)}) both stretch the positions and must not be combined.",
+            f"use seq_len_interpolation_factor=null, or {switch}={'null' if switch == 'rotary_scaling' else False}",
+        )
+    low, high = (scaling.slow, scaling.fast) if isinstance(scaling, YarnScaling) else (scaling.low, scaling.high)
+    if low >= high:
+        yield Finding(
+            "error",
+            ("rotary_low_turns", "rotary_high_turns"),
+            f"`rotary_low_turns` ({low:g}) must be smaller than `rotary_high_turns` ({high:g}).",
+            f"use rotary_low_turns={high / 4:g}, or rotary_high_turns={low * 4:g}",
+        )
+    if isinstance(scaling, YarnScaling) and keys.rotary_base <= 1:
+        yield Finding(
+            "error",
+            ("rotary_base", "rotary_scaling"),
+            f"`rotary_base` ({keys.rotary_base:g}) must be greater than 1 with `rotary_scaling` (yarn).",
+            "use rotary_base=10000",
+        )
+
+
+def alibi_heads_are_heads(keys: StackKeys) -> Iterator[Finding]:
+    """The heads with a slope are some of all heads."""
+    sloped, heads = keys.num_attention_heads_alibi, keys.num_attention_heads
+    if sloped is not None and sloped > heads:
+        yield Finding(
+            "error",
+            ("num_attention_heads_alibi", "num_attention_heads"),
+            f"`num_attention_heads_alibi` ({sloped}) must not be more than `num_attention_heads` ({heads}).",
+            f"use num_attention_heads_alibi={heads} or null",
+        )
+
+
+def window_fits_direction(keys: StackKeys, causal: bool) -> Iterator[Finding]:
+    """A causal token sees nothing after it, whatever the window."""
+    if causal and keys.window_size is not None and keys.window_size[1] > 0:
+        left, right = keys.window_size
+        yield Finding(
+            "warning",
+            ("window_size",),
+            f"the {right} tokens to the right in `window_size` ([{left}, {right}]) have no effect: attention is "
+            "causal.",
+            f"use window_size=[{left},0]",
+        )
+
+
+def buckets_have_room(keys: StackKeys, causal: bool) -> Iterator[Finding]:
+    """Half of the buckets of a direction hold one distance each, and the largest distance lies beyond those."""
+    if keys.position_embedding_type != "relative":
+        return
+    buckets, largest = keys.relative_attention_num_buckets, keys.relative_attention_max_distance
+    if not causal and buckets % 4:
+        yield Finding(
+            "error",
+            ("relative_attention_num_buckets",),
+            f"`relative_attention_num_buckets` ({buckets}) must be a multiple of 4 where tokens see both ways: half of "
+            "the buckets are for later keys.",
+            f"use relative_attention_num_buckets={buckets + -buckets % 4}",
+        )
+        return
+    exact = buckets // (2 if causal else 4)
+    if largest <= exact:
+        yield Finding(
+            "error",
+            ("relative_attention_max_distance", "relative_attention_num_buckets"),
+            f"`relative_attention_max_distance` ({largest}) must be more than the {exact} distances that have a bucket "
+            f"of their own with `relative_attention_num_buckets` ({buckets}).",
+            f"use relative_attention_max_distance={4 * exact}, or fewer buckets",
+        )
+
+
+def position_table_covers_sample(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
+    """A learned table needs a row for each token of a sample."""
+    rows, tokens, kind = keys.max_position_embeddings, keys.encoder_seq_length, keys.position_embedding_type
+    bounded = kind in BOUNDED
+    if rows is None or rows == tokens:
+        return
+    if kind.startswith("learned_") and rows < tokens:
+        yield Finding(
+            "error",
+            ("max_position_embeddings", "encoder_seq_length"),
+            f"`max_position_embeddings` ({rows}) must not be smaller than `encoder_seq_length` ({tokens}) with "
+            f"`position_embedding_type` ({kind}).",
+            f"use max_position_embeddings={tokens} or null, or encoder_seq_length={rows}",
+        )
+    elif not bounded or rows < tokens:
+        yield Finding(
+            "warning",
+            ("max_position_embeddings", "position_embedding_type"),
+            f"`max_position_embeddings` ({rows}) has no effect with `position_embedding_type` ({kind})"
+            + ("." if not bounded else f" and a longer `encoder_seq_length` ({tokens})."),
+            "use max_position_embeddings=null",
+        )
+
+
+def window_is_shorter_than_texts(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
+    """A window as long as the longest text hides nothing."""
+    longest, causal = longest_of(keys), isinstance(keys, GPTKeys)
+    hides = [window_of(keys, causal=causal, longest=length) is not None for length in (None, longest)]
+    if hides == [True, False]:
+        yield Finding(
+            "warning",
+            ("window_size", "encoder_seq_length", "max_position_embeddings"),
+            f"`window_size` ({keys.window_size}) has no effect: no text of this model is longer than {longest} tokens "
+            "(`encoder_seq_length`, `max_position_embeddings`).",
+            "use window_size=null",
+        )
+
+
+POSITION_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
+    rotated_channels_are_pairs,
+    keys_of_positions_have_an_effect,
+    rotary_scaling_is_whole,
+    alibi_heads_are_heads,
+)
+"""Of a stack that sees one way or both."""
+
+DIRECTION_RULES: tuple[Callable[[StackKeys, bool], Iterator[Finding]], ...] = (window_fits_direction, buckets_have_room)
+"""Of a stack that is known to be causal or not."""

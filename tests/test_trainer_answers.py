@@ -1,0 +1,127 @@
+"""What a T5 writes, and how `stoker evaluate` scores it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.models.t5 import T5
+from stoker.trainer import cli
+from stoker.trainer.answer_scores import score_answers
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema import RootBlock
+from stoker.trainer.data.seq2seq import Shape
+from stoker.trainer.data.text_pairs import TextPair
+from stoker.trainer.restore import restore
+from stoker.trainer.run import run_training
+from stoker.trainer.writing import Writer
+
+STACK = {
+    "num_layers": 1,
+    "hidden_size": 48,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "normalization": "rmsnorm",
+    "bias": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "position_embedding_type": "relative",
+}
+PAIRS = [("def one(): ...", "Say one."), ("def two_words(): ...", "Two words."), ("def three(): ...", "A third text.")]
+
+
+def config(folder: Path, steps: int, **data: Any) -> RunConfig:
+    document = {
+        "trainer": {"accelerator": "cpu", "max_steps": steps, "limit_val_batches": 0, "enable_model_summary": False},
+        "exp_manager": {"explicit_log_dir": str(folder / "run"), "create_tensorboard_logger": False},
+        "model": {
+            "family": "t5",
+            "seq_length": 24,
+            "encoder": STACK,
+            "decoder": STACK,
+            "micro_batch_size": 3,
+            "global_batch_size": 3,
+            "data": {"dataset_type": "seq2seq", "seq_length_dec": 16, **data},
+            "optim": {"lr": 1e-2, "sched": {"warmup_steps": 5}},
+        },
+    }
+    return RunConfig(RootBlock.model_validate(document), document=document)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learnt its three pairs by heart."""
+    folder = tmp_path_factory.mktemp("trained")
+    pairs = folder / "pairs"
+    pairs.mkdir()
+    lines = "".join(json.dumps({"input": source, "output": target}) + "\n" for source, target in PAIRS)
+    (pairs / "train.jsonl").write_text(lines)
+    (pairs / "test.jsonl").write_text(lines.replace("A third", "Another"))
+    run_training(config(folder, 120, data_impl="jsonl", path=str(pairs)))
+    return folder
+
+
+def test_answers_are_the_most_probable_tokens(trained: Path) -> None:
+    restored = restore(trained / "run", "cpu")
+    model, tokenizer = restored.model, restored.tokenizer
+    assert isinstance(model, T5)
+    shape = Shape(24, 16, 0)
+    writer = Writer(model, tokenizer, shape, restored.precision, restored.device)
+    inputs = [pair[0] for pair in PAIRS] + ["x", "def two_words(): ... and much more than fits in"]
+    found = writer.answers(inputs, 3)
+    assert found[:3] == [pair[1] for pair in PAIRS]
+    assert found == writer.answers(inputs, 1) == writer.answers(inputs, 5), "whatever is read together"
+    for text, answer in zip(inputs, found, strict=True):
+        read = torch.tensor([[*tokenizer.encode(text)[:23].tolist(), 1]])
+        written = [0]
+        with torch.no_grad():
+            while len(written) <= 16 and written[-1] != 1:
+                logits = model(read, torch.tensor([written]))
+                written.append(int(logits[0, -1].argmax()))
+        assert answer == tokenizer.decode(written)
+
+
+def test_scores_of_answers(trained: Path) -> None:
+    restored = restore(trained / "run", "cpu")
+    pairs = [TextPair(*pair) for pair in PAIRS]
+    scores = score_answers(restored, pairs, batch_size=2)
+    assert (scores.model.exact_match, scores.model.rouge_l, scores.model.texts) == (1.0, 1.0, 3)
+    assert scores.copied_name is None, "only functions of the standard library have one"
+    assert score_answers(restored, pairs, 2, limit=2).model.texts == 2
+
+
+def test_evaluate_prints_them(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", "--checkpoint", str(trained / "run"), "--split", "test", "--device", "cpu", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["exact_match"] == pytest.approx(2 / 3)
+    assert document["rouge_l"] == pytest.approx((1 + 1 + 2 * 1 / 5) / 3)
+    assert document["texts"] == 3
+    assert document["copied_name"] is None
+    other = trained / "other.jsonl"
+    other.write_text(json.dumps({"input": PAIRS[0][0], "output": PAIRS[0][1]}) + "\n")
+    command = ["evaluate", "--checkpoint", str(trained / "run"), "--data-path", str(other), "--device", "cpu"]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    assert "exact match    1.0000 over 1 texts" in said
+    assert "ROUGE-L        1.0000" in said
+    other.write_text("")
+    assert cli.main(command) == 2
+    assert "--data-path" in capsys.readouterr().err
+
+
+def test_docstrings_are_scored_beside_the_name(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    restored = restore(trained / "run", "cpu")
+    root = restored.config.root
+    data = root.model.data.model_copy(update={"data_impl": "pystd_docstring"})
+    changed = root.model_copy(update={"model": root.model.model_copy(update={"data": data})})
+    object.__setattr__(restored.config, "root", changed)
+    scores = score_answers(restored, [TextPair(*pair) for pair in PAIRS], batch_size=3)
+    assert scores.copied_name is not None
+    assert scores.copied_name.exact_match == pytest.approx(1 / 3)
+    assert "function's name: 0.3333" in "\n".join(scores.lines())
+    document = scores.to_document()
+    assert document["copied_name"] == {"exact_match": 1 / 3, "rouge_l": scores.copied_name.rouge_l, "texts": 3}

@@ -1,0 +1,71 @@
+"""What a T5 that was trained on pairs answers, scored against what was wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from ..models.t5 import T5
+from .baselines import copied_name
+from .data.samples import philox
+from .data.seq2seq import Shape
+from .data.task import task_of
+from .data.text_pairs import TextPair
+from .restore import Restored
+from .text_scores import TextScores, score_texts
+from .writing import Writer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerScores:
+    """Scores of a model, and of what it must beat.
+
+    Attributes:
+        model: of its answers.
+        copied_name: of the words of a function's name, for docstrings; None for other pairs.
+    """
+
+    model: TextScores
+    copied_name: TextScores | None
+
+    def lines(self) -> Iterator[str]:
+        """The figures for a terminal."""
+        matches = f"{self.model.exact_match:.4f} over {self.model.texts:,} texts"
+        yield f"exact match    {matches}{self._beside('exact_match')}"
+        yield f"ROUGE-L        {self.model.rouge_l:.4f}{self._beside('rouge_l')}"
+
+    def to_document(self) -> dict[str, float | dict[str, float] | None]:
+        """All figures, for JSON."""
+        return {**asdict(self.model), "copied_name": asdict(self.copied_name) if self.copied_name else None}
+
+    def _beside(self, figure: str) -> str:
+        if self.copied_name is None:
+            return ""
+        return f" (the words of the function's name: {getattr(self.copied_name, figure):.4f})"
+
+
+def score_answers(
+    restored: Restored, pairs: Sequence[TextPair], batch_size: int, limit: int | None = None
+) -> AnswerScores:
+    """Let a model answer to inputs, greedily, and compare.
+
+    Args:
+        restored: a T5 that was trained on pairs.
+        pairs: inputs and the texts that are wanted.
+        batch_size: inputs that are read at once.
+        limit: take so many pairs, the same in all runs and a fair sample of all; None takes all.
+    """
+    assert isinstance(restored.model, T5)
+    root = restored.config.root
+    task = task_of(root)
+    order = np.argsort(philox(0, 0).random_raw(len(pairs)), kind="stable")[:limit]
+    chosen = [pairs[number] for number in order.tolist()]
+    shape = Shape(task.length, task.decoder_length, restored.tokenizer.pad_id)
+    writer = Writer(restored.model, restored.tokenizer, shape, restored.precision, restored.device)
+    inputs, targets = [pair.input for pair in chosen], [pair.target for pair in chosen]
+    baseline = None
+    if root.model.data.data_impl == "pystd_docstring":
+        baseline = score_texts(targets, [copied_name(text) for text in inputs])
+    return AnswerScores(score_texts(targets, writer.answers(inputs, batch_size)), baseline)

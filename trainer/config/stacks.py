@@ -1,0 +1,62 @@
+"""What a configuration says of T5's two stacks without naming the family, or without naming the stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ...models.config.block import Finding
+from ...models.config.stack import StackKeys
+from . import paths
+from .paths import Tree
+from .schema import family_of
+from .schema_index import STACKS, show_value
+
+_FAMILY = "model.family"
+
+
+def names_both_stacks(tree: Tree) -> bool:
+    """Whether a configuration that names no family is that of a T5: `model.encoder` and `model.decoder` have keys."""
+    stacks = (paths.get(tree, stack) for stack in STACKS["t5"])
+    return paths.get(tree, _FAMILY) is None and all(isinstance(stack, dict) and stack for stack in stacks)
+
+
+def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[str, str]) -> Iterator[Finding]:
+    """Give both stacks of a T5 what is written at `model`; rewrites `tree` in place.
+
+    What is typed on the command line replaces what a file says of a stack. Otherwise a stack that has a value of its
+    own must have the same.
+
+    Args:
+        tree: resolved values.
+        kind_of: the kind of origin of a path; see `Origin`.
+        moved: takes new path -> old path for every key that is read in another place.
+
+    Yields:
+        A warning for each key that was moved, an error for each contradiction.
+    """
+    model = tree.get("model")
+    if family_of(model) != "t5" or not isinstance(model, dict):
+        return
+    for name in [name for name in model if name in StackKeys.model_fields]:
+        path, value = f"model.{name}", model.pop(name)
+        targets = [f"{stack}.{name}" for stack in STACKS["t5"]]
+        for target in targets:
+            there = paths.get(tree, target, paths.MISSING)
+            typed_over = kind_of(path) == "override" != kind_of(target)
+            if there in (paths.MISSING, value) or typed_over:
+                paths.put(tree, target, value)
+                moved[target] = path
+                continue
+            yield Finding(
+                "error",
+                (target,),
+                f"`{path}` ({show_value(value)}) is for both stacks and contradicts `{target}` ({show_value(there)})",
+                f"~{path}, or set {' and '.join(targets)}",
+            )
+        shown = show_value(value)
+        yield Finding(
+            "warning",
+            (targets[0], targets[1]),
+            f"`{path}` belongs to a stack and is read for both, the encoder and the decoder",
+            " ".join(f"{target}={shown}" for target in targets),
+        )

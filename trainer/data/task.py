@@ -1,0 +1,97 @@
+"""What a model is to learn, and how long its samples are: the part of `model.data` that is known without any data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..config.blocks import DataBlock
+from ..config.schema import AnyModelBlock, RootBlock, T5ModelBlock
+from .corruption import Corruption, corrupted_lengths, window_length
+
+TaskName = Literal["gpt", "t5", "t5_prefix_lm", "seq2seq", "bert"]
+DEFAULT_DECODER_LENGTH = 128
+"""NeMo's `seq_length_dec`, for pairs whose lengths nothing tells."""
+_MEAN_SPAN, _MEAN_NGRAM = 3.0, 5.0
+"""T5's; and SpanBERT's 1 / 0.2, which is NeMo's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The task of a run.
+
+    Attributes:
+        name: `model.data.dataset_type`.
+        length: tokens in a sample; of the encoder where there are two sides.
+        decoder_length: tokens on the decoder's side; 0 where there is none.
+        window: tokens of text that a sample is made of.
+        corruption: how much of the text is hidden, for `t5` and `bert`.
+        packed: rows hold several pairs, told apart by the numbers of their documents.
+        padded: rows may be shorter than they could be: `encoder_padding` says where they end.
+    """
+
+    name: TaskName
+    length: int
+    decoder_length: int
+    window: int
+    corruption: Corruption | None
+    packed: bool
+    padded: bool
+
+    @property
+    def has_two_sides(self) -> bool:
+        """Whether batches are for an encoder and a decoder."""
+        return self.name in ("t5", "t5_prefix_lm", "seq2seq")
+
+
+def task_name(model: AnyModelBlock) -> TaskName:
+    """`model.data.dataset_type`, or what the family of the model learns by default."""
+    return model.data.dataset_type or model.family
+
+
+def task_of(root: RootBlock) -> Task:
+    """The task that a configuration asks for.
+
+    Raises:
+        ValueError: lengths that no text fills.
+    """
+    model, data = root.model, root.model.data
+    name, length = task_name(model), sequence_length(model)
+    mock = data.data_impl == "mock"
+    ngrams = data.geometric_dist is not None and not mock
+    corruption = Corruption(data.masked_lm_prob, _mean_span(data) if ngrams else data.mean_ngram_size or _MEAN_SPAN)
+    match name:
+        case "t5":
+            pieces = data.respect_document_boundaries and not mock
+            # A span of NeMo's may be a single token, whose place its sentinel takes.
+            window = length - 1 if ngrams else window_length(length, corruption, data.seq_length_dec)
+            exact = corrupted_lengths(window, corruption)[1]
+            packed = pieces and data.packed_sequence
+            padded = (pieces or ngrams) and not packed
+            return Task(name, length, data.seq_length_dec or exact, window, corruption, packed, padded)
+        case "t5_prefix_lm":
+            return Task(name, length, data.seq_length_dec or length, length, None, packed=False, padded=not mock)
+        case "seq2seq":
+            decoder_length = data.seq_length_dec or DEFAULT_DECODER_LENGTH
+            packed = data.packed_sequence and not mock
+            return Task(name, length, decoder_length, length, None, packed, padded=not packed and not mock)
+        case "bert":
+            return Task(name, length, 0, length, corruption, data.reset_attention_mask, padded=False)
+        case "gpt":
+            return Task(name, length, 0, length, None, data.reset_attention_mask, padded=False)
+
+
+def _mean_span(data: DataBlock) -> float:
+    """The mean of the lengths that NeMo's spans are drawn from."""
+    if data.geometric_dist:
+        return data.mean_ngram_size or _MEAN_NGRAM
+    longest = data.max_ngram_size
+    shorter_first = longest / sum(1 / length for length in range(1, longest + 1))
+    return longest + 1 - shorter_first if data.favor_longer_ngrams else shorter_first
+
+
+def sequence_length(model: AnyModelBlock) -> int:
+    """Tokens in a sample: `model.data.seq_length`, or else the model's own length."""
+    if model.data.seq_length is not None:
+        return model.data.seq_length
+    return model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
