@@ -27,6 +27,7 @@ def _flash_attention(
     v: Tensor,
     bias: Tensor | None,
     distance_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
     key_padding_mask: Tensor | None,
     rng: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -41,8 +42,8 @@ def _flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the arguments after v are the fields of a `Problem`."""
     problem = Problem(
-        bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale, softcap, dropout_p,
-        max_queries, max_keys,
+        bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
+        softcap, dropout_p, max_queries, max_keys,
     )  # fmt: skip
     if serves(q, k, v, problem):
         from .hopper.launch import launch_forward as launch_hopper_forward
@@ -67,6 +68,7 @@ def _flash_attention_backward(
     lse: Tensor,
     bias: Tensor | None,
     distance_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
     key_padding_mask: Tensor | None,
     rng: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -82,44 +84,51 @@ def _flash_attention_backward(
     needs_kv: bool,
     needs_bias: bool,
     needs_distance_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, bias and distance_bias; one that is not needed is empty."""
+    needs_slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, bias, distance_bias and alibi_slopes; one that is not needed is empty."""
     problem = Problem(
-        bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale, softcap, dropout_p,
-        max_queries, max_keys,
+        bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
+        softcap, dropout_p, max_queries, max_keys,
     )  # fmt: skip
     if serves(q, k, v, problem):
         return _hopper_backward(
             q, k, v, out, lse, out_gradient, lse_gradient, problem, needs_q, needs_kv, needs_distance_bias
         )
     saved = prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
-    q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient = (q.new_empty(0) for _ in range(5))
+    q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient, slopes_gradient = (
+        q.new_empty(0) for _ in range(6)
+    )
     if needs_kv:
         k_gradient, v_gradient = launch_dkdv(saved, problem)
     full_bias = needs_bias and bias is not None and bias.shape == (*q.shape[:1], q.shape[2], max_queries, max_keys)
-    if needs_q or full_bias or needs_distance_bias:
+    if needs_q or full_bias or needs_distance_bias or needs_slopes:
         scores_dtype = bias.dtype if bias is not None and full_bias else None
-        dq, scores, far = launch_dq(saved, problem, scores_dtype=scores_dtype, far_sums=needs_distance_bias)
+        dq, scores, far, slopes = launch_dq(
+            saved, problem, scores_dtype=scores_dtype, far_sums=needs_distance_bias, slope_sums=needs_slopes
+        )
         q_gradient = dq if needs_q else q_gradient
         if scores is not None:
             bias_gradient = scores
         if far is not None and distance_bias is not None:
             distance_gradient = launch_distance_gradient(saved, problem, far).to(distance_bias.dtype)
+        if slopes is not None and alibi_slopes is not None:
+            slopes_gradient = slopes.to(alibi_slopes.dtype)
     if needs_bias and bias is not None and not full_bias:
         bias_gradient = launch_bias_gradient(saved, problem).to(bias.dtype)
-    return q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient
+    return q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient, slopes_gradient
 
 
 def _hopper_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
     problem: Problem, needs_q: bool, needs_kv: bool, needs_distance_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `_flash_attention_backward` returns, from the Hopper kernels; they serve no dense bias."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `_flash_attention_backward` returns, from the Hopper kernels; they serve no dense bias and no slopes."""
     from .hopper import launch
     from .hopper.distance import distance_gradient as distance_sums
 
     saved = launch.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
-    q_gradient, k_gradient, v_gradient, nothing, distance_gradient = (q.new_empty(0) for _ in range(5))
+    q_gradient, k_gradient, v_gradient, no_bias, distance_gradient, no_slopes = (q.new_empty(0) for _ in range(6))
     far = diagonals = None
     if needs_kv or needs_distance_bias:
         dk, dv, diagonals = launch.launch_dkdv(saved, problem, diagonals=needs_distance_bias)
@@ -134,15 +143,15 @@ def _hopper_backward(
         if lse_gradient is not None:  # rows without keys have none
             total = lse_gradient.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
         distance_gradient = distance_sums(diagonals, far, total, reach, offset).to(problem.distance_bias.dtype)
-    return q_gradient, k_gradient, v_gradient, nothing, distance_gradient
+    return q_gradient, k_gradient, v_gradient, no_bias, distance_gradient, no_slopes
 
 
 @_flash_attention_backward.register_fake
 def _(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    *fields, needs_q, needs_kv, needs_bias, needs_distance_bias = rest
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    *fields, needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes = rest
     problem = Problem(*fields)
 
     def like(tensor: Tensor | None, needed: bool) -> Tensor:
@@ -154,6 +163,7 @@ def _(
         like(v, needs_kv),
         like(problem.bias, needs_bias),
         like(problem.distance_bias, needs_distance_bias),
+        like(problem.alibi_slopes, needs_slopes),
     )
 
 
@@ -163,8 +173,8 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *fields = inputs
     problem = Problem(*fields)
-    ctx.save_for_backward(q, k, v, *output, *problem[:6])
-    ctx.numbers = problem[6:]
+    ctx.save_for_backward(q, k, v, *output, *problem[:7])
+    ctx.numbers = problem[7:]
     ctx.set_materialize_grads(False)
 
 
@@ -172,13 +182,13 @@ def _backward(ctx: Any, out_gradient: Tensor | None, lse_gradient: Tensor | None
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     if out_gradient is None:
         if lse_gradient is None:
-            return (None,) * 16
+            return (None,) * 17
         out_gradient = torch.zeros_like(out)
     needs = ctx.needs_input_grad
-    wanted = (needs[0], needs[1] or needs[2], needs[3], needs[4])
+    wanted = (needs[0], needs[1] or needs[2], *needs[3:6])
     problem = (*tensors, *ctx.numbers)
     gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *wanted)
-    used = [gradient if needed else None for gradient, needed in zip(gradients, needs[:5], strict=True)]
+    used = [gradient if needed else None for gradient, needed in zip(gradients, needs[:6], strict=True)]
     return (*used, *(None,) * 11)
 
 
@@ -227,7 +237,7 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *problem: Any, out_val: Any 
 
 @register_flop_formula(torch.ops.stoker.flash_attention_backward, get_raw=True)
 def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
-    return 10 * _multiplications(arguments[2], Problem(*arguments[7:20]))
+    return 10 * _multiplications(arguments[2], Problem(*arguments[7:21]))
 
 
 # ---------------------------------------------------------------- public function
@@ -244,6 +254,7 @@ def flash_attention(
     softcap: float = 0.0,
     bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -256,8 +267,8 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(cap(softmax_scale * q k^T) + bias + distance_bias, over the visible keys) v, no scores in memory.
 
-    Differentiable once in q, k, v, `bias`, `distance_bias`, and through the log-sum-exp. The backward pass has no
-    atomics: every gradient is the same bits each time.
+    Differentiable once in q, k, v, `bias`, `distance_bias`, `alibi_slopes`, and through the log-sum-exp. The backward
+    pass has no atomics: every gradient is the same bits each time.
 
     Args:
         q: (batch, queries, heads, head_dim), or packed (total queries, heads, head_dim); bf16, fp16 or fp32, under the
@@ -271,6 +282,8 @@ def flash_attention(
         bias: added to the scores, dtype of q or fp32, broadcastable to (batch, heads, queries, keys); dense only.
         distance_bias: fp32 (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i + keys -
             queries), clipped to [-R, R]. Its gradient takes O(queries + keys) memory.
+        alibi_slopes: fp32 (heads,); -slope * |d| is added for a key at distance d, whatever else is added. A straight
+            line needs no table: much faster than a `distance_bias` of the same numbers.
         dropout_p: probability of dropping an attention weight; the others grow by 1 / (1 - dropout_p).
         rng: int64 [seed, offset] of the dropout mask, on the device of q; see `dropout.py`.
         cu_seqlens_q: int32 (sequences + 1), where the sequences of a packed `q` end, from 0 on. Entries may repeat;
@@ -296,14 +309,14 @@ def flash_attention(
             bias = bias.to(q.dtype)
     sizes = check_arguments(
         q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
-        distance_bias=distance_bias, dropout_p=dropout_p, rng=rng, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        distance_bias=distance_bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng=rng,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         key_padding_mask=key_padding_mask,
     )  # fmt: skip
     _check_triton_serves(q)
     out, lse = _flash_attention(
-        q, k, v, bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, sizes.left, sizes.right,
-        sizes.scale, float(softcap), float(dropout_p), sizes.queries, sizes.keys,
+        q, k, v, bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, sizes.left,
+        sizes.right, sizes.scale, float(softcap), float(dropout_p), sizes.queries, sizes.keys,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

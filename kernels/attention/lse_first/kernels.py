@@ -254,6 +254,7 @@ def gradients_of_chunk_(
     problem = Problem(
         bias=None,
         distance_bias=None,
+        alibi_slopes=None,
         key_padding_mask=None,
         rng=None,
         cu_seqlens_q=None,
@@ -279,10 +280,12 @@ def gradients_of_chunk_(
             tiles_pointer=None,
             bias_gradient_pointer=None,
             far_pointer=None,
+            slope_gradient_pointer=None,
             stride_far=0,
             heads_per_group=heads // groups,
             WRITE_BIAS_GRADIENT=False,
             FAR_SUMS=False,
+            SLOPE_SUMS=False,
         )
     if merge:
         dq += part

@@ -57,6 +57,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
         return False
     if q.shape[-1] not in HEAD_DIMS or not (q.numel() and k.numel()):
         return False
+    if problem.alibi_slopes is not None:
+        return False
     distance = problem.distance_bias
     if distance is not None and (q.shape[-1] > 128 or distance.shape[1] // 2 > LARGEST_REACH):
         return False
