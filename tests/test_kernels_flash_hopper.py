@@ -33,6 +33,18 @@ CAUSAL = pytest.mark.parametrize("causal", [False, True])
 # ---------------------------------------------------------------- without a GPU
 
 
+@pytest.mark.parametrize(("changes", "served"), [({}, True), ({"alibi_slopes": torch.zeros(2)}, False)], ids=str)
+def test_gate(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], served: bool) -> None:
+    """As on a Hopper GPU with a Triton that has Gluon."""
+    monkeypatch.setattr(gate, "INTERPRETED", False)
+    for condition in ("_has_gluon", "_is_hopper"):
+        monkeypatch.setattr(gate, condition, lambda *_: True)
+    call = FlashProblem(*(None,) * 7, -1, 0, 0.125, 0.0, 0.0, 100, 100)._replace(**changes)
+    with FakeTensorMode():
+        q = torch.empty(1, 100, 2, 64, dtype=torch.bfloat16, device="cuda")
+    assert gate.serves(q, q, q, call) == served
+
+
 def test_what_tma_cannot_read_is_copied() -> None:
     tensor = torch.randn(2, 33, 4, 64).bfloat16()
     fused = torch.randn(2, 33, 3 * 4 * 64).bfloat16().view(2, 33, 3, 4, 64)
