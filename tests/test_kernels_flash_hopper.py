@@ -39,7 +39,7 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], served: 
     monkeypatch.setattr(gate, "INTERPRETED", False)
     for condition in ("_has_gluon", "_is_hopper"):
         monkeypatch.setattr(gate, condition, lambda *_: True)
-    call = FlashProblem(*(None,) * 7, -1, 0, 0.125, 0.0, 0.0, 100, 100)._replace(**changes)
+    call = FlashProblem(None, None, None, None, None, None, None, -1, 0, 0.125, 0.0, 0.0, 100, 100)._replace(**changes)
     with FakeTensorMode():
         q = torch.empty(1, 100, 2, 64, dtype=torch.bfloat16, device="cuda")
     assert gate.serves(q, q, q, call) == served
@@ -147,6 +147,7 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
         problem = FlashProblem(
             torch.empty(4, 32, 32, device="cuda") if call.bias == "dense" else None,
             torch.empty(4, 5, device="cuda") if call.bias_is_distance else None,
+            None,
             torch.empty(2, 32, device="cuda", dtype=torch.bool) if call.padding else None,
             None, None, None, call.window[0] if call.window else -1, 0 if call.causal else -1, 0.1, call.softcap,
             call.dropout, 32, 32,

@@ -282,8 +282,8 @@ def flash_attention(
         bias: added to the scores, dtype of q or fp32, broadcastable to (batch, heads, queries, keys); dense only.
         distance_bias: fp32 (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i + keys -
             queries), clipped to [-R, R]. Its gradient takes O(queries + keys) memory.
-        alibi_slopes: fp32 (heads,); -slope * |d| is added for a key at distance d, whatever else is added. A straight
-            line needs no table: much faster than a `distance_bias` of the same numbers.
+        alibi_slopes: fp32 (heads,); -slope * |d| is added for a key at distance d, whatever else is added. Nothing
+            is looked up and nothing clipped, unlike in a `distance_bias` of the same numbers.
         dropout_p: probability of dropping an attention weight; the others grow by 1 / (1 - dropout_p).
         rng: int64 [seed, offset] of the dropout mask, on the device of q; see `dropout.py`.
         cu_seqlens_q: int32 (sequences + 1), where the sequences of a packed `q` end, from 0 on. Entries may repeat;
