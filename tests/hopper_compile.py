@@ -26,7 +26,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 yield "forward", launch.hopper_forward, shared | apart | constants
                 far = {"FAR_SUMS": distance and not causal}
                 yield "dq", launch.hopper_dq, shared | apart | far | launch._DQ[head_dim].constants()
-                blocks = launch._DKDV[head_dim]
+                blocks = (launch._DKDV_DISTANCE if distance else launch._DKDV)[head_dim]
                 yield "dkdv", launch.hopper_dkdv, shared | {"DIAGONALS": distance} | blocks.constants()
 
 

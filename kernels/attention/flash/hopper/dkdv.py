@@ -11,7 +11,7 @@ no room for two sums in one warp group: there one consumer sums dV and the other
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .diagonals import allocate_scratch, store_diagonals
 from .schedule import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
@@ -32,16 +32,23 @@ def _produce(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
     keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of a tile, and the queries and upstream gradients that meet them, head by head."""
     step = 0
     for turn in range(turns_of(order_pointer, order_width)):
         tile, pair = turn_of(order_pointer, order_width, turn)
         group, sequence = pair % groups, pair // groups
-        fill(keys_ring, turn, k_descriptor, [sequence, tile * BLOCK_N, group, 0], 2 * BLOCK_N * HEAD_DIM * 2, 1)
-        load_tile(v_descriptor, [sequence, tile * BLOCK_N, group, 0], keys_ring[1].index(0), values)
-        first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
+        slot = turn % KEY_STAGES
+        full = keys_ring[1].index(slot)
+        mbarrier.wait(keys_ring[2].index(slot), ((turn // KEY_STAGES) & 1) ^ 1)
+        mbarrier.expect(full, 2 * TILES * BLOCK_N * HEAD_DIM * 2)
+        for w in gl.static_range(TILES):
+            place = [sequence, (tile * TILES + w) * BLOCK_N, group, 0]
+            load_tile(k_descriptor, place, full, keys_ring[0].index(slot * TILES + w))
+            load_tile(v_descriptor, place, full, values.index(slot * TILES + w))
+        first = _first_query_tile(tile, offset, BLOCK_M, TILES * BLOCK_N, CAUSAL)
         for h in range(heads_per_group):
             head = group * heads_per_group + h
             row = sequence * groups * heads_per_group + head
@@ -51,8 +58,9 @@ def _produce(
                 fill(queries_ring, step, q_descriptor, place, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
                 load_tile(lse_descriptor, [row, i * BLOCK_M], queries_ring[1].index(stage), lse_buffers.index(stage))
                 fill(upstream_ring, step, do_descriptor, place, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
-                full = upstream_ring[1].index(stage)
-                load_tile(delta_descriptor, [row, i * BLOCK_M], full, delta_buffers.index(stage))
+                load_tile(
+                    delta_descriptor, [row, i * BLOCK_M], upstream_ring[1].index(stage), delta_buffers.index(stage)
+                )
                 step += 1
 
 
@@ -101,26 +109,26 @@ def _consume_both(
     keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
-    W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    W: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, DIAGONALS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Consumer W: both gradients of its half of each tile of keys."""
-    KEYS: gl.constexpr = BLOCK_N // 2
+    """Consumer W: both gradients of its BLOCK_N keys of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
-    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, scores_layout)
-    k = keys_ring[0].index(0).reshape([BLOCK_N, HEAD_DIM]).slice(W * KEYS, KEYS, dim=0)
-    v = values.reshape([BLOCK_N, HEAD_DIM]).slice(W * KEYS, KEYS, dim=0)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
     step = 0
     for turn in range(turns_of(order_pointer, order_width)):
         tile, pair = turn_of(order_pointer, order_width, turn)
-        key = tile * BLOCK_N + W * KEYS
-        dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout)
-        dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout)
-        first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
-        wait_full(keys_ring, turn, 1)
+        key = (tile * TILES + W) * BLOCK_N
+        k = keys_ring[0].index(turn % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
+        v = values.index(turn % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
+        dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
+        dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
+        first = _first_query_tile(tile, offset, BLOCK_M, TILES * BLOCK_N, CAUSAL)
+        wait_full(keys_ring, turn, KEY_STAGES)
         for h in range(heads_per_group):
             head = pair % groups * heads_per_group + h
             distance_here = distance_pointer
@@ -159,7 +167,7 @@ def _consume_both(
                 dk = warpgroup_mma_wait(0, deps=[pending_dk])
                 release(queries_ring, step, STAGES)
                 step += 1
-        release(keys_ring, turn, 1)
+        release(keys_ring, turn, KEY_STAGES)
         _store(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
         _store(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
 
@@ -168,7 +176,8 @@ def _consume_both(
 def _consume_one(
     out_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
-    IS_KEYS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    IS_KEYS: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """One gradient, of the keys or of the values, of each tile of keys."""
@@ -177,15 +186,15 @@ def _consume_one(
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
-    k = keys_ring[0].index(0).reshape([BLOCK_N, HEAD_DIM])
-    v = values.reshape([BLOCK_N, HEAD_DIM])
     step = 0
     for turn in range(turns_of(order_pointer, order_width)):
         tile, pair = turn_of(order_pointer, order_width, turn)
         key = tile * BLOCK_N
+        k = keys_ring[0].index(turn % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
+        v = values.index(turn % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
         sums = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
         first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
-        wait_full(keys_ring, turn, 1)
+        wait_full(keys_ring, turn, KEY_STAGES)
         for _ in range(heads_per_group):
             for i in range(first, query_tiles):
                 stage = step % STAGES
@@ -216,7 +225,7 @@ def _consume_one(
                 release(queries_ring, step, STAGES)
                 release(upstream_ring, step, STAGES)
                 step += 1
-        release(keys_ring, turn, 1)
+        release(keys_ring, turn, KEY_STAGES)
         if IS_KEYS:
             sums = sums * scale
         _store(out_pointer, sums, key, pair, groups, keys, HEAD_DIM)
@@ -228,10 +237,11 @@ def hopper_dkdv(
     dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
     order_pointer, order_width, groups, heads_per_group, query_tiles, queries, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, DIAGONALS: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of every tile of BLOCK_N keys and values, from all query heads of their group in order.
+    """Gradients of every tile of TILES * BLOCK_N keys and values, from all query heads of their group in order.
 
     Descriptors over (batch, rows, heads, HEAD_DIM); of lse (base 2, +inf in a row without keys) and delta over (batch *
     heads, queries) fp32. dk, dv: contiguous (batch, keys, groups, HEAD_DIM). diagonals (DIAGONALS): see `diagonals.py`.
@@ -240,34 +250,70 @@ def hopper_dkdv(
     layout: gl.constexpr = q_descriptor.layout
     row_layout: gl.constexpr = lse_descriptor.layout
     offset = keys - queries
-    keys_ring = ring(gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, 1, HEAD_DIM], layout), 1, 2)
-    values = gl.allocate_shared_memory(dtype, [1, BLOCK_N, 1, HEAD_DIM], layout)
-    queries_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, 2)
-    upstream_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, 2)
+    # consumers of heads up to 128 wide have a tile of keys each; the two of wider ones share one
+    READERS: gl.constexpr = TILES if HEAD_DIM <= 128 else 2
+    keys_ring = ring(
+        gl.allocate_shared_memory(dtype, [KEY_STAGES * TILES, 1, BLOCK_N, 1, HEAD_DIM], layout), KEY_STAGES, READERS
+    )
+    values = gl.allocate_shared_memory(dtype, [KEY_STAGES * TILES, 1, BLOCK_N, 1, HEAD_DIM], layout)
+    queries_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS)
+    upstream_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
-    scratch, other_scratch = values, values
+    scratch, other_scratch, third_scratch = values, values, values
     if DIAGONALS:
         scratch, other_scratch = allocate_scratch(), allocate_scratch()
+        if TILES == 3:
+            third_scratch = allocate_scratch()
     if HEAD_DIM > 128:
         gl.warp_specialize([
             (_consume_one, (
                 dv_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
-                scale, scale_log2, False, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, dtype,
+                scale, scale_log2, False, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
             (_consume_one, (
                 dk_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
-                scale, scale_log2, True, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, dtype,
+                scale, scale_log2, True, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
-                BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
             )),
         ], [4, 4], [240, 24])  # fmt: skip
+    elif TILES == 3:
+        gl.warp_specialize([
+            (_consume_both, (
+                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                scale, scale_log2, reach, extent, bands, key_blocks,
+                0, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+            )),
+            (_consume_both, (
+                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, other_scratch,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                scale, scale_log2, reach, extent, bands, key_blocks,
+                1, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+            )),
+            (_consume_both, (
+                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, third_scratch,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                scale, scale_log2, reach, extent, bands, key_blocks,
+                2, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+            )),
+            (_produce, (
+                q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
+                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
+                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
+            )),
+        ], [4, 4, 4], [160, 160, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume_both, (
@@ -275,19 +321,19 @@ def hopper_dkdv(
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
-                0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+                0, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
             )),
             (_consume_both, (
                 dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, other_scratch,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
-                1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+                1, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
-                BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
             )),
         ], [4, 4], [240, 24])  # fmt: skip

@@ -36,10 +36,26 @@ class Blocks(NamedTuple):
         return {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "STAGES": self.stages}
 
 
+class KeyBlocks(NamedTuple):
+    """Queries and keys of a consumer's tile, tiles of queries loaded ahead, tiles of keys at a time and ahead."""
+
+    queries: int
+    keys: int
+    stages: int
+    tiles: int = 2
+    key_stages: int = 2
+
+    def constants(self) -> dict[str, int]:
+        """As the kernel takes them."""
+        names = ("BLOCK_M", "BLOCK_N", "STAGES", "TILES", "KEY_STAGES")
+        return dict(zip(names, self, strict=True))
+
+
 _FORWARD = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
 _FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}  # causal, their common tile would have a long edge
 _DQ = {64: Blocks(64, 128, 2), 128: Blocks(64, 64, 2), 256: Blocks(64, 64, 1)}
-_DKDV = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
+_DKDV = {64: KeyBlocks(64, 64, 2), 128: KeyBlocks(64, 64, 2), 256: KeyBlocks(64, 64, 2, tiles=1, key_stages=1)}
+_DKDV_DISTANCE = _DKDV | {128: KeyBlocks(64, 64, 2, key_stages=1)}  # sums of diagonals take the room of a tile
 
 
 def _rows_of(tensor: Tensor, rows: int) -> Tiles:
@@ -58,11 +74,12 @@ def _order_of_queries(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Ten
     return tile_order(False, queries, keys, rows, blocks.keys, causal, batch * heads, width, q.device)
 
 
-def _order_of_keys(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Tensor:
+def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyBlocks, causal: bool) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     width = together(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
-    return tile_order(True, queries, keys, blocks.keys, blocks.queries, causal, batch * groups, width, q.device)
+    rows = blocks.tiles * blocks.keys
+    return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, width, q.device)
 
 
 def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
@@ -182,10 +199,10 @@ def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     table, reach, extent = saved.distance
-    blocks, causal = _DKDV[head_dim], problem.right == 0
+    blocks, causal = (_DKDV_DISTANCE if diagonals else _DKDV)[head_dim], problem.right == 0
     order = _order_of_keys(q, k, blocks, causal)
     k_gradient, v_gradient = k.new_empty(k.shape), k.new_empty(k.shape)
-    bands, key_blocks = bands_of(reach), 2 * -(-keys // blocks.keys)
+    bands, key_blocks = bands_of(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
     sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
     row_numbers = {
         name: Tiles(numbers, [batch * heads, queries], [numbers.shape[2], 1], [1, blocks.queries], _ROW)
