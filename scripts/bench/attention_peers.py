@@ -68,12 +68,9 @@ class Shape:
             return torch.randn(self.heads, 2 * self.reach + 1, device="cuda").requires_grad_()
         return torch.logspace(-8, -1, self.heads, 2.0, device="cuda").requires_grad_()
 
-    def vector(self, table: Tensor) -> Tensor:
-        """The bias by distance, (heads, 2 R + 1)."""
-        if self.bias == "t5":
-            return table
-        distance = torch.arange(1 - self.tokens, self.tokens, device="cuda", dtype=torch.float32)
-        return -table[:, None] * distance.abs()
+    def arguments(self, table: Tensor | None) -> dict[str, Tensor]:
+        """The bias as `flash_attention` takes it."""
+        return {} if table is None else {"distance_bias" if self.bias == "t5" else "alibi_slopes": table}
 
     def matrix(self, table: Tensor) -> Tensor:
         """The bias written out, (1, heads, tokens, tokens) in bf16, differentiable in the table."""
@@ -86,8 +83,7 @@ class Shape:
 
 def ours(shape: Shape) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
-        vector = None if table is None else shape.vector(table)
-        return flash_attention(q, k, v, causal=shape.causal, distance_bias=vector)
+        return flash_attention(q, k, v, causal=shape.causal, **shape.arguments(table))
 
     return attend
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from .diagonals import allocate_scratch, store_diagonals
 from .schedule import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
-from .scores import far_shifts
+from .scores import far_shifts, places, row_slopes, slope_of_head
 
 
 @jit
@@ -66,8 +66,8 @@ def _produce(
 
 @jit
 def _exponents(
-    s, lse, distance_here, far, key, query, offset, keys, scale_log2, reach,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr,
+    s, lse, distance_here, far, slope, key, query, offset, keys, scale_log2, reach,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
 ):  # fmt: skip
     """Exponents (keys, queries) of the weights of a tile from key `key` and query `query` on; `far` of `far_shifts`."""
     layout: gl.constexpr = s.type.layout
@@ -81,6 +81,15 @@ def _exponents(
         elif key + s.shape[0] - 1 - query - offset > -reach:
             shift = 0.0
             s = s + gl.load(distance_here + (key - query - offset) + row - column)
+    if HAS_SLOPE:  # as in `scores.biased`
+        place_of_key, place_of_query = places(s)
+        gap = (key - query - offset).to(gl.float32)
+        if CAUSAL:
+            s = s + slope * place_of_key
+            shift = slope * scale_log2 * gap
+            lse += row_slopes(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
+        else:
+            s = s - slope * gl.abs(place_of_key - place_of_query + gap)
     # rows that do not exist have a score of 0, whose exponential need not be finite
     edge = (key + s.shape[0] > keys) | (query + s.shape[1] > keys - offset)
     if CAUSAL:
@@ -105,13 +114,14 @@ def _store(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
 
 @jit
 def _consume_both(
-    dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+    dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
     keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
     W: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, DIAGONALS: gl.constexpr, dtype: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, DIAGONALS: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: both gradients of its BLOCK_N keys of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -135,6 +145,7 @@ def _consume_both(
             if HAS_DISTANCE:
                 distance_here = distance_pointer + head * (2 * extent + 1) + extent
             far = far_shifts(distance_here, extent, scale_log2, HAS_DISTANCE)
+            slope = slope_of_head(slopes_pointer, head, scale_log2, HAS_SLOPE)
             for i in range(first, query_tiles):
                 stage = step % STAGES
                 q = queries_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
@@ -146,8 +157,8 @@ def _consume_both(
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 s = warpgroup_mma_wait(1, deps=[pending])
                 weight = gl.exp2(_exponents(
-                    s, lse, distance_here, far, key, i * BLOCK_M, offset, keys, scale_log2, reach,
-                    CAUSAL, HAS_DISTANCE,
+                    s, lse, distance_here, far, slope, key, i * BLOCK_M, offset, keys, scale_log2, reach,
+                    CAUSAL, HAS_DISTANCE, HAS_SLOPE,
                 ))  # fmt: skip
                 p = gl.convert_layout(weight.to(dtype), weights_layout)
                 pending_dv = warpgroup_mma(p, out_gradient, dv, is_async=True)
@@ -210,7 +221,8 @@ def _consume_one(
                 else:
                     s = warpgroup_mma_wait(0, deps=[pending])
                 weight = gl.exp2(_exponents(
-                    s, lse, lse_buffers, (0.0, 0.0), key, i * BLOCK_M, offset, keys, scale_log2, 0, CAUSAL, False,
+                    s, lse, lse_buffers, (0.0, 0.0), 0.0, key, i * BLOCK_M, offset, keys, scale_log2, 0,
+                    CAUSAL, False, False,
                 ))  # fmt: skip
                 if IS_KEYS:
                     delta = delta_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
@@ -234,17 +246,18 @@ def _consume_one(
 @kernel
 def hopper_dkdv(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
-    dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+    dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
     order_pointer, order_width, groups, heads_per_group, query_tiles, queries, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
     TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, DIAGONALS: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, DIAGONALS: gl.constexpr,
 ):  # fmt: skip
     """Gradients of every tile of TILES * BLOCK_N keys and values, from all query heads of their group in order.
 
     Descriptors over (batch, rows, heads, HEAD_DIM); of lse (base 2, +inf in a row without keys) and delta over (batch *
     heads, queries) fp32. dk, dv: contiguous (batch, keys, groups, HEAD_DIM). diagonals (DIAGONALS): see `diagonals.py`.
+    Distance and slopes as in `hopper_forward`.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     layout: gl.constexpr = q_descriptor.layout
@@ -260,11 +273,9 @@ def hopper_dkdv(
     upstream_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
-    scratch, other_scratch, third_scratch = values, values, values
+    scratch, other_scratch = values, values
     if DIAGONALS:
         scratch, other_scratch = allocate_scratch(), allocate_scratch()
-        if TILES == 3:
-            third_scratch = allocate_scratch()
     if HEAD_DIM > 128:
         gl.warp_specialize([
             (_consume_one, (
@@ -284,51 +295,23 @@ def hopper_dkdv(
                 TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
             )),
         ], [4, 4], [240, 24])  # fmt: skip
-    elif TILES == 3:
-        gl.warp_specialize([
-            (_consume_both, (
-                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
-                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
-                scale, scale_log2, reach, extent, bands, key_blocks,
-                0, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
-            )),
-            (_consume_both, (
-                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
-                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, other_scratch,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
-                scale, scale_log2, reach, extent, bands, key_blocks,
-                1, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
-            )),
-            (_consume_both, (
-                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
-                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, third_scratch,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
-                scale, scale_log2, reach, extent, bands, key_blocks,
-                2, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
-            )),
-            (_produce, (
-                q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
-                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
-                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
-            )),
-        ], [4, 4, 4], [160, 160, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume_both, (
-                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+                dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
-                0, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+                0, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
+                HAS_DISTANCE, HAS_SLOPE, DIAGONALS, dtype,
             )),
             (_consume_both, (
-                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+                dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, other_scratch,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
-                1, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+                1, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
+                HAS_DISTANCE, HAS_SLOPE, DIAGONALS, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,

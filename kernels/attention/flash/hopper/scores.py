@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from .schedule import jit
 
+LOG2E = gl.constexpr(1.4426950408889634)
+
 
 @jit
 def key_tiles(row, offset, keys, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
@@ -56,10 +58,41 @@ def far_shifts(distance_here, extent, scale, HAS_DISTANCE: gl.constexpr):
 
 
 @jit
-def distance_shift(s, distance_here, far, start, first, offset, reach, HAS_DISTANCE: gl.constexpr):
-    """Scores with the distance bias, where it differs within the tile; else what all exponents of the tile gain.
+def slope_of_head(slopes_pointer, head, scale, HAS_SLOPE: gl.constexpr):
+    """Slope of a head, in units of the unscaled scores; `scale` is theirs times log2(e)."""
+    slope = 0.0
+    if HAS_SLOPE:
+        slope = gl.load(slopes_pointer + head) * LOG2E / scale
+    return slope
 
-    `s`: (queries, keys) from query `first` and key `start` on; `far`: of `far_shifts`.
+
+@jit
+def places(tile):
+    """Row and column of each entry of a tile, fp32, (rows, 1) and (1, columns)."""
+    layout: gl.constexpr = tile.type.layout
+    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)).to(gl.float32)
+    column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout)).to(gl.float32)
+    return gl.expand_dims(row, 1), gl.expand_dims(column, 0)
+
+
+@jit
+def row_slopes(rows, slope, scale, CAUSAL: gl.constexpr, HAS_SLOPE: gl.constexpr):
+    """What `biased` leaves out of the exponents of row 0, 1, ... of a tile: `rows` is 1-D and gives the layout."""
+    left_out = gl.zeros_like(rows)
+    if HAS_SLOPE and CAUSAL:
+        left_out = slope * scale * gl.arange(0, rows.shape[0], rows.type.layout).to(gl.float32)
+    return left_out
+
+
+@jit
+def biased(
+    s, distance_here, far, slope, start, first, offset, reach, scale,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
+):  # fmt: skip
+    """Scores with the bias where it differs within the tile, and what all exponents of the tile gain beside.
+
+    `s`: (queries, keys) from query `first` and key `start` on; `far`: of `far_shifts`. A causal slope is a line along
+    the keys: what it takes from a whole row is left out, see `row_slopes`.
     """
     shift = 0.0
     if HAS_DISTANCE:
@@ -73,4 +106,12 @@ def distance_shift(s, distance_here, far, start, first, offset, reach, HAS_DISTA
             row = gl.expand_dims(gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
             column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
             s = s + gl.load(distance_here + (start - first - offset) - row + column)
+    if HAS_SLOPE:
+        row, column = places(s)
+        gap = (start - first - offset).to(gl.float32)
+        if CAUSAL:
+            s = s + slope * column
+            shift = slope * scale * gap
+        else:
+            s = s - slope * gl.abs(column - row + gap)
     return s, shift
