@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from .diagonals import allocate_scratch, store_diagonals
 from .schedule import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
-from .scores import far_shifts, places, row_slopes, slope_of_head
+from .scores import far_shifts, places, row_slopes, slope_of_head, with_distances
 
 
 @jit
@@ -80,7 +80,7 @@ def _exponents(
             shift = far[1]
         elif key + s.shape[0] - 1 - query - offset > -reach:
             shift = 0.0
-            s = s + gl.load(distance_here + (key - query - offset) + row - column)
+            s = with_distances(s, distance_here + 2 * (key - query - offset), -1)
     if HAS_SLOPE:  # as in `scores.biased`
         place_of_key, place_of_query = places(s)
         gap = (key - query - offset).to(gl.float32)
@@ -143,7 +143,9 @@ def _consume_both(
             head = pair % groups * heads_per_group + h
             distance_here = distance_pointer
             if HAS_DISTANCE:
-                distance_here = distance_pointer + head * (2 * extent + 1) + extent
+                # the falling half of the table: here a column is a query
+                falling = groups * heads_per_group + head
+                distance_here = distance_pointer + 2 * (falling * (2 * extent + 1) + extent)
             far = far_shifts(distance_here, extent, scale_log2, HAS_DISTANCE)
             slope = slope_of_head(slopes_pointer, head, scale_log2, HAS_SLOPE)
             for i in range(first, query_tiles):

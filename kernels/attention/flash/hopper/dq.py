@@ -82,7 +82,7 @@ def _consume(
         clear = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
         distance_here = distance_pointer
         if HAS_DISTANCE:
-            distance_here = distance_pointer + pair % heads * (2 * extent + 1) + extent
+            distance_here = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
         far = far_shifts(distance_here, extent, scale_log2, HAS_DISTANCE)
         slope = slope_of_head(slopes_pointer, pair % heads, scale_log2, HAS_SLOPE)
         query = first + gl.arange(0, BLOCK_M, rows_layout)

@@ -76,7 +76,7 @@ def _consume(
         clear = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
         distance_here = distance_pointer
         if HAS_DISTANCE:
-            distance_here = distance_pointer + pair % heads * (2 * extent + 1) + extent
+            distance_here = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
         far = far_shifts(distance_here, extent, scale, HAS_DISTANCE)
         slope = slope_of_head(slopes_pointer, pair % heads, scale, HAS_SLOPE)
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_layout)
@@ -164,7 +164,7 @@ def hopper_forward(
     """Output and log-sum-exp of every tile of CONSUMERS * BLOCK_M queries.
 
     Descriptors over (batch, rows, heads, HEAD_DIM) with tiles of BLOCK_M or BLOCK_N rows. lse: (batch, heads, queries)
-    fp32, natural. distance: fp32 (heads, 2 extent + 1), see `distance.distance_table`. slopes: fp32 (heads,), not with
+    fp32, natural. distance: the table of `distance.distance_table`. slopes: fp32 (heads,), not with
     a distance bias. scale: of the scores times log2(e). OUT_APART: the output has shared memory of its own, so that
     the next queries come early.
     """

@@ -52,9 +52,28 @@ def far_shifts(distance_here, extent, scale, HAS_DISTANCE: gl.constexpr):
     low = 0.0
     high = 0.0
     if HAS_DISTANCE:
-        low = gl.load(distance_here - extent) * scale
-        high = gl.load(distance_here + extent) * scale
+        low = gl.load(distance_here - 2 * extent) * scale
+        high = gl.load(distance_here + 2 * extent) * scale
     return low, high
+
+
+@jit
+def with_distances(s, pairs, SIGN: gl.constexpr):
+    """A tile plus its entries of the distance table, two by two, since a thread holds neighbouring columns.
+
+    Args:
+        s: (rows, columns).
+        pairs: the entry of row 0 and column 0.
+        SIGN: 1 where the distance grows with the column, in the rising table; -1 in the falling one.
+    """
+    halves = s.reshape([s.shape[0], s.shape[1] // 2, 2])
+    layout: gl.constexpr = halves.type.layout
+    row = gl.arange(0, s.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    column = 2 * gl.arange(0, s.shape[1] // 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    apart = gl.expand_dims(gl.expand_dims(column, 0) - gl.expand_dims(row, 1), 2)
+    halves += gl.load(pairs + 2 * SIGN * apart + gl.expand_dims(gl.expand_dims(second, 0), 1))
+    return gl.convert_layout(halves.reshape([s.shape[0], s.shape[1]]), s.type.layout)
 
 
 @jit
@@ -101,11 +120,7 @@ def biased(
             shift = far[1]
         elif start + s.shape[1] - 1 - first - offset > -reach:
             shift = 0.0
-            # a pointer per row, then constants: what is left to compute per pair is the load
-            layout: gl.constexpr = s.type.layout
-            row = gl.expand_dims(gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
-            column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
-            s = s + gl.load(distance_here + (start - first - offset) - row + column)
+            s = with_distances(s, distance_here + 2 * (start - first - offset), 1)
     if HAS_SLOPE:
         row, column = places(s)
         gap = (start - first - offset).to(gl.float32)
