@@ -30,7 +30,7 @@ class Shape:
     Attributes:
         bias: how a per-head `table` becomes a bias of the scores: `t5` (2 R + 1 numbers over clipped distance), `alibi`
             (one slope), or None.
-        reach: R of `t5`.
+        reach: R of `t5`. The last of T5's 32 buckets with their largest distance of 128 begins at 91.
     """
 
     head_dim: int
@@ -40,7 +40,7 @@ class Shape:
     batch: int
     causal: bool
     bias: str | None = None
-    reach: int = 128
+    reach: int = 91
 
     @property
     def name(self) -> str:

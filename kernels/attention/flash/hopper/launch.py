@@ -53,7 +53,9 @@ class KeyBlocks(NamedTuple):
 
 
 _FORWARD = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
-_FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}  # causal, their common tile would have a long edge
+# causal, their common tile would have a long edge; and where a bias is looked up often, registers are short
+_FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}
+_MANY_KEYS = 4096
 _DQ = {64: Blocks(64, 128, 2), 128: Blocks(64, 64, 2), 256: Blocks(64, 64, 1)}
 _DQ_SLOPES = _DQ | {64: Blocks(64, 64, 3)}  # the sums of a wider tile take registers it needs
 _DKDV = {64: KeyBlocks(64, 64, 2), 128: KeyBlocks(64, 64, 2), 256: KeyBlocks(64, 64, 2, tiles=1, key_stages=1)}
@@ -100,7 +102,8 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     _, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     causal = problem.right == 0
-    blocks = (_FORWARD if causal else _FORWARD_FULL)[head_dim]
+    looks_up_often = problem.distance_bias is not None and keys < _MANY_KEYS
+    blocks = (_FORWARD if causal or looks_up_often else _FORWARD_FULL)[head_dim]
     order = _order_of_queries(q, k, blocks, causal)
     table, reach, extent = _distance(problem)
     with on_device(q):
