@@ -6,9 +6,12 @@ left, and afterwards looks which one ran.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -28,12 +31,38 @@ _SWITCHES: dict[TEFamily, str] = {
 }
 
 
+def cudnn_of_torch() -> dict[str, str]:
+    """Where the first import of TransformerEngine shall look for cuDNN: at the one that torch has loaded.
+
+    It would take another of the system's before, and cuDNN's libraries load each other by name: parts of two releases
+    fail. Empty where the caller has said where cuDNN is, or torch brought none.
+    """
+    if "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ:
+        return {}
+    try:
+        found = find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:  # no package `nvidia` at all
+        return {}
+    places = found.submodule_search_locations if found else None
+    return {"CUDNN_PATH": places[0]} if places else {}
+
+
+def import_transformer_engine() -> ModuleType:
+    """`transformer_engine.pytorch`, with the cuDNN of torch.
+
+    Raises:
+        Exception: whatever it raises where it does not fit this torch or this machine.
+    """
+    with environment_override(cudnn_of_torch()):
+        return import_module("transformer_engine.pytorch")
+
+
 @lru_cache(maxsize=64)
 def _module(
     family: TEFamily, heads: int, groups: int, head_dim: int, scale: float, dropout: float, deterministic: bool
 ) -> Any:
     """A DotProductAttention; it has no parameters. `family` and `deterministic` act through the environment."""
-    return import_module("transformer_engine.pytorch").DotProductAttention(
+    return import_transformer_engine().DotProductAttention(
         heads, head_dim, num_gqa_groups=groups, attention_dropout=dropout, qkv_format="bshd", softmax_scale=scale
     )
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stoker.kernels import attention_lse, flash_attention, lse_first_attention
+from stoker.kernels.attention.te import import_transformer_engine
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
@@ -164,7 +164,7 @@ def flex(shape: Shape) -> Attend:
 
 
 def transformer_engine(shape: Shape) -> Attend:
-    te = import_module("transformer_engine.pytorch")
+    te = import_transformer_engine()
 
     module = te.DotProductAttention(
         shape.heads, shape.head_dim, num_gqa_groups=shape.groups, attention_dropout=0.0, qkv_format="bshd",

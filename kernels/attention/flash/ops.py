@@ -226,11 +226,12 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     return _differentiate(ctx, *gradients, direct=False)
 
 
-class _Direct(torch.autograd.Function):
+class FlashAttention(torch.autograd.Function):
     """The operation without torch's dispatcher, which would take the host longer than a short call takes the GPU."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp; `inputs` as of the operation."""
         q, k, v, *fields = inputs
         results = _results(q, k, v, Problem(*fields))
         _save(ctx, inputs, results)
@@ -238,7 +239,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        # the operation knows that there is no second derivative
+        """Gradients of the inputs; where one of them is asked for, the operation says that there is none."""
         return _differentiate(ctx, *gradients, direct=not torch.is_grad_enabled())
 
 
@@ -371,7 +372,7 @@ def flash_attention(
         key_padding_mask=key_padding_mask,
     )  # fmt: skip
     _check_triton_serves(q)
-    operation = _flash_attention if _needs_dispatcher(q, k, v) else _Direct.apply
+    operation = _flash_attention if _needs_dispatcher(q, k, v) else FlashAttention.apply
     out, lse = operation(
         q, k, v, bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, sizes.left,
         sizes.right, sizes.scale, float(softcap), float(dropout_p), sizes.queries, sizes.keys,
