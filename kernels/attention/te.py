@@ -6,11 +6,14 @@ left, and afterwards looks which one ran.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -31,29 +34,33 @@ _SWITCHES: dict[TEFamily, str] = {
 }
 
 
-def cudnn_of_torch() -> dict[str, str]:
-    """Where the first import of TransformerEngine shall look for cuDNN: at the one that torch has loaded.
-
-    It would take another of the system's before, and cuDNN's libraries load each other by name: parts of two releases
-    fail. Empty where the caller has said where cuDNN is, or torch brought none.
-    """
+def cudnn_of_torch() -> Path | None:
+    """The folder of the cuDNN that came with torch; None where none did, or the caller has said where cuDNN is."""
     if "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ:
-        return {}
+        return None
     try:
         found = find_spec("nvidia.cudnn")
     except ModuleNotFoundError:  # no package `nvidia` at all
-        return {}
+        return None
     places = found.submodule_search_locations if found else None
-    return {"CUDNN_PATH": places[0]} if places else {}
+    return Path(places[0]) if places else None
 
 
 def import_transformer_engine() -> ModuleType:
     """`transformer_engine.pytorch`, with the cuDNN of torch.
 
+    Where the system has a cuDNN too, TransformerEngine and the linker would take parts of that one, which fail beside
+    the parts of another release that torch has loaded. So all parts of torch's are loaded first.
+
     Raises:
         Exception: whatever it raises where it does not fit this torch or this machine.
     """
-    with environment_override(cudnn_of_torch()):
+    folder = cudnn_of_torch()
+    if folder is None or "transformer_engine" in sys.modules:
+        return import_module("transformer_engine.pytorch")
+    for library in sorted((folder / "lib").glob("libcudnn*.so.*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    with environment_override({"CUDNN_PATH": str(folder)}):
         return import_module("transformer_engine.pytorch")
 
 
