@@ -58,9 +58,9 @@ def flash_attn_func(
         return _result(flash_attention(q, k, v, **options, return_lse=True), return_attn_probs)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"`q` {tuple(q.shape)} must be (batch, queries, heads, head_dim), and `k` alike.")
-    batch, queries, heads, _ = q.shape
+    batch, _, heads, _ = q.shape
     _check_slopes(alibi_slopes, batch, heads, of_each_sequence=True)
-    options["distance_bias"] = _alibi_vector(alibi_slopes, queries, k.shape[1])
+    options["alibi_slopes"] = alibi_slopes.flatten()
     if alibi_slopes.dim() == 1:
         return _result(flash_attention(q, k, v, **options, return_lse=True), return_attn_probs)
     # slopes of each sequence: the heads of all sequences become the heads of one
@@ -112,7 +112,7 @@ def flash_attn_varlen_func(
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[-2], of_each_sequence=False)
-        options["distance_bias"] = _alibi_vector(alibi_slopes, max_seqlen_q, max_seqlen_k)
+        options["alibi_slopes"] = alibi_slopes
     results = flash_attention(
         q,
         k,
@@ -242,13 +242,6 @@ def _check_slopes(slopes: Tensor, batch: int, heads: int, *, of_each_sequence: b
     wanted = f"(heads,) = ({heads},)" + (f" or (batch, heads) = ({batch}, {heads})" if of_each_sequence else "")
     reason = "" if of_each_sequence else "; packed sequences share the slopes of their heads"
     raise ValueError(f"`alibi_slopes` {tuple(slopes.shape)} must be {wanted}{reason}.")
-
-
-def _alibi_vector(slopes: Tensor, queries: int, keys: int) -> Tensor:
-    """-slope * |distance| for each head and each distance two tokens can have, (heads or batch * heads, 2 R + 1)."""
-    reach = max(queries - 1, keys - 1, 1)
-    distance = torch.arange(-reach, reach + 1, device=slopes.device, dtype=torch.float32)
-    return -slopes.flatten()[:, None] * distance.abs()
 
 
 def _result(results: Any, return_attn_probs: bool) -> Any:

@@ -1,7 +1,7 @@
 """softmax(scale * x + mask) over the last dimension in one operation, for rows of any length.
 
-Forward and backward read and write each element once up to 16384 columns (8192 in the backward); of longer rows, which
-are read twice, the second time comes from a cache. Of what a causal mask hides at most a few elements at its edge are
+Forward and backward read and write each element once up to 32768 columns; of longer rows, which are read twice, the
+second time comes from a cache. Of what a causal mask hides at most a few elements at its edge are
 read, and no mask is ever built for it. Nothing but the probabilities is kept for the backward pass.
 
 A mask follows Megatron's FusedScaleMaskSoftmax: True hides a position. Unlike there, a row that sees nothing gives
@@ -18,8 +18,7 @@ from torch import Tensor
 from .interpreted import rounded
 from .launch import jit, next_power_of_2, tl, triton, triton_runs_on
 
-ONE_PASS_COLUMNS = 16384  # two such rows in fp32 fill the registers of a multiprocessor: one loads, one computes
-ONE_PASS_COLUMNS_BACKWARD = 8192  # two tensors
+ONE_PASS_COLUMNS = 32768  # a row in fp32 is half the registers of a multiprocessor; reading it twice is slower
 TILE = 2048  # elements of a program that holds several short rows
 VECTOR = 8  # neighbouring columns that a thread has together: a load of 16 bytes
 STEP = 8192  # columns of a step over a long row
@@ -60,6 +59,12 @@ def reference_backward(output_gradient: Tensor, probabilities: Tensor, scale: fl
 
 
 @jit
+def _last_seen(row, queries, columns):
+    """The last column a row sees under a causal mask, in 32 bits: comparing every column in 64 would cost the most."""
+    return (row % queries).to(tl.int32) + (columns - queries)
+
+
+@jit
 def _readable(row, column, total_rows, queries, columns, CAUSAL: tl.constexpr):
     """What of `column` (columns of a tile) each of `row` (rows of a tile) may read, as a 2-D tile.
 
@@ -68,7 +73,7 @@ def _readable(row, column, total_rows, queries, columns, CAUSAL: tl.constexpr):
     """
     inside = (row < total_rows)[:, None] & (column < columns)[None, :]
     if CAUSAL:
-        inside = inside & ((column // 16 * 16)[None, :] <= (row % queries + columns - queries)[:, None])
+        inside = inside & ((column // 16 * 16)[None, :] <= _last_seen(row, queries, columns)[:, None])
     return inside
 
 
@@ -108,7 +113,7 @@ def _forward_kernel(
     x = tl.load(x_pointer + place, mask=readable, other=0.0).to(ACCUMULATE)
     visible = readable
     if CAUSAL:
-        visible = visible & (column[None, :] <= (row % queries + columns - queries)[:, None])
+        visible = visible & (column[None, :] <= _last_seen(row, queries, columns)[:, None])
     if MASKED:
         start = _mask_row(row, queries, heads, mask_batch_stride, mask_head_stride, mask_query_stride)
         mask_place = start[:, None] + (column.to(tl.int64) * mask_key_stride)[None, :]
@@ -333,7 +338,7 @@ def triton_backward(output_gradient: Tensor, probabilities: Tensor, scale: float
     rows = batch * heads * queries
     tensors = (output_gradient, probabilities, gradient)
     kinds = {"CAUSAL": causal, "ACCUMULATE": _accumulate(gradient), "enable_fp_fusion": True}
-    if columns <= ONE_PASS_COLUMNS_BACKWARD:
+    if columns <= ONE_PASS_COLUMNS:
         tile = _tile(columns)
         grid = (triton.cdiv(rows, tile["ROWS"]),)
         _backward_kernel[grid](*tensors, scale, rows, queries, columns, **kinds, **tile)

@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 
 from offline_compile import CAPABILITIES, resources
 
-FLAGS = ("HAS_LEFT", "HAS_RIGHT", "HAS_SOFTCAP", "HAS_BIAS", "HAS_DISTANCE", "HAS_PADDING", "HAS_DROPOUT", "PACKED")
+FLAGS = (
+    "HAS_LEFT", "HAS_RIGHT", "HAS_SOFTCAP", "HAS_BIAS", "HAS_DISTANCE", "HAS_SLOPE", "HAS_PADDING", "HAS_DROPOUT",
+    "PACKED",
+)  # fmt: skip
 # families of variants: name -> flags that are on
 FAMILIES = {
     "causal": {"HAS_RIGHT"},
     "full": set(),
     "distance": {"HAS_DISTANCE"},
     "causal_distance": {"HAS_RIGHT", "HAS_DISTANCE"},
+    "causal_slopes": {"HAS_RIGHT", "HAS_SLOPE"},
     "window_softcap": {"HAS_RIGHT", "HAS_LEFT", "HAS_SOFTCAP"},
     "bias_padding": {"HAS_BIAS", "HAS_PADDING"},
     "causal_dropout": {"HAS_RIGHT", "HAS_DROPOUT"},
@@ -29,16 +33,21 @@ FAMILIES = {
 OPTIONAL = {
     "bias_pointer": "HAS_BIAS",
     "distance_pointer": "HAS_DISTANCE",
+    "slopes_pointer": "HAS_SLOPE",
     "padding_pointer": "HAS_PADDING",
     "rng_pointer": "HAS_DROPOUT",
     "cu_seqlens_q": "PACKED",
     "cu_seqlens_k": "PACKED",
     "tiles_pointer": "PACKED",
     "far_pointer": "FAR_SUMS",
+    "slope_gradient_pointer": "SLOPE_SUMS",
     "bias_gradient_pointer": "WRITE_BIAS_GRADIENT",
     "lse_gradient_pointer": "HAS_LSE_GRADIENT",
 }
-FP32 = ("lse_pointer", "lse_gradient_pointer", "delta_pointer", "distance_pointer", "far_pointer", "partial_pointer")
+FP32 = (
+    "lse_pointer", "lse_gradient_pointer", "delta_pointer", "distance_pointer", "slopes_pointer", "far_pointer",
+    "slope_gradient_pointer", "partial_pointer",
+)  # fmt: skip
 TYPES = dict.fromkeys(FP32, "*fp32") | {
     "padding_pointer": "*u8",
     "rng_pointer": "*i64",
@@ -118,6 +127,7 @@ def constants(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
         "HEADS_PER_GROUP": 1,
         "FAR_SUMS": "distance" in variant.family,
+        "SLOPE_SUMS": "slopes" in variant.family,
         "WRITE_BIAS_GRADIENT": "bias" in variant.family,
         "BATCH_BROADCAST": True,
         "HEADS_BROADCAST": True,

@@ -18,15 +18,22 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
     for head_dim in (64, 128, 256):
         for causal in (False, True):
-            for distance in (False, True) if head_dim <= 128 else (False,):
-                shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance}
+            constants = {"HEAD_DIM": head_dim, "CAUSAL": causal, "MERGE": causal}
+            yield "lse", launch.hopper_lse, constants | launch._LSE[head_dim].constants()
+            for bias in ("none", "distance", "slopes") if head_dim <= 128 else ("none",):
+                distance, slopes = bias == "distance", bias == "slopes"
+                shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance, "HAS_SLOPE": slopes}
                 apart = {"OUT_APART": head_dim <= 128}
                 blocks = (launch._FORWARD if causal else launch._FORWARD_FULL)[head_dim]
                 constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
                 yield "forward", launch.hopper_forward, shared | apart | constants
-                far = {"FAR_SUMS": distance and not causal}
-                yield "dq", launch.hopper_dq, shared | apart | far | launch._DQ[head_dim].constants()
-                blocks = launch._DKDV[head_dim]
+                sums = {"FAR_SUMS": distance and not causal, "SLOPE_SUMS": slopes}
+                yield (
+                    "dq",
+                    launch.hopper_dq,
+                    shared | apart | sums | (launch._DQ_SLOPES if slopes else launch._DQ)[head_dim].constants(),
+                )
+                blocks = (launch._DKDV_DISTANCE if distance else launch._DKDV)[head_dim]
                 yield "dkdv", launch.hopper_dkdv, shared | {"DIAGONALS": distance} | blocks.constants()
 
 

@@ -82,6 +82,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "distance_rank": (lambda: dense(distance_bias=torch.zeros(5)), r"`distance_bias` \(5,\)"),
     "distance_dtype": (lambda: dense(distance_bias=torch.zeros(6, 5).half()), r"`distance_bias` \(torch.float16\)"),
     "distance_device": (lambda: dense(distance_bias=on_meta(6, 5)), r"`distance_bias` \(meta\)"),
+    "slopes_heads": (lambda: dense(alibi_slopes=torch.zeros(3)), r"`alibi_slopes` \(3,\) must be \(heads,\) = \(6,\)"),
+    "slopes_rank": (lambda: dense(alibi_slopes=torch.zeros(2, 6)), r"`alibi_slopes` \(2, 6\) must be \(heads,\)"),
+    "slopes_dtype": (lambda: dense(alibi_slopes=torch.zeros(6).half()), r"`alibi_slopes` \(torch.float16\)"),
+    "slopes_device": (lambda: dense(alibi_slopes=on_meta(6)), r"`alibi_slopes` \(meta\) must be on the device"),
+    "slopes_packed": (lambda: packed(alibi_slopes=torch.zeros(2, 6)), r"`alibi_slopes` \(2, 6\) must be \(heads,\)"),
     "dropout_one": (lambda: dense(dropout_p=1.0), r"`dropout_p` \(1.0\) must be at least 0 and less than 1"),
     "dropout_negative": (lambda: dense(dropout_p=-0.1), r"`dropout_p` \(-0.1\)"),
     "dropout_nan": (lambda: dense(dropout_p=float("nan")), r"`dropout_p` \(nan\)"),
@@ -208,6 +213,8 @@ def test_good_arguments_are_taken() -> None:
     check_arguments(**dense(softmax_scale=0.0, softcap=30.0, window_size=[4, 0], rng=torch.zeros(2, dtype=torch.int64)))
     check_arguments(**packed(cu_seqlens_q=ends(0, 0, 4), max_seqlen_q=4))  # an empty sequence, a token of none
     check_arguments(**packed(cu_seqlens_q=ends(0), cu_seqlens_k=ends(0), max_seqlen_q=0, max_seqlen_k=0))
+    check_arguments(**packed(alibi_slopes=torch.zeros(6), distance_bias=torch.zeros(6, 3)))
+    check_arguments(**empty(SHAPES, dtype=torch.float64), alibi_slopes=torch.zeros(6, dtype=torch.float64))
     check_arguments(**dense(distance_bias=torch.zeros(6, 3), bias=torch.zeros(5, 7), dropout_p=0))
     half = empty(SHAPES, dtype=torch.bfloat16)
     check_arguments(**half, bias=torch.zeros(5, 7))

@@ -7,6 +7,7 @@ import random
 import sys
 import warnings
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -489,10 +490,34 @@ def test_versions_come_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     found = installed()
     assert (found.triton, found.te, found.flash_attn) == ((3, 6), (2, 20), (2, 8, 3))
     assert (found.flash_attn_3, found.flash_attn_4, found.te_problem) == (False, True, "")
-    backends._import_problem.cache_clear()
+    backends._te_problem.cache_clear()
     broken = installed("cuda").te_problem  # it is not here at all, which its metadata denies
     assert broken.startswith("transformer_engine is installed but cannot be imported: ModuleNotFoundError")
-    backends._import_problem.cache_clear()
+    backends._te_problem.cache_clear()
+
+
+def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All of its parts, while it is imported, where the caller has not said where cuDNN is."""
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    wheel = tmp_path / "nvidia" / "cudnn"
+    package = tmp_path / "transformer_engine"
+    for folder in (wheel / "lib", package):
+        folder.mkdir(parents=True)
+    for part in ("libcudnn.so.9", "libcudnn_graph.so.9", "cudnn.h"):
+        (wheel / "lib" / part).touch()
+    loaded: list[str] = []
+    monkeypatch.setattr(te.ctypes, "CDLL", lambda path, mode: loaded.append(Path(path).name))
+    (package / "__init__.py").touch()
+    (package / "pytorch.py").write_text("import os\nSEEN = os.environ.get('CUDNN_PATH')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("nvidia", "nvidia.cudnn", "transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert str(wheel) == te.import_transformer_engine().SEEN
+    assert loaded == ["libcudnn.so.9", "libcudnn_graph.so.9"]
+    assert "CUDNN_PATH" not in os.environ
+    monkeypatch.setenv("CUDNN_HOME", "elsewhere")
+    assert te.cudnn_of_torch() is None
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -44,6 +44,10 @@ FIXED_CASES = [
     Case(batch=len(PACKED), lengths=PACKED, causal=True, window=(12, -1), heads=4, groups=2),
     Case(batch=len(PACKED), lengths=PACKED, reach=16, dropout=0.17),
     Case(queries=33, keys=65, spread=6.0),
+    Case(queries=65, keys=97, slopes=True, heads=4, groups=2),
+    Case(queries=97, keys=65, slopes=True, causal=True, reach=20, dropout=0.17, head_dim=24),
+    Case(batch=len(PACKED), lengths=PACKED, slopes=True, causal=True, heads=4, groups=2, softcap=2.0),
+    Case(queries=65, keys=70, slopes=True, padding=True, batch=3, bias="hqk", window=(40, 20)),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 
@@ -53,7 +57,7 @@ ACCURACY = {
     for case in FIXED_CASES
     for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 }
-FAST = [list(ACCURACY)[place] for place in (8, 24, 34, 37)]  # groups, distances, dropout, packed
+FAST = [list(ACCURACY)[place] for place in (8, 24, 34, 37, 50, 51)]  # groups, distances, dropout, packed, slopes
 
 
 @mostly_full("case_and_dtype", ACCURACY, FAST, gpu=True)
@@ -130,7 +134,7 @@ def test_kernels_pass_gradcheck(case: Case, device: str) -> None:
     check_gradients(flash_attention, small)
 
 
-@mostly_full("case", EVERY_PATH, ["both_biases"])
+@mostly_full("case", EVERY_PATH, ["both_biases", "slopes"])
 def test_fp64_is_the_reference(case: Case, device: str) -> None:
     problem = build(case, torch.float64, device)
     ours, truth = run(flash_attention, problem), run(reference_attention, problem)

@@ -43,6 +43,7 @@ def by_hand(problem: Problem, *, first: int = 0, bounds: tuple[int, int] | None 
     tensors = {name: tensor.detach() for name, tensor in problem.tensors.items()}
     bias, distance_bias = tensors.get("bias"), tensors.get("distance_bias")
     bias = None if bias is None else bias.expand(batch, heads, queries, keys)
+    slopes = tensors.get("alibi_slopes", torch.zeros(heads))
     mask = options.get("key_padding_mask")
     p = options.get("dropout_p", 0.0)
     bounds = bounds or (queries, keys)
@@ -66,6 +67,7 @@ def by_hand(problem: Problem, *, first: int = 0, bounds: tuple[int, int] | None 
             if distance_bias is not None:
                 reach = distance_bias.shape[1] // 2
                 score += float(distance_bias[h, reach + min(max(distance, -reach), reach)])
+            score -= float(slopes[h]) * abs(distance)
             scores[j] = score
         if scores:
             top = max(scores.values())

@@ -128,6 +128,23 @@ def test_distance_bias_is_a_dense_bias(attention: Callable[..., Any], reach: int
 
 
 @BOTH
+@pytest.mark.parametrize("causal", [False, True])
+def test_slopes_are_a_distance_bias(attention: Callable[..., Any], causal: bool) -> None:
+    """The gradient of a slope is that of its line of biases."""
+    problem = build(Case(queries=40, keys=70, slopes=True, causal=causal), torch.float64)
+    slopes = problem.tensors["alibi_slopes"]
+    line = -slopes[:, None] * torch.arange(-69, 70).abs()
+    tensors = {n: problem.tensors[n] for n in "qkv"}
+    ours, ours_lse = attention(**problem.tensors, **problem.options, return_lse=True)
+    theirs, theirs_lse = reference_attention(**tensors, distance_bias=line, **problem.options, return_lse=True)
+    assert close(ours, theirs)
+    assert close(ours_lse, theirs_lse)
+    upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradient, expected = (torch.autograd.grad(out, slopes, upstream)[0] for out in (ours, theirs))
+    assert close(gradient, expected, 1e-10)
+
+
+@BOTH
 def test_dropout_keeps_its_share(attention: Callable[..., Any]) -> None:
     """With equal scores and values of one, the outputs count the kept weights."""
     zero, one = torch.zeros(2, 64, 2, 16), torch.ones(2, 64, 2, 16)
@@ -143,7 +160,7 @@ def test_dropout_keeps_its_share(attention: Callable[..., Any]) -> None:
 # ---------------------------------------------------------------- inside torch
 
 
-COMPILED = ("causal", "softcap", "both_biases", "packed", "padding", "dropout")
+COMPILED = ("causal", "softcap", "both_biases", "packed", "padding", "dropout", "slopes")
 
 
 @mostly_full("name", {name: name for name in COMPILED}, ["causal"], gpu=True)
@@ -194,7 +211,7 @@ def arguments_of_the_operation(problem: Problem) -> tuple[Any, ...]:
     """What the public function hands to `stoker::flash_attention`."""
     geometry = check_arguments(**problem.tensors, **problem.options)
     given = problem.tensors | problem.options
-    optional = ("bias", "distance_bias", "key_padding_mask", "rng", "cu_seqlens_q", "cu_seqlens_k")
+    optional = ("bias", "distance_bias", "alibi_slopes", "key_padding_mask", "rng", "cu_seqlens_q", "cu_seqlens_k")
     return (
         *(given[name] for name in "qkv"), *(given.get(name) for name in optional), geometry.left, geometry.right,
         geometry.scale, given["softcap"], given.get("dropout_p", 0.0), geometry.queries, geometry.keys,

@@ -149,11 +149,16 @@ def _inputs(queries=20, keys=18, heads=2, groups=1, dtype=torch.float32, device=
         return torch.randn(*shape, generator=generator, dtype=dtype).to(device).requires_grad_()
 
     tensors = {"q": leaf(1, queries, heads, 16), "k": leaf(1, keys, groups, 16), "v": leaf(1, keys, groups, 16)}
-    return tensors | {"bias": leaf(1, heads, queries, keys), "distance_bias": leaf(heads, 9)}
+    return tensors | {
+        "bias": leaf(1, heads, queries, keys),
+        "distance_bias": leaf(heads, 9),
+        "alibi_slopes": leaf(heads),
+    }
 
 
-def _square_sum(q, k, v, bias, distance_bias):
-    out = flash_attention(q * 1.0, k, v, causal=True, bias=bias, distance_bias=distance_bias)
+def _square_sum(q, k, v, bias, distance_bias, alibi_slopes):
+    biases = {"bias": bias, "distance_bias": distance_bias, "alibi_slopes": alibi_slopes}
+    out = flash_attention(q * 1.0, k, v, causal=True, **biases)
     assert isinstance(out, torch.Tensor)
     return (out * out).sum()
 
@@ -168,15 +173,17 @@ def test_custom_operations_are_well_formed():
     q, k, v, *biases = (tensor.detach() for tensor in inputs.values())
     gradients = (torch.randn_like(out), torch.randn_like(lse))
     saved = (q, k, v, out.detach(), lse.detach(), *biases)
-    needs = (True, True, False, True)
+    needs = (True, True, False, True, True)
     torch.library.opcheck(ops._flash_attention_backward, (*gradients, *saved, *tensors, *numbers, *needs))
 
 
 def test_custom_operation_is_well_formed_when_packed():
-    q, k, v, _, distance_bias = (tensor.detach()[0] for tensor in _inputs().values())
+    q, k, v, _, distance_bias, _ = (tensor.detach()[0] for tensor in _inputs().values())
     ends_q, ends_k = torch.tensor([0, 7, 7, 19], dtype=torch.int32), torch.tensor([0, 10, 11, 18], dtype=torch.int32)
     distance_bias = torch.stack([distance_bias, distance_bias]).requires_grad_()
-    call = (q.requires_grad_(), k, v, None, distance_bias, None, None, ends_q, ends_k, 3, -1, 0.25, 2.0, 0.0, 14, 14)
+    slopes = torch.tensor([0.1, 0.02]).requires_grad_()
+    optional, numbers = (None, distance_bias, slopes, None, None, ends_q, ends_k), (3, -1, 0.25, 2.0, 0.0, 14, 14)
+    call = (q.requires_grad_(), k, v, *optional, *numbers)
     torch.library.opcheck(ops._flash_attention, call)
 
 
@@ -190,7 +197,10 @@ def test_compiled_and_checkpointed_calls_have_the_same_bits():
             assert torch.equal(gradient, wanted)
 
 
-@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("bias",), ("distance_bias",), ("q", "distance_bias")])
+SUBSETS = [("q",), ("k",), ("v",), ("bias",), ("distance_bias",), ("q", "distance_bias"), ("alibi_slopes",)]
+
+
+@pytest.mark.parametrize("wanted", SUBSETS)
 def test_any_subset_of_gradients(wanted):
     inputs = _inputs()
     everything = torch.autograd.grad(_square_sum(*inputs.values()), list(inputs.values()))
@@ -207,9 +217,9 @@ def test_any_subset_of_gradients(wanted):
 def test_fp64_gradients_are_those_of_finite_differences():
     inputs = tuple(_inputs(queries=5, keys=6, dtype=torch.float64).values())
 
-    def call(q, k, v, bias, distance_bias):
+    def call(q, k, v, bias, distance_bias, alibi_slopes):
         options = {"bias": bias, "distance_bias": distance_bias, "softcap": 3.0, "window_size": (3, 1)}
-        return flash_attention(q, k, v, return_lse=True, **options)
+        return flash_attention(q, k, v, alibi_slopes=alibi_slopes, return_lse=True, **options)
 
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
 

@@ -134,7 +134,6 @@ def test_a_mask_may_be_strided(device):
 @pytest.mark.usefixtures("kernels")
 def test_nothing_visible_gives_zero_and_nothing_hidden_leaks(one_pass, device, monkeypatch):
     monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", one_pass)
-    monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS_BACKWARD", one_pass)
     x, mask = seeded(1, 2, 4, 40, device=device), random_mask(1, 1, 4, 40, device=device)
     mask[:, :, 1] = True
     gradient = seeded(*x.shape, seed=3, device=device)
@@ -157,7 +156,6 @@ def test_long_rows_are_read_twice_with_the_same_result(columns, masked, causal, 
     gradient = seeded(*x.shape, seed=3)
     once = forward_and_backward(scaled_masked_softmax, x, gradient, mask, 0.5, causal)
     monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", 0)
-    monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS_BACKWARD", 0)
     monkeypatch.setattr(masked_softmax, "STEP", 64)
     twice = forward_and_backward(scaled_masked_softmax, x, gradient, mask, 0.5, causal)
     for got, wanted in zip(twice, once, strict=True):
@@ -187,7 +185,6 @@ def test_large_scores_lose_nothing(magnitude):
 @pytest.mark.usefixtures("kernels")
 def test_gradients_of_the_kernels_in_fp64(one_pass, causal, monkeypatch):
     monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", one_pass)
-    monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS_BACKWARD", one_pass)
     monkeypatch.setattr(masked_softmax, "STEP", 4)
     monkeypatch.setattr(masked_softmax, "VECTOR", 2)
     x = seeded(1, 1, 3, 5, dtype=torch.float64, scale=1.0).requires_grad_()

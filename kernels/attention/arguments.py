@@ -56,6 +56,7 @@ def check_arguments(
     softcap: float = 0.0,
     bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -100,7 +101,7 @@ def check_arguments(
         batch = cu_seqlens_q.shape[0] - 1
     else:
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-    _check_masks_and_biases(q, batch, heads, queries, keys, packed, bias, distance_bias, key_padding_mask)
+    _check_masks_and_biases(q, batch, heads, queries, keys, packed, bias, distance_bias, alibi_slopes, key_padding_mask)
     scale = _check_numbers(head_dim, softmax_scale, softcap)
     _check_dropout(q, dropout_p, rng)
     left, right = _check_window(window_size)
@@ -223,10 +224,16 @@ def _check_masks_and_biases(
     packed: bool,
     bias: Tensor | None,
     distance_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
     key_padding_mask: Tensor | None,
 ) -> None:
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    others = {"bias": bias, "distance_bias": distance_bias, "key_padding_mask": key_padding_mask}
+    others = {
+        "bias": bias,
+        "distance_bias": distance_bias,
+        "alibi_slopes": alibi_slopes,
+        "key_padding_mask": key_padding_mask,
+    }
     for name, tensor in others.items():
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"`{name}` ({tensor.device}) must be on the device of `q` ({q.device}); move it.")
@@ -256,6 +263,13 @@ def _check_masks_and_biases(
             raise ValueError(
                 f"`distance_bias` {_shape(distance_bias)} must be (heads, 2 R + 1) with {heads} heads and R >= 1: one "
                 "number for each distance from -R to R."
+            )
+    if alibi_slopes is not None:
+        if alibi_slopes.dtype not in (torch.float32, accumulate):
+            raise ValueError(f"`alibi_slopes` ({alibi_slopes.dtype}) must be float32; convert them with `.float()`.")
+        if alibi_slopes.shape != (heads,):
+            raise ValueError(
+                f"`alibi_slopes` {_shape(alibi_slopes)} must be (heads,) = ({heads},): one per query head."
             )
     if key_padding_mask is not None:
         if packed:

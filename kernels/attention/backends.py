@@ -6,7 +6,7 @@ import re
 import warnings
 from dataclasses import replace
 from functools import cache
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import Protocol
 
 import torch
@@ -21,7 +21,7 @@ from .packed import PackedSequences
 from .reference import reference_backend
 from .sdpa import sdpa_cudnn, sdpa_efficient, sdpa_flash, sdpa_math
 from .support import why_no_te
-from .te import TEAttention, te_flash, te_fused, te_unfused
+from .te import TEAttention, import_transformer_engine, te_flash, te_fused, te_unfused
 from .triton_backend import triton_attention
 from .unfused import UnfusedAttention
 
@@ -111,7 +111,7 @@ def installed(device_type: str = "cpu") -> Installed:
     )
     if device_type != "cuda" or why_no_te(found) is not None:
         return found
-    return replace(found, te_problem=_import_problem("transformer_engine.pytorch"))
+    return replace(found, te_problem=_te_problem())
 
 
 def _version(distribution: str) -> tuple[int, int, int] | None:
@@ -125,13 +125,13 @@ def _version(distribution: str) -> tuple[int, int, int] | None:
 
 
 @cache
-def _import_problem(module: str) -> str:
-    """Why a package that is installed cannot be imported, in one line; empty when it can."""
+def _te_problem() -> str:
+    """Why TransformerEngine, which is installed, cannot be imported, in one line; empty when it can."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of other frameworks it finds, and of parts it lacks for them
-            import_module(module)
+            import_transformer_engine()
     except Exception as error:  # a build for another torch, a missing library, a check of its own: anything
         said = " ".join(str(error).split())[:160]
-        return f"{module.partition('.')[0]} is installed but cannot be imported: {type(error).__name__}: {said}"
+        return f"transformer_engine is installed but cannot be imported: {type(error).__name__}: {said}"
     return ""

@@ -41,6 +41,7 @@ def reference_attention(
     softcap: float = 0.0,
     bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -68,6 +69,7 @@ def reference_attention(
         bias: added to the scores, broadcastable to (batch, heads, queries, keys); -inf hides a key.
         distance_bias: (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i + keys - queries),
             clipped to [-R, R].
+        alibi_slopes: (heads,); -slope * |d| is added for a key at distance d, whatever else is added.
         dropout_p: probability of dropping an attention weight; the others grow by 1 / (1 - dropout_p).
         rng: int64 [seed, offset] of the dropout mask.
         cu_seqlens_q: int32 (sequences + 1), where the sequences of a packed `q` end, from 0 on. Tokens after the last
@@ -89,14 +91,14 @@ def reference_attention(
     """
     geometry = check_arguments(
         q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
-        distance_bias=distance_bias, dropout_p=dropout_p, rng=rng, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        distance_bias=distance_bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng=rng,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         key_padding_mask=key_padding_mask, for_kernel=False,
     )  # fmt: skip
     if cu_seqlens_q is None or cu_seqlens_k is None:
         out, lse = _attend(
-            q, k, v, geometry, softcap, bias=bias, distance_bias=distance_bias, key_padding_mask=key_padding_mask,
-            dropout_p=dropout_p, rng=rng, first_sequence=0,
+            q, k, v, geometry, softcap, bias=bias, distance_bias=distance_bias, alibi_slopes=alibi_slopes,
+            key_padding_mask=key_padding_mask, dropout_p=dropout_p, rng=rng, first_sequence=0,
         )  # fmt: skip
         return (out, lse) if return_lse else out
 
@@ -106,7 +108,7 @@ def reference_attention(
         rows, columns = slice(*ends_q[sequence : sequence + 2]), slice(*ends_k[sequence : sequence + 2])
         out, lse = _attend(
             q[None, rows], k[None, columns], v[None, columns], geometry, softcap, distance_bias=distance_bias,
-            dropout_p=dropout_p, rng=rng, first_sequence=sequence,
+            alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng=rng, first_sequence=sequence,
         )  # fmt: skip
         outs.append(out[0])
         lses.append(lse[0])
@@ -126,6 +128,7 @@ def _attend(
     *,
     bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float,
     rng: Tensor | None,
@@ -147,6 +150,8 @@ def _attend(
         reach = distance_bias.shape[1] // 2
         place = key_distances(queries, keys, q.device).clamp(-reach, reach) + reach
         scores = scores + distance_bias[:, place]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * key_distances(queries, keys, q.device).abs()
     keep = None
     if dropout_p and rng is not None:
         keep = dropout_mask(

@@ -6,9 +6,15 @@ left, and afterwards looks which one ran.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -28,12 +34,42 @@ _SWITCHES: dict[TEFamily, str] = {
 }
 
 
+def cudnn_of_torch() -> Path | None:
+    """The folder of the cuDNN that came with torch; None where none did, or the caller has said where cuDNN is."""
+    if "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ:
+        return None
+    try:
+        found = find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:  # no package `nvidia` at all
+        return None
+    places = found.submodule_search_locations if found else None
+    return Path(places[0]) if places else None
+
+
+def import_transformer_engine() -> ModuleType:
+    """`transformer_engine.pytorch`, with the cuDNN of torch.
+
+    Where the system has a cuDNN too, TransformerEngine and the linker would take parts of that one, which fail beside
+    the parts of another release that torch has loaded. So all parts of torch's are loaded first.
+
+    Raises:
+        Exception: whatever it raises where it does not fit this torch or this machine.
+    """
+    folder = cudnn_of_torch()
+    if folder is None or "transformer_engine" in sys.modules:
+        return import_module("transformer_engine.pytorch")
+    for library in sorted((folder / "lib").glob("libcudnn*.so.*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    with environment_override({"CUDNN_PATH": str(folder)}):
+        return import_module("transformer_engine.pytorch")
+
+
 @lru_cache(maxsize=64)
 def _module(
     family: TEFamily, heads: int, groups: int, head_dim: int, scale: float, dropout: float, deterministic: bool
 ) -> Any:
     """A DotProductAttention; it has no parameters. `family` and `deterministic` act through the environment."""
-    return import_module("transformer_engine.pytorch").DotProductAttention(
+    return import_transformer_engine().DotProductAttention(
         heads, head_dim, num_gqa_groups=groups, attention_dropout=dropout, qkv_format="bshd", softmax_scale=scale
     )
 

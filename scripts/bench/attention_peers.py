@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stoker.kernels import attention_lse, flash_attention, lse_first_attention
+from stoker.kernels.attention.te import import_transformer_engine
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
@@ -30,7 +30,7 @@ class Shape:
     Attributes:
         bias: how a per-head `table` becomes a bias of the scores: `t5` (2 R + 1 numbers over clipped distance), `alibi`
             (one slope), or None.
-        reach: R of `t5`.
+        reach: R of `t5`. The last of T5's 32 buckets with their largest distance of 128 begins at 91.
     """
 
     head_dim: int
@@ -40,7 +40,7 @@ class Shape:
     batch: int
     causal: bool
     bias: str | None = None
-    reach: int = 128
+    reach: int = 91
 
     @property
     def name(self) -> str:
@@ -68,12 +68,9 @@ class Shape:
             return torch.randn(self.heads, 2 * self.reach + 1, device="cuda").requires_grad_()
         return torch.logspace(-8, -1, self.heads, 2.0, device="cuda").requires_grad_()
 
-    def vector(self, table: Tensor) -> Tensor:
-        """The bias by distance, (heads, 2 R + 1)."""
-        if self.bias == "t5":
-            return table
-        distance = torch.arange(1 - self.tokens, self.tokens, device="cuda", dtype=torch.float32)
-        return -table[:, None] * distance.abs()
+    def arguments(self, table: Tensor | None) -> dict[str, Tensor]:
+        """The bias as `flash_attention` takes it."""
+        return {} if table is None else {"distance_bias" if self.bias == "t5" else "alibi_slopes": table}
 
     def matrix(self, table: Tensor) -> Tensor:
         """The bias written out, (1, heads, tokens, tokens) in bf16, differentiable in the table."""
@@ -86,8 +83,7 @@ class Shape:
 
 def ours(shape: Shape) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
-        vector = None if table is None else shape.vector(table)
-        return flash_attention(q, k, v, causal=shape.causal, distance_bias=vector)
+        return flash_attention(q, k, v, causal=shape.causal, **shape.arguments(table))
 
     return attend
 
@@ -168,7 +164,7 @@ def flex(shape: Shape) -> Attend:
 
 
 def transformer_engine(shape: Shape) -> Attend:
-    te = import_module("transformer_engine.pytorch")
+    te = import_transformer_engine()
 
     module = te.DotProductAttention(
         shape.heads, shape.head_dim, num_gqa_groups=shape.groups, attention_dropout=0.0, qkv_format="bshd",

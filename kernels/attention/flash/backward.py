@@ -38,6 +38,7 @@ from .tile import (
     load_lse,
     load_rows,
     packed_lengths,
+    pair_distances,
     per_row_start,
     row_start,
     score_gradients,
@@ -82,8 +83,9 @@ def delta_kernel(
 @jit
 def dq_kernel(
     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer, q_gradient_pointer,
-    bias_pointer, distance_pointer, padding_pointer, rng_pointer, cu_seqlens_q, cu_seqlens_k, tiles_pointer,
-    bias_gradient_pointer, far_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    cu_seqlens_q, cu_seqlens_k, tiles_pointer,
+    bias_gradient_pointer, far_pointer, slope_gradient_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
     stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k, stride_far,
@@ -91,13 +93,15 @@ def dq_kernel(
     scale, softcap, keep_scale, threshold,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_DISTANCE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    WRITE_BIAS_GRADIENT: tl.constexpr, FAR_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, WRITE_BIAS_GRADIENT: tl.constexpr, FAR_SUMS: tl.constexpr, SLOPE_SUMS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program computes the gradient of BLOCK_M rows of q; places as in `forward_kernel`.
 
     bias_gradient (WRITE_BIAS_GRADIENT): (batch, heads, queries, keys), the gradient of each score, 0 on entry. far
     (FAR_SUMS): (2, rows of the log-sum-exp), per query the gradient of its scores at distances <= -reach, >= reach.
+    slope_gradient (SLOPE_SUMS): like the log-sum-exp, per query the gradient of the head's slope.
     """
     program = tl.program_id(0)
     if PACKED:
@@ -132,7 +136,7 @@ def dq_kernel(
         if HAS_LEFT:
             first_seen = tl.maximum(offset - left, 0)
         bias_here, padding_here, distance_here = bias_pointer, padding_pointer, distance_pointer
-        far_low, far_high, seed, counter = 0.0, 0.0, 0, 0
+        far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
         if HAS_BIAS:
             bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
         if HAS_PADDING:
@@ -140,6 +144,8 @@ def dq_kernel(
         if HAS_DISTANCE:
             distance_here = distance_pointer + head * (2 * reach + 1)
             far_low, far_high = tl.load(distance_here), tl.load(distance_here + 2 * reach)
+        if HAS_SLOPE:
+            alibi_slope = tl.load(slopes_pointer + head) * LOG2E
         if HAS_DROPOUT:
             seed = tl.load(rng_pointer)
             counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
@@ -147,6 +153,7 @@ def dq_kernel(
         accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
         low_sum = tl.zeros((BLOCK_M,), ACCUMULATE)
         high_sum = tl.zeros((BLOCK_M,), ACCUMULATE)
+        slope_gradient = tl.zeros((BLOCK_M,), ACCUMULATE)
         last = tl.minimum(first + BLOCK_M, queries) - 1
         bounds = sections(
             first + offset, last + offset, keys, left, right, reach, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE
@@ -167,8 +174,8 @@ def dq_kernel(
                     exponent, slope = exponents(
                         dot(q, tl.trans(k), zeros, PRECISION),
                         query[:, None], key[None, :], part[None, :], queries, keys, offset, left, right,
-                        scale, softcap, far, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
-                        EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_PADDING,
+                        scale, softcap, far, alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
+                        EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
                     )  # fmt: skip
                     value_product = dot(out_gradient, tl.trans(v), zeros, PRECISION)
                     _, gradient, before_cap = score_gradients(
@@ -190,19 +197,25 @@ def dq_kernel(
                             tile_sum = tl.sum(gradient, 1)
                             low_sum += tl.where(section == 1, tile_sum, 0.0)
                             high_sum += tl.where(section == 1, 0.0, tile_sum)
+                    if SLOPE_SUMS:
+                        apart = pair_distances(query[:, None], key[None, :], offset, gradient)
+                        slope_gradient -= tl.sum(gradient * apart, 1)
 
         dq_rows = row_start(q_gradient_pointer, sequence, head, start_q, stride_dqb, stride_dqs, stride_dqh)
         store_rows(dq_rows, first, stride_dqs, inside, accumulator * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
         if FAR_SUMS:
             tl.store(far_pointer + row, low_sum, mask=inside)
             tl.store(far_pointer + stride_far + row, high_sum, mask=inside)
+        if SLOPE_SUMS:
+            tl.store(slope_gradient_pointer + row, slope_gradient, mask=inside)
 
 
 @jit
 def dkdv_kernel(
     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
     k_gradient_pointer, v_gradient_pointer,
-    bias_pointer, distance_pointer, padding_pointer, rng_pointer, cu_seqlens_q, cu_seqlens_k, tiles_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    cu_seqlens_q, cu_seqlens_k, tiles_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
@@ -210,8 +223,8 @@ def dkdv_kernel(
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_DISTANCE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program computes the gradients of BLOCK_N rows of k and v, from all query heads of their group in order.
 
@@ -258,12 +271,14 @@ def dkdv_kernel(
             do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
             row_place = per_row_start(sequence, head, start_q, heads, rows, PACKED)
             bias_here, distance_here = bias_pointer, distance_pointer
-            far_low, far_high, seed, counter = 0.0, 0.0, 0, 0
+            far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
             if HAS_BIAS:
                 bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
             if HAS_DISTANCE:
                 distance_here = distance_pointer + head * (2 * reach + 1)
                 far_low, far_high = tl.load(distance_here), tl.load(distance_here + 2 * reach)
+            if HAS_SLOPE:
+                alibi_slope = tl.load(slopes_pointer + head) * LOG2E
             if HAS_DROPOUT:
                 seed = tl.load(rng_pointer)
                 counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
@@ -285,8 +300,9 @@ def dkdv_kernel(
                         exponent, slope = exponents(
                             dot(k, tl.trans(q), zeros, PRECISION),
                             query[None, :], key[:, None], part[:, None], queries, keys, offset, left, right,
-                            scale, softcap, far, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
-                            EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_PADDING,
+                            scale, softcap, far, alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here,
+                            reach,
+                            EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
                         )  # fmt: skip
                         value_product = dot(v, tl.trans(out_gradient), zeros, PRECISION)
                         dropped, _, before_cap = score_gradients(
@@ -372,8 +388,8 @@ def launch_delta(
 
 
 def launch_dq(
-    saved: Saved, problem: Problem, *, scores_dtype: torch.dtype | None, far_sums: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    saved: Saved, problem: Problem, *, scores_dtype: torch.dtype | None, far_sums: bool, slope_sums: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradient of q, and what the same kernel can tell of the biases on its way.
 
     Args:
@@ -381,10 +397,11 @@ def launch_dq(
         problem: of the call.
         scores_dtype: return the gradient of every score too, in this dtype; dense calls only.
         far_sums: return the sums over the far distances too.
+        slope_sums: return the gradient of `alibi_slopes` too.
 
     Returns:
         dq like q; the scores' gradient (batch, heads, queries, keys); per query the sums of it over distances at most
-        -reach and at least reach, (2, *shape of lse).
+        -reach and at least reach, (2, *shape of lse); the gradient of the slopes (heads,), in fp32 or fp64.
     """
     q = saved.q
     zeros = q.new_zeros if problem.packed else q.new_empty
@@ -396,7 +413,8 @@ def launch_dq(
     if far_sums:
         far = saved.lse.new_zeros((2, *saved.lse.shape))
     if not (batch and q.shape[-3]):
-        return q_gradient, scores, far
+        return q_gradient, scores, far, saved.lse.new_zeros(heads) if slope_sums else None
+    slopes = torch.zeros_like(saved.lse) if slope_sums else None
     config = config_of("dq", q, problem)
     tiles = None
     if problem.cu_seqlens_q is not None:
@@ -411,12 +429,16 @@ def launch_dq(
             tiles_pointer=tiles,
             bias_gradient_pointer=scores,
             far_pointer=far,
+            slope_gradient_pointer=slopes,
             stride_far=saved.lse.numel(),
             heads_per_group=heads // saved.k.shape[-2],
             WRITE_BIAS_GRADIENT=scores is not None,
             FAR_SUMS=far_sums,
+            SLOPE_SUMS=slope_sums,
         )
-    return q_gradient, scores, far
+    if slopes is not None:
+        slopes = slopes.sum(1) if problem.packed else slopes.sum((0, 2))
+    return q_gradient, scores, far, slopes
 
 
 def launch_dkdv(saved: Saved, problem: Problem) -> tuple[Tensor, Tensor]:

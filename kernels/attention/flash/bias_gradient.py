@@ -16,6 +16,7 @@ from ...launch import jit, tl
 from .backward import Saved
 from .problem import Problem, config_of, on_device, options_of, tile_list
 from .tile import (
+    LOG2E,
     dense_place,
     dot,
     exponents,
@@ -36,15 +37,15 @@ PROGRAMS_WANTED = 1024
 @jit
 def tile_gradient(
     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
-    bias_pointer, distance_pointer, padding_pointer, rng_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
     heads, heads_per_group, rows, max_queries, max_keys, left, right, reach, scale, softcap, keep_scale, threshold,
     sequence, head, first_query, first_key, start_q, queries, start_k, keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_DISTANCE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the biased scores of the tile at (first_query, first_key), which may begin before key 0."""
     offset = keys - queries
@@ -55,13 +56,15 @@ def tile_gradient(
     if HAS_LEFT:
         first_seen = tl.maximum(offset - left, 0)
     bias_here, padding_here, distance_here = bias_pointer, padding_pointer, distance_pointer
-    seed, counter = 0, 0
+    alibi_slope, seed, counter = 0.0, 0, 0
     if HAS_BIAS:
         bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
     if HAS_PADDING:
         padding_here = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
     if HAS_DISTANCE:
         distance_here = distance_pointer + head * (2 * reach + 1)
+    if HAS_SLOPE:
+        alibi_slope = tl.load(slopes_pointer + head) * LOG2E
     if HAS_DROPOUT:
         seed = tl.load(rng_pointer)
         counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
@@ -78,8 +81,8 @@ def tile_gradient(
     exponent, slope = exponents(
         dot(q, tl.trans(k), zeros, PRECISION),
         query[:, None], key[None, :], part[None, :], queries, keys, offset, left, right, scale, softcap, 0.0,
-        bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
-        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_PADDING,
+        alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
+        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
     )  # fmt: skip
     out_gradient = load_rows(do_rows, first_query, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     v = load_rows(v_rows, first_key, stride_vs, part, HEAD_DIM, BLOCK_N, BLOCK_D, True)
@@ -95,7 +98,7 @@ def tile_gradient(
 @jit
 def bias_gradient_kernel(
     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer, partial_pointer,
-    bias_pointer, distance_pointer, padding_pointer, rng_pointer, cu_seqlens_q, cu_seqlens_k,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer, cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
     batch, heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
@@ -104,8 +107,8 @@ def bias_gradient_kernel(
     SUM_QUERIES: tl.constexpr, SUM_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_DISTANCE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradient of one tile of a dense bias, summed over the batch and heads it was broadcast to.
 
@@ -138,14 +141,14 @@ def bias_gradient_kernel(
             for head in range(head_begin, head_end):
                 accumulator += tile_gradient(
                     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
-                    bias_pointer, distance_pointer, padding_pointer, rng_pointer,
+                    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
                     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
                     stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
                     heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
                     scale, softcap, keep_scale, threshold,
                     sequence, head, first_query, first_key, 0, max_queries, 0, max_keys,
                     HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE,
-                    HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
+                    HAS_SLOPE, HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
                 )  # fmt: skip
     row = first_query + tl.arange(0, BLOCK_M)
     column = first_key + tl.arange(0, BLOCK_N)
@@ -163,15 +166,16 @@ def bias_gradient_kernel(
 @jit
 def distance_gradient_kernel(
     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer, partial_pointer,
-    bias_pointer, distance_pointer, padding_pointer, rng_pointer, cu_seqlens_q, cu_seqlens_k, tiles_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    cu_seqlens_q, cu_seqlens_k, tiles_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
     batch, heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
     scale, softcap, keep_scale, threshold, first_diagonal, diagonals,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_DISTANCE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: sums by distance along one diagonal of tiles of a head, every `splits`-th tile of it.
 
@@ -198,14 +202,14 @@ def distance_gradient_kernel(
         if (first_key < keys) & (first_key + BLOCK_N > 0):
             accumulator += tile_gradient(
                 q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
-                bias_pointer, distance_pointer, padding_pointer, rng_pointer,
+                bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
                 stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
                 stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
                 heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
                 scale, softcap, keep_scale, threshold,
                 sequence, head, first, first_key, start_q, queries, start_k, keys,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE,
-                HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
+                HAS_SLOPE, HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
             )  # fmt: skip
     # row r moved r places to the left and around the corner: then each column holds two diagonals
     row = tl.arange(0, BLOCK_M)[:, None]

@@ -23,6 +23,7 @@ from .problem import (
 )
 from .tile import (
     LN2,
+    LOG2E,
     dense_place,
     dot,
     dropout_kept,
@@ -42,21 +43,22 @@ from .tile import (
 @jit
 def forward_kernel(
     q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer,
-    bias_pointer, distance_pointer, padding_pointer, rng_pointer, cu_seqlens_q, cu_seqlens_k, tiles_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    cu_seqlens_q, cu_seqlens_k, tiles_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
     heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
     scale, softcap, keep_scale, threshold,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_DISTANCE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_M rows of one head; packed, the tiles slot, slot + slots, ... of the list.
 
     q, out: (batch, queries, heads, HEAD_DIM) or packed (rows, heads, HEAD_DIM); k, v with fewer heads. lse: (batch,
-    heads, queries) or (heads, rows), natural. distance: (heads, 2 reach + 1). padding: (batch, keys), 0 for padding.
-    tiles (packed): int32 (1 + bound, 2): the number of tiles, then sequence and first row of each.
+    heads, queries) or (heads, rows), natural. distance: (heads, 2 reach + 1). slopes: (heads,). padding: (batch,
+    keys), 0 for padding. tiles (packed): int32 (1 + bound, 2): their number, then sequence and first row of each.
     """
     program = tl.program_id(0)
     if PACKED:
@@ -85,7 +87,7 @@ def forward_kernel(
         if HAS_LEFT:
             first_seen = tl.maximum(offset - left, 0)
         bias_here, padding_here, distance_here = bias_pointer, padding_pointer, distance_pointer
-        far_low, far_high = 0.0, 0.0
+        far_low, far_high, alibi_slope = 0.0, 0.0, 0.0
         if HAS_BIAS:
             bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
         if HAS_PADDING:
@@ -93,6 +95,8 @@ def forward_kernel(
         if HAS_DISTANCE:
             distance_here = distance_pointer + head * (2 * reach + 1)
             far_low, far_high = tl.load(distance_here), tl.load(distance_here + 2 * reach)
+        if HAS_SLOPE:
+            alibi_slope = tl.load(slopes_pointer + head) * LOG2E
         if HAS_DROPOUT:
             seed = tl.load(rng_pointer)
             counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
@@ -120,8 +124,8 @@ def forward_kernel(
                     product = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION)
                     exponent, _ = exponents(
                         product, query[:, None], key[None, :], part[None, :], queries, keys, offset, left, right,
-                        scale, softcap, far, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
-                        EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_PADDING,
+                        scale, softcap, far, alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
+                        EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
                     )  # fmt: skip
                     higher = tl.maximum(maximum, tl.max(exponent, 1))
                     # a row that has seen no key yet holds -inf, and -inf - -inf would be NaN

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from ...launch import HAS_TRITON, INTERPRETED
@@ -16,6 +17,83 @@ from .bias_gradient import launch_bias_gradient, launch_distance_gradient
 from .forward import empty_results, launch_forward
 from .hopper.gate import serves
 from .problem import Problem
+
+# ---------------------------------------------------------------- launches
+
+
+def _results(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
+    if serves(q, k, v, problem):
+        from .hopper.launch import launch_forward as launch_hopper_forward
+
+        return launch_hopper_forward(q, k, v, problem)
+    return launch_forward(q, k, v, problem)
+
+
+def _gradients(
+    out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    problem: Problem, wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, v, bias, distance_bias and alibi_slopes, of those that are wanted.
+
+    `wanted`: of q, of k and v, and of the three biases.
+    """
+    needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes = wanted
+    bias, distance_bias, alibi_slopes = problem[:3]
+    if serves(q, k, v, problem):
+        return _hopper_backward(
+            q, k, v, out, lse, out_gradient, lse_gradient, problem, needs_q, needs_kv, needs_distance_bias, needs_slopes
+        )
+    saved = prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
+    q_gradient = k_gradient = v_gradient = bias_gradient = distance_gradient = slopes_gradient = None
+    if needs_kv:
+        k_gradient, v_gradient = launch_dkdv(saved, problem)
+    full_bias = needs_bias and bias is not None and bias.shape == (*q.shape[:1], q.shape[2], *problem[-2:])
+    if needs_q or full_bias or needs_distance_bias or needs_slopes:
+        scores_dtype = bias.dtype if bias is not None and full_bias else None
+        dq, scores, far, slopes = launch_dq(
+            saved, problem, scores_dtype=scores_dtype, far_sums=needs_distance_bias, slope_sums=needs_slopes
+        )
+        q_gradient = dq if needs_q else q_gradient
+        if scores is not None:
+            bias_gradient = scores
+        if far is not None and distance_bias is not None:
+            distance_gradient = launch_distance_gradient(saved, problem, far).to(distance_bias.dtype)
+        if slopes is not None and alibi_slopes is not None:
+            slopes_gradient = slopes.to(alibi_slopes.dtype)
+    if needs_bias and bias is not None and not full_bias:
+        bias_gradient = launch_bias_gradient(saved, problem).to(bias.dtype)
+    return q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient, slopes_gradient
+
+
+def _hopper_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
+    problem: Problem, needs_q: bool, needs_kv: bool, needs_distance_bias: bool, needs_slopes: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """What `_gradients` returns, from the Hopper kernels; they serve no dense bias."""
+    from .hopper import launch
+    from .hopper.distance import distance_gradient as distance_sums
+
+    saved = launch.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
+    q_gradient = k_gradient = v_gradient = distance_gradient = slopes_gradient = row_sums = diagonals = None
+    if needs_kv or needs_distance_bias:
+        dk, dv, diagonals = launch.launch_dkdv(saved, problem, diagonals=needs_distance_bias)
+        if needs_kv:
+            k_gradient, v_gradient = dk, dv
+    if needs_q or needs_distance_bias or needs_slopes:
+        far_sums = needs_distance_bias and problem.right < 0
+        dq, row_sums = launch.launch_dq(saved, problem, far_sums=far_sums, slope_sums=needs_slopes)
+        q_gradient = dq if needs_q else q_gradient
+    if diagonals is not None and problem.distance_bias is not None:
+        reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
+        total = None
+        if lse_gradient is not None:  # rows without keys have none
+            total = lse_gradient.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
+        distance_gradient = distance_sums(diagonals, row_sums, total, reach, offset).to(problem.distance_bias.dtype)
+    if needs_slopes and row_sums is not None and problem.alibi_slopes is not None:
+        slopes_gradient = row_sums.sum((0, 2)).to(problem.alibi_slopes.dtype)
+    return q_gradient, k_gradient, v_gradient, None, distance_gradient, slopes_gradient
+
 
 # ---------------------------------------------------------------- custom operations
 
@@ -27,6 +105,7 @@ def _flash_attention(
     v: Tensor,
     bias: Tensor | None,
     distance_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
     key_padding_mask: Tensor | None,
     rng: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -41,14 +120,10 @@ def _flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the arguments after v are the fields of a `Problem`."""
     problem = Problem(
-        bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale, softcap, dropout_p,
-        max_queries, max_keys,
+        bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
+        softcap, dropout_p, max_queries, max_keys,
     )  # fmt: skip
-    if serves(q, k, v, problem):
-        from .hopper.launch import launch_forward as launch_hopper_forward
-
-        return launch_hopper_forward(q, k, v, problem)
-    return launch_forward(q, k, v, problem)
+    return _results(q, k, v, problem)
 
 
 @_flash_attention.register_fake
@@ -67,6 +142,7 @@ def _flash_attention_backward(
     lse: Tensor,
     bias: Tensor | None,
     distance_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
     key_padding_mask: Tensor | None,
     rng: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -82,67 +158,25 @@ def _flash_attention_backward(
     needs_kv: bool,
     needs_bias: bool,
     needs_distance_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, bias and distance_bias; one that is not needed is empty."""
+    needs_slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, bias, distance_bias and alibi_slopes; one that is not needed is empty."""
     problem = Problem(
-        bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale, softcap, dropout_p,
-        max_queries, max_keys,
+        bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
+        softcap, dropout_p, max_queries, max_keys,
     )  # fmt: skip
-    if serves(q, k, v, problem):
-        return _hopper_backward(
-            q, k, v, out, lse, out_gradient, lse_gradient, problem, needs_q, needs_kv, needs_distance_bias
-        )
-    saved = prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
-    q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient = (q.new_empty(0) for _ in range(5))
-    if needs_kv:
-        k_gradient, v_gradient = launch_dkdv(saved, problem)
-    full_bias = needs_bias and bias is not None and bias.shape == (*q.shape[:1], q.shape[2], max_queries, max_keys)
-    if needs_q or full_bias or needs_distance_bias:
-        scores_dtype = bias.dtype if bias is not None and full_bias else None
-        dq, scores, far = launch_dq(saved, problem, scores_dtype=scores_dtype, far_sums=needs_distance_bias)
-        q_gradient = dq if needs_q else q_gradient
-        if scores is not None:
-            bias_gradient = scores
-        if far is not None and distance_bias is not None:
-            distance_gradient = launch_distance_gradient(saved, problem, far).to(distance_bias.dtype)
-    if needs_bias and bias is not None and not full_bias:
-        bias_gradient = launch_bias_gradient(saved, problem).to(bias.dtype)
-    return q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient
-
-
-def _hopper_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
-    problem: Problem, needs_q: bool, needs_kv: bool, needs_distance_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `_flash_attention_backward` returns, from the Hopper kernels; they serve no dense bias."""
-    from .hopper import launch
-    from .hopper.distance import distance_gradient as distance_sums
-
-    saved = launch.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
-    q_gradient, k_gradient, v_gradient, nothing, distance_gradient = (q.new_empty(0) for _ in range(5))
-    far = diagonals = None
-    if needs_kv or needs_distance_bias:
-        dk, dv, diagonals = launch.launch_dkdv(saved, problem, diagonals=needs_distance_bias)
-        if needs_kv:
-            k_gradient, v_gradient = dk, dv
-    if needs_q or needs_distance_bias:
-        dq, far = launch.launch_dq(saved, problem, far_sums=needs_distance_bias and problem.right < 0)
-        q_gradient = dq if needs_q else q_gradient
-    if diagonals is not None and problem.distance_bias is not None:
-        reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
-        total = None
-        if lse_gradient is not None:  # rows without keys have none
-            total = lse_gradient.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
-        distance_gradient = distance_sums(diagonals, far, total, reach, offset).to(problem.distance_bias.dtype)
-    return q_gradient, k_gradient, v_gradient, nothing, distance_gradient
+    wanted = (needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes)
+    gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, wanted)
+    dq, dk, dv, *biases = (q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return dq, dk, dv, biases[0], biases[1], biases[2]
 
 
 @_flash_attention_backward.register_fake
 def _(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    *fields, needs_q, needs_kv, needs_bias, needs_distance_bias = rest
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    *fields, needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes = rest
     problem = Problem(*fields)
 
     def like(tensor: Tensor | None, needed: bool) -> Tensor:
@@ -154,6 +188,7 @@ def _(
         like(v, needs_kv),
         like(problem.bias, needs_bias),
         like(problem.distance_bias, needs_distance_bias),
+        like(problem.alibi_slopes, needs_slopes),
     )
 
 
@@ -163,23 +198,56 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *fields = inputs
     problem = Problem(*fields)
-    ctx.save_for_backward(q, k, v, *output, *problem[:6])
-    ctx.numbers = problem[6:]
+    ctx.save_for_backward(q, k, v, *output, *problem[:7])
+    ctx.numbers = problem[7:]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, out_gradient: Tensor | None, lse_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, out_gradient: Tensor | None, lse_gradient: Tensor | None, *, direct: bool
+) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     if out_gradient is None:
         if lse_gradient is None:
-            return (None,) * 16
+            return (None,) * 17
         out_gradient = torch.zeros_like(out)
     needs = ctx.needs_input_grad
-    wanted = (needs[0], needs[1] or needs[2], needs[3], needs[4])
-    problem = (*tensors, *ctx.numbers)
-    gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *wanted)
-    used = [gradient if needed else None for gradient, needed in zip(gradients, needs[:5], strict=True)]
+    wanted = (needs[0], needs[1] or needs[2], *needs[3:6])
+    problem = Problem(*tensors, *ctx.numbers)
+    if direct:
+        gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, wanted)
+    else:
+        gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *wanted)
+    used = [gradient if needed else None for gradient, needed in zip(gradients, needs[:6], strict=True)]
     return (*used, *(None,) * 11)
+
+
+def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _differentiate(ctx, *gradients, direct=False)
+
+
+class FlashAttention(torch.autograd.Function):
+    """The operation without torch's dispatcher, which would take the host longer than a short call takes the GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp; `inputs` as of the operation."""
+        q, k, v, *fields = inputs
+        results = _results(q, k, v, Problem(*fields))
+        _save(ctx, inputs, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs; where one of them is asked for, the operation says that there is none."""
+        return _differentiate(ctx, *gradients, direct=not torch.is_grad_enabled())
+
+
+def _needs_dispatcher(*tensors: Tensor) -> bool:
+    """Whether somebody looks at the operations: a compiler, a mode that counts or saves, torch.func, a subclass."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
@@ -227,7 +295,7 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *problem: Any, out_val: Any 
 
 @register_flop_formula(torch.ops.stoker.flash_attention_backward, get_raw=True)
 def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
-    return 10 * _multiplications(arguments[2], Problem(*arguments[7:20]))
+    return 10 * _multiplications(arguments[2], Problem(*arguments[7:21]))
 
 
 # ---------------------------------------------------------------- public function
@@ -244,6 +312,7 @@ def flash_attention(
     softcap: float = 0.0,
     bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -256,8 +325,8 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(cap(softmax_scale * q k^T) + bias + distance_bias, over the visible keys) v, no scores in memory.
 
-    Differentiable once in q, k, v, `bias`, `distance_bias`, and through the log-sum-exp. The backward pass has no
-    atomics: every gradient is the same bits each time.
+    Differentiable once in q, k, v, `bias`, `distance_bias`, `alibi_slopes`, and through the log-sum-exp. The backward
+    pass has no atomics: every gradient is the same bits each time.
 
     Args:
         q: (batch, queries, heads, head_dim), or packed (total queries, heads, head_dim); bf16, fp16 or fp32, under the
@@ -271,6 +340,8 @@ def flash_attention(
         bias: added to the scores, dtype of q or fp32, broadcastable to (batch, heads, queries, keys); dense only.
         distance_bias: fp32 (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i + keys -
             queries), clipped to [-R, R]. Its gradient takes O(queries + keys) memory.
+        alibi_slopes: fp32 (heads,); -slope * |d| is added for a key at distance d, whatever else is added. Nothing
+            is looked up and nothing clipped, unlike in a `distance_bias` of the same numbers.
         dropout_p: probability of dropping an attention weight; the others grow by 1 / (1 - dropout_p).
         rng: int64 [seed, offset] of the dropout mask, on the device of q; see `dropout.py`.
         cu_seqlens_q: int32 (sequences + 1), where the sequences of a packed `q` end, from 0 on. Entries may repeat;
@@ -296,14 +367,15 @@ def flash_attention(
             bias = bias.to(q.dtype)
     sizes = check_arguments(
         q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
-        distance_bias=distance_bias, dropout_p=dropout_p, rng=rng, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        distance_bias=distance_bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng=rng,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         key_padding_mask=key_padding_mask,
     )  # fmt: skip
     _check_triton_serves(q)
-    out, lse = _flash_attention(
-        q, k, v, bias, distance_bias, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, sizes.left, sizes.right,
-        sizes.scale, float(softcap), float(dropout_p), sizes.queries, sizes.keys,
+    operation = _flash_attention if _needs_dispatcher(q, k, v) else FlashAttention.apply
+    out, lse = operation(
+        q, k, v, bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, sizes.left,
+        sizes.right, sizes.scale, float(softcap), float(dropout_p), sizes.queries, sizes.keys,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -25,6 +25,7 @@ class Problem(NamedTuple):
 
     bias: Tensor | None
     distance_bias: Tensor | None
+    alibi_slopes: Tensor | None
     key_padding_mask: Tensor | None
     rng: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -128,6 +129,7 @@ def shared_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[
     """Keyword arguments of every kernel of forward and backward, without outputs, lists of tiles and configs."""
     heads, head_dim = q.shape[-2:]
     bias, distance_bias, padding = problem.bias, problem.distance_bias, problem.key_padding_mask
+    slopes = problem.alibi_slopes
     accumulate = accumulator_dtype(q.dtype)
     if bias is not None:
         # read along the keys: another order costs many times the loads, and other sums in other bits
@@ -140,6 +142,7 @@ def shared_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[
         "v_pointer": v,
         "bias_pointer": bias,
         "distance_pointer": None if distance_bias is None else _whole(distance_bias.to(accumulate)),
+        "slopes_pointer": None if slopes is None else _whole(slopes.to(accumulate)),
         "padding_pointer": None if padding is None else padding.contiguous().view(torch.uint8),
         "rng_pointer": _whole(problem.rng) if problem.dropout_p else None,
         "cu_seqlens_q": _whole(problem.cu_seqlens_q),
@@ -172,6 +175,7 @@ def shared_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[
         "HAS_SOFTCAP": problem.softcap > 0,
         "HAS_BIAS": bias is not None,
         "HAS_DISTANCE": distance_bias is not None,
+        "HAS_SLOPE": slopes is not None,
         "HAS_PADDING": padding is not None,
         "HAS_DROPOUT": problem.dropout_p > 0,
         "PACKED": problem.packed,

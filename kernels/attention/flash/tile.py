@@ -168,15 +168,25 @@ def keys_taking_part(padding_pointer, key, keys, first_seen, EDGE: tl.constexpr,
 
 
 @jit
+def pair_distances(query, key, offset, like):
+    """How far apart query and key are, |key - query - offset|, in the dtype of `like`; exact below 2^24 tokens.
+
+    The places are converted before they are broadcast: a conversion per row and column, not one per pair.
+    """
+    return tl.abs(key.to(like.dtype) - (query + offset).to(like.dtype))
+
+
+@jit
 def exponents(
-    product, query, key, part, queries, keys, offset, left, right, scale, softcap, far_bias,
+    product, query, key, part, queries, keys, offset, left, right, scale, softcap, far_bias, alibi_slope,
     bias_pointer, stride_bias_q, stride_bias_k, distance_pointer, reach,
     EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_PADDING: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
     """Exponents of a tile from its products q k, -inf where hidden, and the slope of the softcap.
 
-    `query`, `key` and `part` are shaped to broadcast to the tile, whichever of them its rows are.
+    `query`, `key` and `part` are shaped to broadcast to the tile, whichever of them its rows are. `alibi_slope` is that
+    of the head times log2(e).
     """
     slope = 1.0
     if HAS_SOFTCAP:
@@ -197,6 +207,8 @@ def exponents(
             exponent = exponent + tl.load(distance_pointer + reach + clipped) * LOG2E
         else:
             exponent = exponent + far_bias * LOG2E
+    if HAS_SLOPE:
+        exponent = exponent - alibi_slope * pair_distances(query, key, offset, exponent)
     if EDGE or HAS_PADDING:
         visible = part
         if EDGE and HAS_LEFT:

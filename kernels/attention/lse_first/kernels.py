@@ -18,6 +18,7 @@ from ...interpreted import rounded
 from ...launch import jit, next_power_of_2, tl, triton
 from ..flash.backward import Saved, dkdv_kernel, dq_kernel, prepare_backward
 from ..flash.configs import device_capability
+from ..flash.hopper.gate import serves_scores
 from ..flash.problem import (
     Problem,
     accumulator_dtype,
@@ -205,6 +206,11 @@ def _blocks(rows: int, block: int, q: Tensor, heads: int) -> tuple[int]:
 
 def lse_of_chunk_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: float, merge: bool) -> None:
     """Stage 1: write the log-sum-exp over a chunk into `lse` (batch, heads, queries), or merge it in."""
+    if serves_scores(q, k, scale):
+        from ..flash.hopper.launch import launch_lse_
+
+        launch_lse_(lse, q, k, shift=shift, scale=scale, merge=merge)
+        return
     q, k = with_plain_rows(q), with_plain_rows(k)
     # of a scale of 0 something is left, so that nothing hidden becomes -inf times 0
     arguments = _arguments(q, k, "lse", shift, max(abs(scale), 1e-30)) | {"NEGATIVE": scale < 0}
@@ -254,6 +260,7 @@ def gradients_of_chunk_(
     problem = Problem(
         bias=None,
         distance_bias=None,
+        alibi_slopes=None,
         key_padding_mask=None,
         rng=None,
         cu_seqlens_q=None,
@@ -279,10 +286,12 @@ def gradients_of_chunk_(
             tiles_pointer=None,
             bias_gradient_pointer=None,
             far_pointer=None,
+            slope_gradient_pointer=None,
             stride_far=0,
             heads_per_group=heads // groups,
             WRITE_BIAS_GRADIENT=False,
             FAR_SUMS=False,
+            SLOPE_SUMS=False,
         )
     if merge:
         dq += part

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....launch import INTERPRETED
+
 # compiled variants: name of the kernel, device and constants -> what Triton returned at the first launch
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 
@@ -33,11 +35,14 @@ def _parameters(kernel: Any) -> tuple[list[str], list[str]]:
 
 
 def launch(kernel: Any, programs: int, dtype: torch.dtype, device: torch.device, arguments: dict[str, Any]) -> None:
-    """Launch a kernel of `schedule.kernel` with one warp group for each of its roles.
+    """Launch a kernel of `schedule.kernel` with one warp group for each of its roles, or a plain one of four warps.
 
     Such a kernel is compiled for its constants and the dtypes of its tensors, which `dtype` implies; numbers are not
     specialised. So all else can change from launch to launch.
     """
+    if INTERPRETED:
+        kernel[(programs,)](**arguments)
+        return
     names, constants = _parameters(kernel)
     key = (kernel.__name__, dtype, device, *[arguments[name] for name in constants])
     values = [arguments[name] for name in names]

@@ -11,11 +11,11 @@ no room for two sums in one warp group: there one consumer sums dV and the other
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .diagonals import allocate_scratch, store_diagonals
 from .schedule import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
-from .scores import far_shifts
+from .scores import far_shifts, places, row_slopes, slope_of_head, with_distances
 
 
 @jit
@@ -32,16 +32,23 @@ def _produce(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
     keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of a tile, and the queries and upstream gradients that meet them, head by head."""
     step = 0
     for turn in range(turns_of(order_pointer, order_width)):
         tile, pair = turn_of(order_pointer, order_width, turn)
         group, sequence = pair % groups, pair // groups
-        fill(keys_ring, turn, k_descriptor, [sequence, tile * BLOCK_N, group, 0], 2 * BLOCK_N * HEAD_DIM * 2, 1)
-        load_tile(v_descriptor, [sequence, tile * BLOCK_N, group, 0], keys_ring[1].index(0), values)
-        first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
+        slot = turn % KEY_STAGES
+        full = keys_ring[1].index(slot)
+        mbarrier.wait(keys_ring[2].index(slot), ((turn // KEY_STAGES) & 1) ^ 1)
+        mbarrier.expect(full, 2 * TILES * BLOCK_N * HEAD_DIM * 2)
+        for w in gl.static_range(TILES):
+            place = [sequence, (tile * TILES + w) * BLOCK_N, group, 0]
+            load_tile(k_descriptor, place, full, keys_ring[0].index(slot * TILES + w))
+            load_tile(v_descriptor, place, full, values.index(slot * TILES + w))
+        first = _first_query_tile(tile, offset, BLOCK_M, TILES * BLOCK_N, CAUSAL)
         for h in range(heads_per_group):
             head = group * heads_per_group + h
             row = sequence * groups * heads_per_group + head
@@ -51,15 +58,16 @@ def _produce(
                 fill(queries_ring, step, q_descriptor, place, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
                 load_tile(lse_descriptor, [row, i * BLOCK_M], queries_ring[1].index(stage), lse_buffers.index(stage))
                 fill(upstream_ring, step, do_descriptor, place, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
-                full = upstream_ring[1].index(stage)
-                load_tile(delta_descriptor, [row, i * BLOCK_M], full, delta_buffers.index(stage))
+                load_tile(
+                    delta_descriptor, [row, i * BLOCK_M], upstream_ring[1].index(stage), delta_buffers.index(stage)
+                )
                 step += 1
 
 
 @jit
 def _exponents(
-    s, lse, distance_here, far, key, query, offset, keys, scale_log2, reach,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr,
+    s, lse, distance_here, far, slope, key, query, offset, keys, scale_log2, reach,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
 ):  # fmt: skip
     """Exponents (keys, queries) of the weights of a tile from key `key` and query `query` on; `far` of `far_shifts`."""
     layout: gl.constexpr = s.type.layout
@@ -72,7 +80,16 @@ def _exponents(
             shift = far[1]
         elif key + s.shape[0] - 1 - query - offset > -reach:
             shift = 0.0
-            s = s + gl.load(distance_here + (key - query - offset) + row - column)
+            s = with_distances(s, distance_here + 2 * (key - query - offset), -1)
+    if HAS_SLOPE:  # as in `scores.biased`
+        place_of_key, place_of_query = places(s)
+        gap = (key - query - offset).to(gl.float32)
+        if CAUSAL:
+            s = s + slope * place_of_key
+            shift = slope * scale_log2 * gap
+            lse += row_slopes(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
+        else:
+            s = s - slope * gl.abs(place_of_key - place_of_query + gap)
     # rows that do not exist have a score of 0, whose exponential need not be finite
     edge = (key + s.shape[0] > keys) | (query + s.shape[1] > keys - offset)
     if CAUSAL:
@@ -97,36 +114,40 @@ def _store(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
 
 @jit
 def _consume_both(
-    dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+    dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
     keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
-    W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, DIAGONALS: gl.constexpr, dtype: gl.constexpr,
+    W: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, DIAGONALS: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
-    """Consumer W: both gradients of its half of each tile of keys."""
-    KEYS: gl.constexpr = BLOCK_N // 2
+    """Consumer W: both gradients of its BLOCK_N keys of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
-    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, scores_layout)
-    k = keys_ring[0].index(0).reshape([BLOCK_N, HEAD_DIM]).slice(W * KEYS, KEYS, dim=0)
-    v = values.reshape([BLOCK_N, HEAD_DIM]).slice(W * KEYS, KEYS, dim=0)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
     step = 0
     for turn in range(turns_of(order_pointer, order_width)):
         tile, pair = turn_of(order_pointer, order_width, turn)
-        key = tile * BLOCK_N + W * KEYS
-        dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout)
-        dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, sums_layout)
-        first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
-        wait_full(keys_ring, turn, 1)
+        key = (tile * TILES + W) * BLOCK_N
+        k = keys_ring[0].index(turn % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
+        v = values.index(turn % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
+        dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
+        dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
+        first = _first_query_tile(tile, offset, BLOCK_M, TILES * BLOCK_N, CAUSAL)
+        wait_full(keys_ring, turn, KEY_STAGES)
         for h in range(heads_per_group):
             head = pair % groups * heads_per_group + h
             distance_here = distance_pointer
             if HAS_DISTANCE:
-                distance_here = distance_pointer + head * (2 * extent + 1) + extent
+                # the falling half of the table: here a column is a query
+                falling = groups * heads_per_group + head
+                distance_here = distance_pointer + 2 * (falling * (2 * extent + 1) + extent)
             far = far_shifts(distance_here, extent, scale_log2, HAS_DISTANCE)
+            slope = slope_of_head(slopes_pointer, head, scale_log2, HAS_SLOPE)
             for i in range(first, query_tiles):
                 stage = step % STAGES
                 q = queries_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
@@ -138,8 +159,8 @@ def _consume_both(
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 s = warpgroup_mma_wait(1, deps=[pending])
                 weight = gl.exp2(_exponents(
-                    s, lse, distance_here, far, key, i * BLOCK_M, offset, keys, scale_log2, reach,
-                    CAUSAL, HAS_DISTANCE,
+                    s, lse, distance_here, far, slope, key, i * BLOCK_M, offset, keys, scale_log2, reach,
+                    CAUSAL, HAS_DISTANCE, HAS_SLOPE,
                 ))  # fmt: skip
                 p = gl.convert_layout(weight.to(dtype), weights_layout)
                 pending_dv = warpgroup_mma(p, out_gradient, dv, is_async=True)
@@ -159,7 +180,7 @@ def _consume_both(
                 dk = warpgroup_mma_wait(0, deps=[pending_dk])
                 release(queries_ring, step, STAGES)
                 step += 1
-        release(keys_ring, turn, 1)
+        release(keys_ring, turn, KEY_STAGES)
         _store(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
         _store(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
 
@@ -168,7 +189,8 @@ def _consume_both(
 def _consume_one(
     out_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
-    IS_KEYS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    IS_KEYS: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """One gradient, of the keys or of the values, of each tile of keys."""
@@ -177,15 +199,15 @@ def _consume_one(
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
-    k = keys_ring[0].index(0).reshape([BLOCK_N, HEAD_DIM])
-    v = values.reshape([BLOCK_N, HEAD_DIM])
     step = 0
     for turn in range(turns_of(order_pointer, order_width)):
         tile, pair = turn_of(order_pointer, order_width, turn)
         key = tile * BLOCK_N
+        k = keys_ring[0].index(turn % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
+        v = values.index(turn % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
         sums = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
         first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
-        wait_full(keys_ring, turn, 1)
+        wait_full(keys_ring, turn, KEY_STAGES)
         for _ in range(heads_per_group):
             for i in range(first, query_tiles):
                 stage = step % STAGES
@@ -201,7 +223,8 @@ def _consume_one(
                 else:
                     s = warpgroup_mma_wait(0, deps=[pending])
                 weight = gl.exp2(_exponents(
-                    s, lse, lse_buffers, (0.0, 0.0), key, i * BLOCK_M, offset, keys, scale_log2, 0, CAUSAL, False,
+                    s, lse, lse_buffers, (0.0, 0.0), 0.0, key, i * BLOCK_M, offset, keys, scale_log2, 0,
+                    CAUSAL, False, False,
                 ))  # fmt: skip
                 if IS_KEYS:
                     delta = delta_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
@@ -216,7 +239,7 @@ def _consume_one(
                 release(queries_ring, step, STAGES)
                 release(upstream_ring, step, STAGES)
                 step += 1
-        release(keys_ring, turn, 1)
+        release(keys_ring, turn, KEY_STAGES)
         if IS_KEYS:
             sums = sums * scale
         _store(out_pointer, sums, key, pair, groups, keys, HEAD_DIM)
@@ -225,25 +248,31 @@ def _consume_one(
 @kernel
 def hopper_dkdv(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
-    dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+    dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
     order_pointer, order_width, groups, heads_per_group, query_tiles, queries, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, DIAGONALS: gl.constexpr,
+    TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, DIAGONALS: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of every tile of BLOCK_N keys and values, from all query heads of their group in order.
+    """Gradients of every tile of TILES * BLOCK_N keys and values, from all query heads of their group in order.
 
     Descriptors over (batch, rows, heads, HEAD_DIM); of lse (base 2, +inf in a row without keys) and delta over (batch *
     heads, queries) fp32. dk, dv: contiguous (batch, keys, groups, HEAD_DIM). diagonals (DIAGONALS): see `diagonals.py`.
+    Distance and slopes as in `hopper_forward`.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     layout: gl.constexpr = q_descriptor.layout
     row_layout: gl.constexpr = lse_descriptor.layout
     offset = keys - queries
-    keys_ring = ring(gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, 1, HEAD_DIM], layout), 1, 2)
-    values = gl.allocate_shared_memory(dtype, [1, BLOCK_N, 1, HEAD_DIM], layout)
-    queries_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, 2)
-    upstream_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, 2)
+    # consumers of heads up to 128 wide have a tile of keys each; the two of wider ones share one
+    READERS: gl.constexpr = TILES if HEAD_DIM <= 128 else 2
+    keys_ring = ring(
+        gl.allocate_shared_memory(dtype, [KEY_STAGES * TILES, 1, BLOCK_N, 1, HEAD_DIM], layout), KEY_STAGES, READERS
+    )
+    values = gl.allocate_shared_memory(dtype, [KEY_STAGES * TILES, 1, BLOCK_N, 1, HEAD_DIM], layout)
+    queries_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS)
+    upstream_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
     scratch, other_scratch = values, values
@@ -254,40 +283,42 @@ def hopper_dkdv(
             (_consume_one, (
                 dv_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
-                scale, scale_log2, False, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, dtype,
+                scale, scale_log2, False, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
             (_consume_one, (
                 dk_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
-                scale, scale_log2, True, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, dtype,
+                scale, scale_log2, True, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
-                BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
             )),
         ], [4, 4], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume_both, (
-                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+                dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
-                0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+                0, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
+                HAS_DISTANCE, HAS_SLOPE, DIAGONALS, dtype,
             )),
             (_consume_both, (
-                dk_pointer, dv_pointer, distance_pointer, diagonals_pointer,
+                dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, other_scratch,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
-                1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, DIAGONALS, dtype,
+                1, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
+                HAS_DISTANCE, HAS_SLOPE, DIAGONALS, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
                 keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
-                BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
             )),
         ], [4, 4], [240, 24])  # fmt: skip

@@ -16,7 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .schedule import fill, jit, kernel, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
-from .scores import distance_shift, far_shifts, hidden_scores, key_tiles, tiles_without_mask
+from .scores import (
+    biased,
+    far_shifts,
+    hidden_scores,
+    key_tiles,
+    places,
+    row_slopes,
+    slope_of_head,
+    tiles_without_mask,
+)
 
 
 @jit
@@ -49,12 +58,12 @@ def _produce(
 
 @jit
 def _consume(
-    dq_descriptor, lse_pointer, delta_pointer, distance_pointer, far_pointer,
+    dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
     queries_ring, upstream, keys_ring, values_ring, outs,
     order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
     W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, FAR_SUMS: gl.constexpr, OUT_APART: gl.constexpr,
-    dtype: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, FAR_SUMS: gl.constexpr,
+    SLOPE_SUMS: gl.constexpr, OUT_APART: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: the gradient of its BLOCK_M rows of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -73,13 +82,15 @@ def _consume(
         clear = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
         distance_here = distance_pointer
         if HAS_DISTANCE:
-            distance_here = distance_pointer + pair % heads * (2 * extent + 1) + extent
+            distance_here = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
         far = far_shifts(distance_here, extent, scale_log2, HAS_DISTANCE)
+        slope = slope_of_head(slopes_pointer, pair % heads, scale_log2, HAS_SLOPE)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
         lse = gl.load(lse_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
+        lse += row_slopes(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
         delta = gl.load(delta_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
         dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
-        far_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
+        row_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
         mbarrier.wait(queries_ring[1].index(W), turn & 1)
         for i in range(number):
             wait_full(keys_ring, step, STAGES)
@@ -90,7 +101,9 @@ def _consume(
             pending_product = warpgroup_mma(out_gradient, v.permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=[pending])
             start = (number - 1 - i) * BLOCK_N
-            s, shift = distance_shift(s, distance_here, far, start, first, offset, reach, HAS_DISTANCE)
+            s, shift = biased(
+                s, distance_here, far, slope, start, first, offset, reach, scale_log2, CAUSAL, HAS_DISTANCE, HAS_SLOPE
+            )
             if number - 1 - i >= clear:
                 s = hidden_scores(s, start, first, offset, keys, CAUSAL)
             weight = gl.exp2(s * scale_log2 - gl.expand_dims(lse - shift, 1))
@@ -100,10 +113,14 @@ def _consume(
             if FAR_SUMS:  # by blocks of 64 keys, as `diagonals.py` takes the others
                 lowest = start - (first + BLOCK_M - 1) - offset
                 if lowest >= reach:
-                    far_sum += gl.sum(gradient, 1)
+                    row_sum += gl.sum(gradient, 1)
                 elif lowest + BLOCK_N - 64 >= reach:
                     column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)), 0)
-                    far_sum += gl.sum(gl.where(column >= BLOCK_N - 64, gradient, 0.0), 1)
+                    row_sum += gl.sum(gl.where(column >= BLOCK_N - 64, gradient, 0.0), 1)
+            if SLOPE_SUMS:
+                place_of_row, place_of_column = places(gradient)
+                apart = place_of_column - place_of_row + (start - first - offset).to(gl.float32)
+                row_sum -= gl.sum(gradient * gl.abs(apart), 1)
             g = gl.convert_layout(gradient.to(dtype), weights_layout)
             pending_dq = warpgroup_mma(g, k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
@@ -111,8 +128,8 @@ def _consume(
             step += 1
         if OUT_APART:
             mbarrier.arrive(queries_ring[2].index(W), count=1)
-        if FAR_SUMS:
-            gl.store(far_pointer + pair.to(gl.int64) * queries + query, far_sum, mask=query < queries)
+        if FAR_SUMS or SLOPE_SUMS:
+            gl.store(row_sums_pointer + pair.to(gl.int64) * queries + query, row_sum, mask=query < queries)
         tma.store_wait(0)  # of the tile before: its gradient has left the buffer
         out_buffer.reshape([BLOCK_M, HEAD_DIM]).store((dq * scale).to(dtype))
         fence_async_shared()
@@ -126,16 +143,18 @@ def _consume(
 @kernel
 def hopper_dq(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, dq_descriptor,
-    lse_pointer, delta_pointer, distance_pointer, far_pointer,
+    lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
     order_pointer, order_width, heads, heads_per_group, queries, pitch, keys, scale, scale_log2, reach, extent,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, FAR_SUMS: gl.constexpr, OUT_APART: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, FAR_SUMS: gl.constexpr,
+    SLOPE_SUMS: gl.constexpr, OUT_APART: gl.constexpr,
 ):  # fmt: skip
     """Gradient of every tile of 2 BLOCK_M queries.
 
     Descriptors and distance as in `hopper_forward`. lse (base 2, +inf in a row without keys) and delta: fp32 (batch,
-    heads, pitch). far (FAR_SUMS): fp32 (batch, heads, queries), the gradients of a row's scores, summed over blocks of
-    64 keys whose distances to the row's tile are all >= reach.
+    heads, pitch). row_sums: fp32 (batch, heads, queries); with FAR_SUMS the gradients of a row's scores, summed over
+    blocks of 64 keys whose distances to the row's tile are all >= reach; with SLOPE_SUMS what the row gives to the
+    gradient of its head's slope.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     offset = keys - queries
@@ -150,16 +169,18 @@ def hopper_dq(
     values_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
     gl.warp_specialize([
         (_consume, (
-            dq_descriptor, lse_pointer, delta_pointer, distance_pointer, far_pointer,
+            dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
             queries_ring, upstream, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
-            0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, FAR_SUMS, OUT_APART, dtype,
+            0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, FAR_SUMS, SLOPE_SUMS,
+            OUT_APART, dtype,
         )),
         (_consume, (
-            dq_descriptor, lse_pointer, delta_pointer, distance_pointer, far_pointer,
+            dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
             queries_ring, upstream, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
-            1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, FAR_SUMS, OUT_APART, dtype,
+            1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, FAR_SUMS, SLOPE_SUMS,
+            OUT_APART, dtype,
         )),
         (_produce, (
             q_descriptor, k_descriptor, v_descriptor, do_descriptor, queries_ring, upstream, keys_ring, values_ring,

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .schedule import fill, jit, kernel, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
-from .scores import distance_shift, far_shifts, hidden_scores, key_tiles, tiles_without_mask
+from .scores import biased, far_shifts, hidden_scores, key_tiles, row_slopes, slope_of_head, tiles_without_mask
 
 
 @jit
@@ -52,11 +52,12 @@ def _produce(
 
 @jit
 def _consume(
-    out_descriptor, lse_pointer, distance_pointer, queries_ring, keys_ring, values_ring, outs,
+    out_descriptor, lse_pointer, distance_pointer, slopes_pointer, queries_ring, keys_ring, values_ring, outs,
     order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
     W: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, OUT_APART: gl.constexpr, dtype: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, OUT_APART: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: output and log-sum-exp of its BLOCK_M rows of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -75,8 +76,9 @@ def _consume(
         clear = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
         distance_here = distance_pointer
         if HAS_DISTANCE:
-            distance_here = distance_pointer + pair % heads * (2 * extent + 1) + extent
+            distance_here = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
         far = far_shifts(distance_here, extent, scale, HAS_DISTANCE)
+        slope = slope_of_head(slopes_pointer, pair % heads, scale, HAS_SLOPE)
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_layout)
         total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
         out = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
@@ -88,7 +90,9 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=[pending])
         release(keys_ring, step, STAGES)
         start = (number - 1) * BLOCK_N
-        s, shift = distance_shift(s, distance_here, far, start, first, offset, reach, HAS_DISTANCE)
+        s, shift = biased(
+            s, distance_here, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
+        )
         s = hidden_scores(s, start, first, offset, keys, CAUSAL)
         maximum = gl.max(s, 1) * scale + shift
         # a row that has seen no key yet holds -inf, and -inf - -inf would be NaN
@@ -108,7 +112,9 @@ def _consume(
             s = warpgroup_mma_wait(1, deps=[pending])
             release(keys_ring, step, STAGES)
             start = (number - 1 - i) * BLOCK_N
-            s, shift = distance_shift(s, distance_here, far, start, first, offset, reach, HAS_DISTANCE)
+            s, shift = biased(
+                s, distance_here, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
+            )
             if number - 1 - i >= clear:
                 s = hidden_scores(s, start, first, offset, keys, CAUSAL)
             higher = gl.maximum(maximum, gl.max(s, 1) * scale + shift)
@@ -130,7 +136,8 @@ def _consume(
         empty = total == 0.0
         inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, total), out_rows_layout)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
-        lse = (maximum + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
+        lse = maximum + gl.log2(gl.where(empty, 1.0, total))
+        lse = (lse - row_slopes(lse, slope, scale, CAUSAL, HAS_SLOPE)) * 0.6931471805599453
         lse = gl.where(empty, float("-inf"), lse)
         gl.store(lse_pointer + pair.to(gl.int64) * queries + query, lse, mask=query < queries)
         out = warpgroup_mma_wait(0, deps=[pending_out])
@@ -148,17 +155,18 @@ def _consume(
 
 @kernel
 def hopper_forward(
-    q_descriptor, k_descriptor, v_descriptor, out_descriptor, lse_pointer, distance_pointer,
+    q_descriptor, k_descriptor, v_descriptor, out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
     order_pointer, order_width, heads, heads_per_group, queries, keys, scale, reach, extent,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, OUT_APART: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, OUT_APART: gl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of every tile of 2 BLOCK_M queries.
+    """Output and log-sum-exp of every tile of CONSUMERS * BLOCK_M queries.
 
     Descriptors over (batch, rows, heads, HEAD_DIM) with tiles of BLOCK_M or BLOCK_N rows. lse: (batch, heads, queries)
-    fp32, natural. distance: fp32 (heads, 2 extent + 1), see `scores.distance_table`. scale: of the scores times
-    log2(e). OUT_APART: the output has shared memory of its own, so that the next queries come early.
+    fp32, natural. distance: the table of `distance.distance_table`. slopes: fp32 (heads,), not with
+    a distance bias. scale: of the scores times log2(e). OUT_APART: the output has shared memory of its own, so that
+    the next queries come early.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     offset = keys - queries
@@ -173,19 +181,22 @@ def hopper_forward(
     if CONSUMERS == 3:
         gl.warp_specialize([
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, queries_ring, keys_ring, values_ring, outs,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, OUT_APART, dtype,
+                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
             )),
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, queries_ring, keys_ring, values_ring, outs,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, OUT_APART, dtype,
+                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
             )),
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, queries_ring, keys_ring, values_ring, outs,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                2, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, OUT_APART, dtype,
+                2, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, queries_ring, keys_ring, values_ring,
@@ -196,14 +207,16 @@ def hopper_forward(
     else:
         gl.warp_specialize([
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, queries_ring, keys_ring, values_ring, outs,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, OUT_APART, dtype,
+                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
             )),
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, queries_ring, keys_ring, values_ring, outs,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, OUT_APART, dtype,
+                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, queries_ring, keys_ring, values_ring,

@@ -47,17 +47,24 @@ def as_tma_reads(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
-    """Whether the Hopper kernels compute this call, forward and backward."""
+def serves_scores(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether the Hopper kernels compute the scores of these tensors."""
     if INTERPRETED or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if q.ndim != 4 or problem.packed or problem.left >= 0 or problem.right > 0 or problem.scale <= 0:
+    if q.ndim != 4 or scale <= 0 or q.shape[-1] not in HEAD_DIMS or not (q.numel() and k.numel()):
+        return False
+    return _has_gluon() and _is_hopper(q.device)
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
+    """Whether the Hopper kernels compute this call, forward and backward."""
+    if problem.packed or problem.left >= 0 or problem.right > 0:
         return False
     if problem.softcap or problem.dropout_p or problem.bias is not None or problem.key_padding_mask is not None:
         return False
-    if q.shape[-1] not in HEAD_DIMS or not (q.numel() and k.numel()):
+    distance, slopes = problem.distance_bias, problem.alibi_slopes
+    if (distance is not None or slopes is not None) and q.shape[-1] > 128:
         return False
-    distance = problem.distance_bias
-    if distance is not None and (q.shape[-1] > 128 or distance.shape[1] // 2 > LARGEST_REACH):
+    if distance is not None and (slopes is not None or distance.shape[1] // 2 > LARGEST_REACH):
         return False
-    return _has_gluon() and _is_hopper(q.device)
+    return serves_scores(q, k, problem.scale)

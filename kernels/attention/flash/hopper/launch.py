@@ -16,6 +16,7 @@ from .dkdv import hopper_dkdv
 from .dq import hopper_dq
 from .forward import hopper_forward
 from .gate import as_tma_reads
+from .lse import hopper_lse
 from .order import tile_order, together
 
 LOG2E = 1.4426950408889634
@@ -36,10 +37,30 @@ class Blocks(NamedTuple):
         return {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "STAGES": self.stages}
 
 
+class KeyBlocks(NamedTuple):
+    """Queries and keys of a consumer's tile, tiles of queries loaded ahead, tiles of keys at a time and ahead."""
+
+    queries: int
+    keys: int
+    stages: int
+    tiles: int = 2
+    key_stages: int = 2
+
+    def constants(self) -> dict[str, int]:
+        """As the kernel takes them."""
+        names = ("BLOCK_M", "BLOCK_N", "STAGES", "TILES", "KEY_STAGES")
+        return dict(zip(names, self, strict=True))
+
+
 _FORWARD = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
-_FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}  # causal, their common tile would have a long edge
+# causal, their common tile would have a long edge; and where a bias is looked up often, registers are short
+_FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}
+_MANY_KEYS = 4096
 _DQ = {64: Blocks(64, 128, 2), 128: Blocks(64, 64, 2), 256: Blocks(64, 64, 1)}
-_DKDV = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
+_DQ_SLOPES = _DQ | {64: Blocks(64, 64, 3)}  # the sums of a wider tile take registers it needs
+_DKDV = {64: KeyBlocks(64, 64, 2), 128: KeyBlocks(64, 64, 2), 256: KeyBlocks(64, 64, 2, tiles=1, key_stages=1)}
+_LSE = {64: Blocks(64, 128, 4, consumers=3), 128: Blocks(64, 128, 4, consumers=3), 256: Blocks(64, 64, 3, consumers=3)}
+_DKDV_DISTANCE = _DKDV | {128: KeyBlocks(64, 64, 2, key_stages=1)}  # sums of diagonals take the room of a tile
 
 
 def _rows_of(tensor: Tensor, rows: int) -> Tiles:
@@ -58,11 +79,12 @@ def _order_of_queries(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Ten
     return tile_order(False, queries, keys, rows, blocks.keys, causal, batch * heads, width, q.device)
 
 
-def _order_of_keys(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Tensor:
+def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyBlocks, causal: bool) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     width = together(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
-    return tile_order(True, queries, keys, blocks.keys, blocks.queries, causal, batch * groups, width, q.device)
+    rows = blocks.tiles * blocks.keys
+    return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, width, q.device)
 
 
 def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
@@ -80,7 +102,8 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     _, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     causal = problem.right == 0
-    blocks = (_FORWARD if causal else _FORWARD_FULL)[head_dim]
+    looks_up_often = problem.distance_bias is not None and keys < _MANY_KEYS
+    blocks = (_FORWARD if causal or looks_up_often else _FORWARD_FULL)[head_dim]
     order = _order_of_queries(q, k, blocks, causal)
     table, reach, extent = _distance(problem)
     with on_device(q):
@@ -91,6 +114,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
             out_descriptor=_rows_of(out, blocks.queries),
             lse_pointer=lse,
             distance_pointer=lse if table is None else table,
+            slopes_pointer=lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
             order_pointer=order,
             order_width=order.shape[1],
             heads=heads,
@@ -105,9 +129,37 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
             HEAD_DIM=head_dim,
             CAUSAL=causal,
             HAS_DISTANCE=table is not None,
+            HAS_SLOPE=problem.alibi_slopes is not None,
             OUT_APART=head_dim <= 128,
         ))  # fmt: skip
     return out, lse
+
+
+def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: float, merge: bool) -> None:
+    """Write the log-sum-exps into `lse` (batch, heads, queries), or merge them in; `shift` None for no causal mask."""
+    q, k = as_tma_reads(q), as_tma_reads(k)
+    queries, heads, head_dim = q.shape[1:]
+    keys, groups = k.shape[1:3]
+    blocks = _LSE[head_dim]
+    order = _order_of_queries(q, k, blocks, shift == keys - queries)
+    with on_device(q):
+        launch(hopper_lse, len(order), q.dtype, q.device, dict(
+            q_descriptor=_rows_of(q, blocks.queries),
+            k_descriptor=_rows_of(k, blocks.keys),
+            lse_pointer=lse,
+            order_pointer=order,
+            order_width=order.shape[1],
+            heads=heads,
+            heads_per_group=heads // groups,
+            queries=queries,
+            offset=shift or 0,
+            keys=keys,
+            scale=scale * LOG2E,
+            **blocks.constants(),
+            HEAD_DIM=head_dim,
+            CAUSAL=shift is not None,
+            MERGE=merge,
+        ))  # fmt: skip
 
 
 class Prepared(NamedTuple):
@@ -134,16 +186,18 @@ def prepare_backward(
     return Prepared(q, k, v, out_gradient, base_2, delta, _distance(problem))
 
 
-def launch_dq(saved: Prepared, problem: Problem, *, far_sums: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradient of q, contiguous; with `far_sums` also (batch, heads, queries), see `hopper_dq`."""
+def launch_dq(
+    saved: Prepared, problem: Problem, *, far_sums: bool = False, slope_sums: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of q, contiguous; with `far_sums` or `slope_sums` also (batch, heads, queries), see `hopper_dq`."""
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     table, reach, extent = saved.distance
-    blocks, causal = _DQ[head_dim], problem.right == 0
+    blocks, causal = (_DQ_SLOPES if slope_sums else _DQ)[head_dim], problem.right == 0
     order = _order_of_queries(q, k, blocks, causal)
     gradient = q.new_empty(q.shape)
-    far = saved.lse.new_empty(batch, heads, queries) if far_sums else None
+    row_sums = saved.lse.new_empty(batch, heads, queries) if far_sums or slope_sums else None
     with on_device(q):
         launch(hopper_dq, len(order), q.dtype, q.device, dict(
             q_descriptor=_rows_of(q, blocks.queries),
@@ -154,7 +208,8 @@ def launch_dq(saved: Prepared, problem: Problem, *, far_sums: bool) -> tuple[Ten
             lse_pointer=saved.lse,
             delta_pointer=saved.delta,
             distance_pointer=saved.lse if table is None else table,
-            far_pointer=saved.lse if far is None else far,
+            slopes_pointer=saved.lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
+            row_sums_pointer=saved.lse if row_sums is None else row_sums,
             order_pointer=order,
             order_width=order.shape[1],
             heads=heads,
@@ -170,10 +225,12 @@ def launch_dq(saved: Prepared, problem: Problem, *, far_sums: bool) -> tuple[Ten
             HEAD_DIM=head_dim,
             CAUSAL=causal,
             HAS_DISTANCE=table is not None,
+            HAS_SLOPE=problem.alibi_slopes is not None,
             FAR_SUMS=far_sums,
+            SLOPE_SUMS=slope_sums,
             OUT_APART=head_dim <= 128,
         ))  # fmt: skip
-    return gradient, far
+    return gradient, row_sums
 
 
 def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -182,10 +239,10 @@ def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     table, reach, extent = saved.distance
-    blocks, causal = _DKDV[head_dim], problem.right == 0
+    blocks, causal = (_DKDV_DISTANCE if diagonals else _DKDV)[head_dim], problem.right == 0
     order = _order_of_keys(q, k, blocks, causal)
     k_gradient, v_gradient = k.new_empty(k.shape), k.new_empty(k.shape)
-    bands, key_blocks = bands_of(reach), 2 * -(-keys // blocks.keys)
+    bands, key_blocks = bands_of(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
     sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
     row_numbers = {
         name: Tiles(numbers, [batch * heads, queries], [numbers.shape[2], 1], [1, blocks.queries], _ROW)
@@ -201,6 +258,7 @@ def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[
             dk_pointer=k_gradient,
             dv_pointer=v_gradient,
             distance_pointer=saved.lse if table is None else table,
+            slopes_pointer=saved.lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
             diagonals_pointer=saved.lse if sums is None else sums,
             order_pointer=order,
             order_width=order.shape[1],
@@ -219,6 +277,7 @@ def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[
             HEAD_DIM=head_dim,
             CAUSAL=causal,
             HAS_DISTANCE=table is not None,
+            HAS_SLOPE=problem.alibi_slopes is not None,
             DIAGONALS=diagonals,
         ))  # fmt: skip
     return k_gradient, v_gradient, sums

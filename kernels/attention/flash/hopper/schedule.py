@@ -17,7 +17,7 @@ jit: Any = gluon.jit
 # what a launch may pass without a variant of its own: all numbers that are no constants
 _NUMBERS = (
     "order_width", "heads", "heads_per_group", "groups", "queries", "pitch", "keys", "query_tiles", "reach", "extent",
-    "bands", "key_blocks",
+    "bands", "key_blocks", "offset",
 )  # fmt: skip
 kernel: Any = gluon.jit(do_not_specialize=_NUMBERS)
 
