@@ -1,0 +1,116 @@
+"""Benchmarks of training steps: every contender in a process of its own, in turns, some rounds of them.
+
+A run warms up, then times windows of steps with one device sync at each end. The figure of a run is the median window,
+the figure of a contender the median of its runs. Rows are appended to a results file, so that a table may be made in
+several sittings; contenders are compared within a round only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WARM_UP, WINDOWS, WINDOW = 20, 5, 10
+STOKER = "stoker"
+Row = dict[str, Any]
+
+
+def time_windows(step: Callable[[], object]) -> list[float]:
+    """Seconds per step of each timed window."""
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+
+    run(WARM_UP)
+    seconds = []
+    for _ in range(WINDOWS):
+        start = time.perf_counter()
+        run(WINDOW)
+        seconds.append((time.perf_counter() - start) / WINDOW)
+    return seconds
+
+
+def stoker_windows(overrides: list[str]) -> list[float]:
+    """Seconds per step as `stoker train` itself measures and logs them, one value per log interval."""
+    from stoker.trainer.config.load import load_run_config
+    from stoker.trainer.run import run_training
+
+    with tempfile.TemporaryDirectory() as directory:
+        lengths = [f"trainer.log_every_n_steps={WINDOW}", f"trainer.max_steps={WARM_UP + WINDOWS * WINDOW}"]
+        run_training(load_run_config(None, None, [*overrides, *lengths, f"exp_manager.explicit_log_dir={directory}/r"]))
+        rows = [json.loads(line) for line in (Path(directory) / "r" / "metrics.jsonl").read_text().splitlines()]
+    return [row["step_seconds"] for row in rows if row["step"] > WARM_UP and "step_seconds" in row]
+
+
+def result(name: str, seconds: list[float], tokens: int) -> Row:
+    """What a run gives: `tokens` per step."""
+    import triton
+
+    return {
+        "peer": name,
+        "seconds": seconds,
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def read_rows(results: Path) -> list[Row]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def run_rounds(script: str, more: list[str], names: list[str], results: Path, rounds: int, **marks: Any) -> list[Row]:
+    """Run `script --one NAME` for each name, `rounds` times in turns, and append the rows, marked with `marks`."""
+    done = [row for row in read_rows(results) if all(row.get(key) == value for key, value in marks.items())]
+    first = 1 + max((row["round"] for row in done), default=0)
+    for number in range(first, first + rounds):
+        for name in names:
+            ran = subprocess.run([sys.executable, script, "--one", name, *more], capture_output=True, text=True)
+            if ran.returncode:
+                print(f"{name} failed:\n{ran.stdout[-2000:]}{ran.stderr[-4000:]}", file=sys.stderr)
+                continue
+            row = json.loads(ran.stdout.splitlines()[-1]) | {"round": number, **marks}
+            done.append(row)
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"round {number}: {name} {row['tokens_per_second']:,.0f} tokens/s", flush=True)
+    return done
+
+
+def table(rows: list[Row], titles: Mapping[str, str], tokens: int) -> str:
+    """The report: contenders from fastest to slowest, with the ratio to `stoker train` taken within each round."""
+    rounds = sorted({row["round"] for row in rows})
+    speed = {(row["round"], row["peer"]): row["tokens_per_second"] for row in rows}
+    names = {row["peer"] for row in rows}
+    median = {n: statistics.median(speed[r, n] for r in rounds if (r, n) in speed) for n in names}
+    first = rows[0]
+    lines = [
+        f"Device: {first['device']}; torch {first['torch']}, cuDNN {first['cudnn']}, triton {first['triton']};"
+        f" {first['date']}; {len(rounds)} rounds.",
+        "",
+        "| run | tokens/s | ms/step | peak GiB | `stoker train` is faster by |",
+        "|---|---|---|---|---|",
+    ]
+    for name in sorted(names, key=lambda n: -median[n]):
+        ratios = [speed[r, STOKER] / speed[r, name] for r in rounds if {(r, STOKER), (r, name)} <= set(speed)]
+        ratio = f"{statistics.median(ratios):.3f} x" if ratios and name != STOKER else ""
+        peak = statistics.median(row["peak_gib"] for row in rows if row["peer"] == name)
+        milliseconds = 1e3 * tokens / median[name]
+        lines.append(f"| {titles[name]} | {median[name]:,.0f} | {milliseconds:.1f} | {peak:.1f} | {ratio} |")
+    return "\n".join(lines) + "\n"

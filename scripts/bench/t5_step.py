@@ -1,0 +1,131 @@
+"""Training-step benchmark of T5: `experiment=t5_bench` (v1.1 base) beside transformers; see `rounds.py` for how.
+
+    python scripts/bench/t5_step.py [--shape short long] [--rounds 3] [--only stoker hf_eager ...]
+        [--results FILE.jsonl] [--report FILE.md]
+
+`short`: 512 tokens for the encoder and 114 for the decoder, micro batch 64; `long`: 2048 and 512, micro batch 16.
+Tokens are those of encoder and decoder together. No padding, no dropout, AdamW, clipping to 1.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rounds import Row, result, run_rounds, stoker_windows, table, time_windows
+from torch import nn
+
+
+class Shape(NamedTuple):
+    """Tokens of a sample and samples of a micro batch."""
+
+    encoder: int
+    decoder: int
+    micro_batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * (self.encoder + self.decoder)
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            "experiment=t5_bench",
+            f"model.seq_length={self.encoder}",
+            f"model.data.seq_length_dec={self.decoder}",
+            f"model.micro_batch_size={self.micro_batch}",
+            f"model.global_batch_size={self.micro_batch}",
+        ]
+
+
+SHAPES = {"short": Shape(512, 114, 64), "long": Shape(2048, 512, 16)}
+VOCAB = 32128
+Step = Callable[[], object]
+
+
+def hf_t5(shape: Shape, *, attention: str, compiled: bool) -> Step:
+    """transformers' T5ForConditionalGeneration: fp32 weights, bf16 autocast, fused AdamW."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    facts: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "d_model": 768,
+        "d_ff": 2048,
+        "num_layers": 12,
+        "num_heads": 12,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "dropout_rate": 0.0,
+        "use_cache": False,
+        "attn_implementation": attention,
+    }
+    config = T5Config(**facts)
+    with torch.device("cuda"):
+        model = T5ForConditionalGeneration(config).train()
+    run = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def draw(length: int) -> torch.Tensor:
+        return torch.randint(0, VOCAB, (shape.micro_batch, length), device="cuda", generator=generator)
+
+    def step() -> object:
+        drawn = draw(shape.decoder + 1)
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = run(input_ids=draw(shape.encoder), decoder_input_ids=drawn[:, :-1].contiguous()).logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), drawn[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
+    "hf_eager": ("HF T5, eager attention", partial(hf_t5, attention="eager", compiled=False)),
+    "hf_sdpa": ("HF T5, SDPA", partial(hf_t5, attention="sdpa", compiled=False)),
+    "hf_eager_compiled": ("HF T5, eager attention, compiled", partial(hf_t5, attention="eager", compiled=True)),
+    "hf_sdpa_compiled": ("HF T5, SDPA, compiled", partial(hf_t5, attention="sdpa", compiled=True)),
+}
+TITLES = {"stoker": "stoker: `stoker train experiment=t5_bench`", **{name: title for name, (title, _) in PEERS.items()}}
+
+
+def measure(name: str, shape: Shape) -> Row:
+    """Run one contender in this process."""
+    seconds = stoker_windows(shape.overrides) if name == "stoker" else time_windows(PEERS[name][1](shape))
+    return result(name, seconds, shape.tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=sorted(TITLES), default=sorted(TITLES))
+    parser.add_argument("--results", type=Path, default=Path("t5_step.jsonl"))
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--one", choices=sorted(TITLES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one, SHAPES[arguments.shape[0]])))
+        return
+    report = ""
+    for name in arguments.shape:
+        shape = SHAPES[name]
+        rows = run_rounds(__file__, ["--shape", name], arguments.only, arguments.results, arguments.rounds, shape=name)
+        title = f"T5 v1.1 base, {shape.encoder} / {shape.decoder}, micro batch {shape.micro_batch}"
+        report += f"{title}. {table(rows, TITLES, shape.tokens)}\n"
+    print(report)
+    if arguments.report:
+        arguments.report.write_text(report)
+
+
+if __name__ == "__main__":
+    main()
