@@ -111,6 +111,7 @@ class SelfAttention(nn.Module):
             causal=self.causal,
             dropout=dropout,
             distance_bias=None if terms is None else terms.distance_bias,
+            alibi_slopes=None if terms is None else terms.alibi_slopes,
             window=self.window,
             softcap=self.softcap,
             packed=packed,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from ..kernels.attention.call import AttentionCall, DType, Installed
+from ..kernels.attention.call import AttentionCall, Bias, DType, Installed
 from ..kernels.attention.dispatch import Decision, choose
 from ..kernels.attention.flags import AttentionFlags
-from .config.slices import AttentionSlice
+from .config.slices import AttentionSlice, DistanceSlice
 
 CallKind = Literal["training", "evaluation", "generation"]
 
@@ -30,7 +30,6 @@ def attention_call(
 ) -> AttentionCall:
     """One kind of call of an attention; arguments that are not the attention's are those of `AttentionCall`."""
     distance = attention.distance
-    bias = "none" if distance is None else "distance_with_gradient" if distance.learned and training else "distance"
     return AttentionCall(
         device=device,
         capability=capability,
@@ -46,13 +45,21 @@ def attention_call(
         window=attention.window,
         packed=packed,
         padding=padding,
-        bias=bias,
-        reach=0 if distance is None else distance.reach(max(queries, keys)),
+        bias=_bias(distance, training=training),
+        reach=0 if distance is None else distance.reach(max(queries, keys), causal=attention.causal),
         softcap=attention.softcap,
         dropout=attention.dropout if training else 0.0,
         training=training,
         deterministic=deterministic,
     )
+
+
+def _bias(distance: DistanceSlice | None, *, training: bool) -> Bias:
+    if distance is None:
+        return "none"
+    if distance.kind == "alibi":
+        return "slopes"
+    return "distance_with_gradient" if distance.learned and training else "distance"
 
 
 def attention_calls(

@@ -13,7 +13,7 @@ from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
 from ..kernels.cross_entropy import linear_cross_entropy
 from .attention_calls import CallKind
-from .positions import PositionTable
+from .head import TokenPositions, add_positions, dtype_of_products
 from .stack import Stack
 
 
@@ -46,7 +46,7 @@ class GPT(nn.Module):
         self,
         *,
         token_embedding: nn.Embedding,
-        position_embedding: nn.Embedding | PositionTable | None,
+        position_embedding: TokenPositions | None,
         decoder: Stack,
         head: nn.Linear | None,
         vocab_size: int,
@@ -118,7 +118,7 @@ class GPT(nn.Module):
             A scalar in fp32 (fp64 for an fp64 model).
         """
         hidden, weight = self.hidden_states(tokens, documents), self.output_weight
-        dtype = _dtype_of_products(hidden)
+        dtype = dtype_of_products(hidden)
         hidden, weight = hidden.to(dtype), weight.to(dtype)  # the fused operation is opaque to autocast
         total = linear_cross_entropy(
             hidden.flatten(0, 1),
@@ -151,7 +151,7 @@ class GPT(nn.Module):
             if documents is not None and self.reset_attention_mask:
                 packed = PackedSequences.of(
                     documents,
-                    dtype=_dtype_of_products(hidden),
+                    dtype=dtype_of_products(hidden),
                     causal=True,
                     mask=self.attention_decisions[kind].needs_mask,
                 )
@@ -196,20 +196,9 @@ class GPT(nn.Module):
         return "generation"
 
     def _embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        hidden = self.token_embedding(tokens)
-        table = self.position_embedding
-        if isinstance(table, PositionTable):
-            hidden = hidden + table(tokens.shape[1])
-        elif table is not None:
-            hidden = hidden + (table.weight[: tokens.shape[1]] if positions is None else table(positions))
+        hidden = add_positions(self.token_embedding(tokens), self.position_embedding, positions)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         if self.training and self.dropout:
             hidden = F.dropout(hidden, self.dropout)
         return hidden
-
-
-def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    """The dtype in which the layers multiply: that of the stream, or autocast's."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

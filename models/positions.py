@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..kernels.rope import rotary_table, xpos_table
 from ..kernels.rotary_scaling import RotaryScaling
-from .score_positions import ComputedTable
+from .computed_table import ComputedTable
 
 
 class Rotation(NamedTuple):

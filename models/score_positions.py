@@ -1,29 +1,35 @@
 """Positions that act on the scores of attention: a term per head for each distance of key and query.
 
-One module per stack, shared by its layers. Nothing here grows with queries times keys: what a layer gets is a vector
-per head, which the backends index by distance.
+One module per stack, shared by its layers. Nothing here grows with queries times keys: what a layer gets is a number or
+a vector per head, from which the backends make the term of each distance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..kernels.relative_buckets import relative_buckets
+from .computed_table import ComputedTable
 
 
 class ScoreTerms(NamedTuple):
     """What the positions of a stack add to the scores of each of its layers.
 
     Attributes:
-        distance_bias: (heads, 2 R + 1), fp32 (fp64 in an fp64 model); entry [h, R + d] is added for a key at distance d
-            behind its query, clipped to [-R, R]. See `kernels.attention.reference.reference_attention`.
+        distance_bias: (heads, 2 R + 1), fp32 (fp64 in an fp64 model); entry [h, R + d] is added for a key d places
+            after its query, before it where d is negative, clipped to [-R, R]. None for nothing. See
+            `kernels.attention.reference.reference_attention`.
+        alibi_slopes: (heads,), likewise; -slope |d| is added. None for nothing.
     """
 
-    distance_bias: Tensor
+    distance_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
 
 # ---------------------------------------------------------------- numbers
@@ -37,31 +43,6 @@ def alibi_slopes(heads: int) -> list[float]:
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2.0 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
-
-
-def relative_buckets(buckets: int, max_distance: int, *, bidirectional: bool) -> list[int]:
-    """The bucket of each distance from -max_distance to max_distance (T5, arXiv 1910.10683).
-
-    Half of the buckets of a direction hold one distance each, the others ever more, up to `max_distance`; from there on
-    everything is in the last.
-
-    Args:
-        buckets: of both directions together.
-        max_distance: the first distance that is no longer told apart.
-        bidirectional: later keys have the upper half of the buckets; otherwise they share bucket 0.
-    """
-    per_direction = buckets // 2 if bidirectional else buckets
-    exact = per_direction // 2
-
-    def bucket(distance: int) -> int:
-        first = per_direction if bidirectional and distance > 0 else 0
-        behind = abs(distance) if bidirectional else max(-distance, 0)
-        if behind < exact:
-            return first + behind
-        share = math.log(behind / exact) / math.log(max_distance / exact)
-        return first + min(per_direction - 1, exact + int(share * (per_direction - exact)))
-
-    return [bucket(distance) for distance in range(-max_distance, max_distance + 1)]
 
 
 def inverse_softplus(value: float) -> float:
@@ -87,21 +68,6 @@ def _wide(tensor: Tensor) -> Tensor:
 # ---------------------------------------------------------------- modules
 
 
-class ComputedTable(nn.Module):
-    """A module with tables that are computed, not learned and not saved.
-
-    Moves and casts of a model end in `_fill`: a table in bf16 would be wrong, one from the meta device empty.
-    """
-
-    def _fill(self) -> None:
-        raise NotImplementedError
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._fill()
-        return self
-
-
 class ALiBi(ComputedTable):
     """Minus slope times distance (arXiv 2108.12409).
 
@@ -123,10 +89,8 @@ class ALiBi(ComputedTable):
             self.slopes = torch.tensor(self.values, dtype=_wide(self.slopes).dtype, device=self.slopes.device)
 
     def forward(self, queries: int, keys: int) -> ScoreTerms:
-        """Terms for so many queries and keys."""
-        reach = _reach(queries, keys)
-        distance = torch.arange(-reach, reach + 1, device=self.slopes.device).abs()
-        return ScoreTerms(-self.slopes[:, None] * distance)
+        """Terms for any number of queries and keys."""
+        return ScoreTerms(alibi_slopes=self.slopes)
 
 
 class Kerple(nn.Module):
@@ -197,7 +161,7 @@ class RelativeBias(ComputedTable):
     Args:
         heads: query heads.
         buckets: rows of the table.
-        max_distance: from here on all distances share a bucket.
+        max_distance: see `relative_buckets`.
         bidirectional: later keys have buckets of their own.
     """
 
@@ -226,7 +190,7 @@ class CrossRelativeBias(RelativeBias):
     Args:
         heads: query heads.
         buckets: rows of the table.
-        max_distance: from here on all distances share a bucket.
+        max_distance: see `relative_buckets`.
     """
 
     def __init__(self, heads: int, *, buckets: int, max_distance: int) -> None:

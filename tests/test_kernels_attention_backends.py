@@ -224,11 +224,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dense": {"bias": "dense"},
     "distance": {"distance_bias": "distance", "causal": False},
     "both biases": {"bias": "dense", "distance_bias": "distance"},
+    "slopes": {"alibi_slopes": "slopes"},
+    "slopes with gradient": {"alibi_slopes": "slopes_with_gradient", "causal": False},
     "packed": {"packed": True},
     "packed window": {"packed": True, "window": (3, 0)},
     "packed distance": {"packed": True, "distance_bias": "distance"},
+    "packed slopes": {"packed": True, "alibi_slopes": "slopes"},
     "padding": {"key_padding_mask": PADDING, "causal": False},
     "padding in front": {"key_padding_mask": ~PADDING | (torch.arange(20) == 19), "causal": True},
+    "padding slopes": {"key_padding_mask": PADDING, "causal": False, "alibi_slopes": "slopes_with_gradient"},
+    "every bias": {"bias": "dense", "distance_bias": "distance", "alibi_slopes": "slopes_with_gradient"},
 }
 TAKEN = {
     "triton": set(OPTIONS),
@@ -236,20 +241,26 @@ TAKEN = {
     "sdpa_math": set(OPTIONS) - {"window", "softcap", "packed window"},
     "lse_first": {"plain", "full"},
     "te_flash": {"plain", "full", "window", "packed", "packed window"},
-    "te_fused": {"plain", "full", "window", "dense", "distance", "both biases", "packed", "packed window"},
-    "te_unfused": set(OPTIONS) - {"softcap", "padding", "padding in front"},
-    "flash_attn": {"plain", "full", "window", "softcap", "packed", "packed window"},
+    "te_fused": {option for option in OPTIONS if option.split()[0] not in ("softcap", "padding")}
+    - {"packed distance", "packed slopes"},
+    "te_unfused": set(OPTIONS) - {"softcap", "padding", "padding in front", "padding slopes"},
+    "flash_attn": {"plain", "full", "window", "softcap", "packed", "packed window", "slopes", "packed slopes"},
 }
 
 
 def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
-    """Arguments of a backend; biases that want a gradient are added to `tensors`."""
+    """Arguments of a backend; biases and slopes that want a gradient are added to `tensors`."""
     options: dict[str, Any] = {"causal": True, "scale": 0.3} | words
     generator = torch.Generator().manual_seed(3)
     for name, shape in (("bias", (1, 6, 20, 20)), ("distance_bias", (6, 9))):
         if name in options:
             tensors.append(torch.randn(shape, generator=generator).requires_grad_())
             options[name] = tensors[-1]
+    if "alibi_slopes" in options:
+        slopes = torch.rand(6, generator=generator)
+        if options["alibi_slopes"] == "slopes_with_gradient":
+            tensors.append(slopes.requires_grad_())
+        options["alibi_slopes"] = slopes
     if "packed" in options:
         options["packed"] = PackedSequences.of(DOCUMENTS, dtype=torch.float32, causal=options["causal"])
     return options
@@ -545,8 +556,8 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
     """Output and gradients in bf16 against the definition in fp64, for every option the table accepts on this card."""
     words, tokens, heads = OPTIONS[option], 256, 8
     bias = {"bias": "dense_with_gradient", "distance_bias": "distance_with_gradient"}
-    given = [bias[word] for word in words if word in bias]
-    if len(given) == 2:
+    given = [bias.get(word, words[word]) for word in words if word in (*bias, "alibi_slopes")]
+    if len(given) > 1:
         pytest.skip("no call has two biases")
     call = gpu_call(
         groups=groups, head_dim=head_dim, bias=given[0] if given else "none", causal=words.get("causal", True),
@@ -558,7 +569,10 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
     shapes = [(2, tokens, heads, head_dim), *[(2, tokens, groups, head_dim)] * 2]
     shapes += [(1, heads, tokens, tokens)] if "bias" in words else []
     shapes += [(heads, 65)] if "distance_bias" in words else []
+    shapes += [(heads,)] if "alibi_slopes" in words else []
     drawn = [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for shape in shapes]
+    if "alibi_slopes" in words:
+        drawn[-1] = drawn[-1].abs() / 8
     documents = (torch.rand(2, tokens, generator=generator) < 0.03).int().cumsum(1, dtype=torch.int32).to("cuda")
     seen = (torch.arange(tokens) < torch.tensor([[200], [tokens]])).to("cuda")
     upstream = torch.randn(2, tokens, heads, head_dim, generator=generator).to("cuda")
@@ -568,9 +582,12 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
         options: dict[str, Any] = {"causal": True, "scale": head_dim**-0.5} | words
         if "bias" in words:
             options["bias"] = tensors[3]
-        if "distance_bias" in words:
-            tensors[3] = drawn[3].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-            options["distance_bias"] = tensors[3]
+        for word in ("distance_bias", "alibi_slopes"):
+            if word in words:
+                tensors[3] = drawn[3].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+                options[word] = tensors[3]
+        if words.get("alibi_slopes") == "slopes":
+            tensors.pop().requires_grad_(False)
         if "packed" in words:
             options["packed"] = PackedSequences.of(documents, dtype=dtype, causal=options["causal"])
         if "key_padding_mask" in words:
@@ -587,7 +604,7 @@ def random_gpu_call(draw: random.Random) -> AttentionCall:
     keys = queries if draw.random() < 0.7 else draw.choice((2, 33, 128, 200, 384))
     groups = draw.choice((1, 2, 4))
     packed = queries == keys and draw.random() < 0.2
-    bias = draw.choice(("none", "none", "dense", "dense_with_gradient", "distance", "distance_with_gradient"))
+    bias = draw.choice(("none", "none", "dense", "dense_with_gradient", "distance", "distance_with_gradient", "slopes"))
     return gpu_call(
         dtype=draw.choice(("bf16", "bf16", "fp16", "fp32")), batch=draw.choice((1, 2, 3)), groups=groups,
         heads=groups * draw.choice((1, 2, 3)), head_dim=draw.choice((16, 40, 64, 64, 80, 96, 128, 128, 160, 192, 256)),
@@ -603,18 +620,22 @@ def drawn_arguments(call: AttentionCall, dtype: torch.dtype) -> tuple[list[Tenso
     generator = torch.Generator().manual_seed(0)
     shapes = [(call.batch, call.queries, call.heads, call.head_dim)]
     shapes += [(call.batch, call.keys, call.groups, call.head_dim)] * 2
-    biases = {"dense": (1, call.heads, call.queries, call.keys), "distance": (call.heads, 2 * 20 + 1)}
+    biases = {"dense": (1, call.heads, call.queries, call.keys), "distance": (call.heads, 2 * 20 + 1),
+              "slopes": (call.heads,)}  # fmt: skip
     shapes += [shape for name, shape in biases.items() if call.bias.startswith(name)]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    if call.bias_is_slopes:
+        tensors[3] = tensors[3].abs() / 8
     rounded = [tensor.to(TORCH_DTYPES[call.dtype]) for tensor in tensors]
-    if call.bias_is_distance:
+    if call.bias_goes_by_distance:
         rounded[3] = tensors[3].float()
     wide = dtype == torch.float64
     tensors = [tensor.to("cuda", torch.float64 if wide else tensor.dtype).requires_grad_() for tensor in rounded]
     options: dict[str, Any] = {"causal": call.causal, "window": call.window, "softcap": call.softcap,
                                "scale": call.head_dim**-0.5, "dropout": call.dropout}  # fmt: skip
     if call.bias != "none":
-        options["distance_bias" if call.bias_is_distance else "bias"] = tensors[3]
+        names = {"dense": "bias", "distance": "distance_bias", "slopes": "alibi_slopes"}
+        options[names[call.bias.removesuffix("_with_gradient")]] = tensors[3]
         if not call.bias_has_gradient:
             tensors.pop().requires_grad_(False)
     starts = torch.rand(call.batch, call.queries, generator=generator) < 0.03

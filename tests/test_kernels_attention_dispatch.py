@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.kernels.attention.call import AttentionCall, Installed
-from stoker.kernels.attention.dispatch import NoBackendError, choose
+from stoker.kernels.attention.call import AttentionCall, Bias, Installed
+from stoker.kernels.attention.dispatch import NoBackendError, choose, preference
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.support import BACKENDS, BY_NAME
 
@@ -134,6 +134,13 @@ FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are ac
      "no packed documents and no dropout"),
     # biases and scores
     (("sdpa_flash", "te_flash", "flash_attn"), {"bias": "dense"}, {"bias": "none"}, "takes no bias"),
+    (("sdpa_flash", "te_flash"), {"bias": "slopes"}, {"bias": "none"}, "takes no bias"),
+    (("flash_attn",), {"bias": "distance"}, {"bias": "slopes"}, "takes no bias but ALiBi slopes"),
+    (("flash_attn",), {"bias": "slopes_with_gradient"}, {"bias": "slopes"}, "no gradient for ALiBi slopes"),
+    (("lse_first",), {"bias": "slopes"}, {"bias": "none"}, "takes no bias"),
+    (("sdpa_cudnn",), {"bias": "slopes_with_gradient"}, {"bias": "slopes"}, "no gradient for a bias"),
+    (("te_fused",), {"packed": True, "bias": "slopes"}, {"packed": False}, "no bias with packed documents"),
+    (("te_fused",), {"deterministic": True, "bias": "slopes_with_gradient"}, {"bias": "slopes"}, "gradient of a bias"),
     (("sdpa_cudnn",), {"bias": "dense_with_gradient"}, {"bias": "dense"}, "no gradient for a bias"),
     (("sdpa_cudnn",), {"bias": "distance_with_gradient"}, {"bias": "distance"}, "no gradient for a bias"),
     (SDPA, {"softcap": 30.0}, {"softcap": 0.0}, "no softcap"),
@@ -269,6 +276,11 @@ TRAINED_BIAS = {"bias": "distance_with_gradient", "causal": False}
         ({"capability": (7, 5)}, FULL, "unfused"),
         (TRAINED_BIAS, FULL, "triton"),
         ({"bias": "distance"}, FULL, "triton"),
+        ({"bias": "slopes"}, FULL, "triton"),
+        ({"bias": "slopes"}, dataclasses.replace(FULL, triton=None), "flash_attn"),
+        ({"bias": "slopes", "packed": True}, dataclasses.replace(FULL, triton=None), "flash_attn"),
+        ({"bias": "slopes"}, NEW, "sdpa_cudnn"),
+        ({"bias": "slopes_with_gradient"}, dataclasses.replace(FULL, triton=None), "te_fused"),
         ({"bias": "dense_with_gradient"}, FULL, "triton"),
         ({"bias": "dense"}, FULL, "sdpa_cudnn"),
         (TRAINED_BIAS, dataclasses.replace(FULL, triton=None), "te_fused"),
@@ -293,6 +305,13 @@ TRAINED_BIAS = {"bias": "distance_with_gradient", "causal": False}
 )  # fmt: skip
 def test_order_with_everything_installed(changes: dict[str, Any], installed: Installed, backend: str) -> None:
     assert chosen(dataclasses.replace(HOPPER, **changes), installed) == backend
+
+
+def test_a_bias_by_distance_is_written_out_last() -> None:
+    for bias, first in (("slopes", ("triton", "flash_attn", "sdpa_cudnn")), ("distance", ("triton", "sdpa_cudnn"))):
+        names, _ = preference(dataclasses.replace(HOPPER, bias=bias), FULL)
+        assert names[: len(first)] == first
+        assert {*names[-2:]} == {"lse_first", "reference"}
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
@@ -387,6 +406,12 @@ def test_what_grows_with_the_square_is_told() -> None:
         "sdpa_efficient takes the distance bias written out: 0.50 GiB per layer and copy.",
     )
     assert choose(biased, flags=ON, installed=OWN).notes == ("triton runs its Hopper kernels here.",)
+    sloped = dataclasses.replace(HOPPER, bias="slopes")
+    assert choose(sloped, flags=ON, installed=NEW).notes == (
+        "sdpa_cudnn takes the ALiBi slopes written out: 0.50 GiB per layer and copy.",
+    )
+    assert choose(sloped, flags=ON, installed=OWN).notes == ("triton runs its Hopper kernels here.",)
+    assert not choose(sloped, attention_backend="flash_attn", flags=ON, installed=FULL).notes
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -448,7 +473,7 @@ CALLS = st.builds(
     window=st.sampled_from([None, (3, 0)]),
     packed=st.booleans(),
     padding=st.booleans(),
-    bias=st.sampled_from(["none", "dense", "dense_with_gradient", "distance", "distance_with_gradient"]),
+    bias=st.sampled_from(get_args(Bias)),
     softcap=st.sampled_from([0.0, 30.0]),
     dropout=st.sampled_from([0.0, 0.1, 0.5]),
     training=st.booleans(),

@@ -146,6 +146,8 @@ def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:
         {"causal": False}, {"softcap": 30.0}, {"dropout": 0.1}, {"window": (8, 0)}, {"padding": True},
         {"bias": "dense"}, {"bias": "distance_with_gradient"}, {"bias": "distance", "head_dim": 256},
         {"bias": "distance", "reach": 512}, {"bias": "distance_with_gradient", "reach": 513},
+        {"bias": "slopes"}, {"bias": "slopes_with_gradient", "head_dim": 64}, {"bias": "slopes", "head_dim": 256},
+        {"bias": "slopes", "window": (8, 0)},
     ],
 )  # fmt: skip
 def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
@@ -161,7 +163,7 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
         problem = FlashProblem(
             torch.empty(4, 32, 32, device="cuda") if call.bias == "dense" else None,
             torch.empty(4, 2 * (call.reach or 2) + 1, device="cuda") if call.bias_is_distance else None,
-            None,
+            torch.empty(4, device="cuda") if call.bias_is_slopes else None,
             torch.empty(2, 32, device="cuda", dtype=torch.bool) if call.padding else None,
             None, None, None, call.window[0] if call.window else -1, 0 if call.causal else -1, 0.1, call.softcap,
             call.dropout, 32, 32,

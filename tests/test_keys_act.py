@@ -1163,6 +1163,18 @@ def special_tokens_are_named_and_added(lab: Lab) -> None:
     assert built(special_tokens={"pad_token": "to"}) == (259, 257, 256)
 
 
+@story(TOKENIZER + "special_tokens.mask_token")
+def bert_hides_tokens_behind_the_named_one(lab: Lab) -> None:
+    path = tokenizer_files(lab)[TOKENIZER + "type"]
+    bert = {DATA + "dataset_type": "bert", TOKENIZER + "library": "huggingface", TOKENIZER + "type": path}
+    for special, name in (({}, "<extra_id_0>"), ({"mask_token": "<hide>"}, "<hide>")):
+        built = build_data(of_task(lab, {**bert, TOKENIZER + "special_tokens": special}))
+        hidden = built.tokenizer.token_id(name)
+        assert hidden is not None
+        assert (built.train.batch(0, 8)["tokens"] == hidden).any()
+        assert built.tokenizer.token_id("<hide>") == (hidden if special else None)
+
+
 @story(DATA + "path")
 def text_is_read_from_there(lab: Lab) -> None:
     other = lab.folder / "other.txt"

@@ -19,6 +19,7 @@ from stoker.kernels.attention.sdpa import sdpa_math
 from stoker.kernels.attention.triton_backend import triton_attention
 from stoker.kernels.attention.unfused import UnfusedAttention
 from stoker.kernels.launch import INTERPRETED
+from stoker.kernels.relative_buckets import relative_buckets
 from stoker.models.bert import BERT
 from stoker.models.build import build_model, parameter_count, plan_model
 from stoker.models.config.bert import BertKeys
@@ -26,7 +27,7 @@ from stoker.models.config.counting import count_parameters
 from stoker.models.config.families import family_slice
 from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
-from stoker.models.score_positions import relative_buckets
+from stoker.models.cross_attention import Memory
 from stoker.models.stack import Layer
 from stoker.models.t5 import T5
 
@@ -243,9 +244,9 @@ def test_cross_attention_may_have_relative_positions_of_its_own() -> None:
     for query in range(WRITTEN):
         for key in range(READ):
             engine = max(-reach, min(reach, key - (query + READ - WRITTEN)))
-            bucket = buckets[max(-6, min(6, key - query)) + 6]
+            bucket = buckets[max(-4, min(4, key - query)) + 4]  # all distances from 4 on share one
             assert torch.equal(bias[:, engine + reach], model.cross_positions.table[bucket])
-    assert plan_of(model_keys(decoder=only)).decisions["cross training"].call.reach == 6 + READ - WRITTEN
+    assert plan_of(model_keys(decoder=only)).decisions["cross training"].call.reach == 4 + READ - WRITTEN
 
 
 def model_keys(**changes: Any) -> T5Keys:
@@ -263,6 +264,40 @@ def plan_of(keys: T5Keys, **form: Any) -> Any:
         micro_batch_size=2,
         form=shape,
     )
+
+
+def test_cross_attention_is_what_its_keys_say() -> None:
+    """Normed heads, fewer groups, capped scores, a factor per head; the window is for the decoder's own text alone."""
+    keys = {"qk_layernorm": True, "headscale": True, "attn_logit_softcapping": 0.5, "window_size": [1, 0]}
+    model = t5(decoder=keys | {"num_attention_heads": 4, "kv_channels": 6, "num_query_groups": 2}).eval()
+    layer = model.decoder.layers[0]
+    assert isinstance(layer, Layer)
+    cross = layer.cross_attention
+    assert cross is not None
+    assert cross.head_scale is not None
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in cross.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+    hidden, memory = (torch.randn(2, n, 32, generator=generator, dtype=torch.float64) for n in (WRITTEN, READ))
+
+    weights = dict(cross.named_parameters())
+
+    def normed(heads: Tensor, name: str) -> Tensor:
+        return F.layer_norm(heads, (6,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
+
+    query = F.linear(hidden, weights["query.weight"], weights["query.bias"]).view(2, WRITTEN, 4, 6)
+    both = F.linear(memory, weights["kv.weight"], weights["kv.bias"]).view(2, READ, 4, 6)
+    key, value = both[:, :, :2].repeat_interleave(2, dim=2), both[:, :, 2:].repeat_interleave(2, dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", normed(query, "query_norm"), normed(key, "key_norm")) * 6**-0.5
+    context = torch.einsum("bhqk,bkhd->bqhd", (0.5 * torch.tanh(scores / 0.5)).softmax(-1), value)
+    context = (context * weights["head_scale"][:, None]).flatten(2)
+    expected = F.linear(context, weights["output.weight"], weights["output.bias"])
+    torch.testing.assert_close(cross(hidden, Memory(memory), "evaluation"), expected)
+    calls = plan_of(model_keys(decoder=keys)).decisions
+    assert calls["decoder training"].call.window == (1, 0)
+    assert calls["cross training"].call.window is None
+    assert calls["cross training"].call.softcap == 0.5
 
 
 def test_every_attention_is_planned_for_what_it_sees() -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from config_helpers import load
 from hf_fp64 import bert_names, t5_names, upcasts_lifted
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
@@ -84,11 +85,11 @@ def bert() -> Case:
     return Case(BertForMaskedLM(config), ours, bert_names)
 
 
-def same_weights(case: Case, dtype: torch.dtype, *, padded: bool) -> LanguageModel:
+def same_weights(case: Case, dtype: torch.dtype, *, padded: bool, std: float) -> LanguageModel:
     """Randomise the reference (biases and norms too), and our model with the same values."""
     generator = torch.Generator().manual_seed(7)
     for parameter in case.reference.parameters():
-        parameter.data.normal_(0, 0.3, generator=generator)
+        parameter.data.normal_(0, std, generator=generator)
     model = build_model(
         case.keys,
         vocab_size=VOCAB,
@@ -112,11 +113,11 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def worst_difference(case: Case, dtype: torch.dtype, *, padded: bool) -> float:
+def worst_difference(case: Case, dtype: torch.dtype, *, padded: bool, std: float = 0.3) -> float:
     reference: Any = case.reference
     reference.to(dtype)
     case.reference.set_attn_implementation("eager")
-    model = same_weights(case, dtype, padded=padded)
+    model = same_weights(case, dtype, padded=padded, std=std)
     generator = torch.Generator().manual_seed(1)
 
     def drawn(length: int) -> Tensor:
@@ -170,3 +171,51 @@ def test_fp64(case: str, padded: bool) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_with_their_own_arithmetic(case: str) -> None:
     assert worst_difference(CASES[case](), torch.float32, padded=False) <= 1e-5
+
+
+RELEASED: dict[str, dict[str, Any]] = {
+    "t5_small": {"d_model": 512, "d_ff": 2048, "num_heads": 8, "feed_forward_proj": "relu"},
+    "t5_base": {"d_model": 768, "d_ff": 3072, "num_heads": 12, "feed_forward_proj": "relu"},
+    "t5_v1_1_base": {"d_model": 768, "d_ff": 2048, "num_heads": 12, "feed_forward_proj": "gated-gelu"},
+    "byt5_small": {"d_model": 1472, "d_ff": 3584, "num_heads": 6, "feed_forward_proj": "gated-gelu"},
+    "bert_base": {},
+}
+"""config.json of the released models, as far as it differs from the defaults of transformers' class."""
+
+
+@pytest.mark.usefixtures("hf_upcasts_lifted")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("t5_small", "t5_v1_1_base", "bert_base"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("t5_base", "byt5_small")),
+    ],
+)
+def test_the_presets_are_the_released_models(name: str) -> None:
+    """With one layer and few tokens; every width, activation, norm and scale is the preset's."""
+    length = ("seq_length", "encoder_seq_length")[name == "bert_base"]
+    stacks = ("model.encoder.", "model.decoder.") if length == "seq_length" else ("model.",)
+    rates = [f"{stack}{part}_dropout=0" for stack in stacks for part in ("hidden", "attention", "ffn")]
+    layers = [f"{stack}num_layers=1" for stack in stacks]
+    ours = load(
+        f"model={name}", "data=mock", f"model.override_vocab_size={VOCAB}", "model.make_vocab_size_divisible_by=8",
+        f"model.{length}={TOKENS}", *rates, *layers,
+    ).root.model  # fmt: skip
+    config_class: Any = BertConfig if name == "bert_base" else T5Config
+    if name == "bert_base":
+        config = config_class(
+            vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=TOKENS, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        case = Case(BertForMaskedLM(config), ours, bert_names)
+    else:
+        untied = RELEASED[name]["feed_forward_proj"] == "gated-gelu"
+        config = config_class(
+            vocab_size=VOCAB, num_layers=1, num_decoder_layers=1, dropout_rate=0.0, decoder_start_token_id=0,
+            **RELEASED[name], **({"tie_word_embeddings": False} if untied else {}),
+        )  # fmt: skip
+        reference = T5ForConditionalGeneration(config)
+        if untied:
+            reference.lm_head = nn.Linear(config.d_model, VOCAB, bias=False)
+        case = Case(reference, ours, t5_names)
+    assert worst_difference(case, torch.float64, padded=False, std=0.05) <= 1e-10

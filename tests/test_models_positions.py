@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stoker.kernels.attention.backends import FUNCTIONS, AttentionFunction
 from stoker.kernels.attention.packed import PackedSequences
 from stoker.kernels.launch import INTERPRETED
+from stoker.kernels.relative_buckets import relative_buckets
 from stoker.models.attention import SelfAttention
 from stoker.models.attention_calls import CallKind
 from stoker.models.positions import RotaryEmbedding, XPosEmbedding
-from stoker.models.score_positions import ALiBi, Kerple, RelativeBias, Sandwich, alibi_slopes, relative_buckets
+from stoker.models.score_positions import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, alibi_slopes
 
 BATCH, TOKENS, HIDDEN, HEADS, GROUPS, WIDTH = 2, 9, 10, 3, 1, 16
 BUCKETS, LARGEST = 8, 6  # less than TOKENS, so that the last bucket holds several distances
@@ -54,8 +55,35 @@ def test_golden_slopes(heads: int) -> None:
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_golden_buckets(bidirectional: bool) -> None:
     found = relative_buckets(32, 128, bidirectional=bidirectional)
+    reach = len(found) // 2
+    assert reach == (91 if bidirectional else 113)
     for distance, bucket in GOLDEN_BUCKETS[bidirectional].items():
-        assert found[128 + max(-128, min(128, distance))] == bucket, distance
+        assert found[reach + max(-reach, min(reach, distance))] == bucket, distance
+
+
+@pytest.mark.parametrize(("buckets", "largest"), [(32, 128), (32, 20), (8, 6), (4, 3), (4, 100), (128, 2000)])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_end_where_the_last_begins(buckets: int, largest: int, bidirectional: bool) -> None:
+    """Not one distance sooner, and what lies beyond has the same bucket to any distance."""
+    found = relative_buckets(buckets, largest, bidirectional=bidirectional)
+    reach = len(found) // 2
+    assert 1 <= reach <= max(largest, buckets)
+    for distance in range(-2 * largest - 2, 2 * largest + 3):
+        expected = bucket_of(distance, buckets, largest, causal=not bidirectional)
+        assert found[reach + max(-reach, min(reach, distance))] == expected, distance
+    assert found[0] != found[1] or found[-1] != found[-2]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_table_is_read_up_to_its_last_bucket(causal: bool) -> None:
+    """The vector of a layer is as short as it can be, whatever the length."""
+    positions = RelativeBias(HEADS, buckets=32, max_distance=128, bidirectional=not causal)
+    bias = positions(4096, 4096).distance_bias
+    assert bias is not None
+    assert bias.shape == (HEADS, 2 * (113 if causal else 91) + 1)
+    across = CrossRelativeBias(HEADS, buckets=32, max_distance=128)(100, 40).distance_bias
+    assert across is not None
+    assert across.shape == (HEADS, 2 * (91 + 60) + 1)
 
 
 # ---------------------------------------------------------------- definitions
@@ -98,20 +126,20 @@ def sandwich_term(case: Case, causal: bool) -> Tensor:
     return term
 
 
+def bucket_of(relative: int, buckets: int, largest: int, *, causal: bool) -> int:
+    of_direction = buckets if causal else buckets // 2
+    exact = of_direction // 2
+    first = of_direction if relative > 0 and not causal else 0
+    behind = max(-relative, 0) if causal else abs(relative)
+    if behind < exact:
+        return first + behind
+    log = math.log(behind / exact) / math.log(largest / exact) * (of_direction - exact)
+    return first + min(of_direction - 1, exact + int(log))
+
+
 def relative_term(case: Case, causal: bool) -> Tensor:
     (table,) = case.leaves
-    of_direction = BUCKETS if causal else BUCKETS // 2
-    exact = of_direction // 2
-
-    def bucket(relative: int) -> int:
-        first = of_direction if relative > 0 and not causal else 0
-        behind = max(-relative, 0) if causal else abs(relative)
-        if behind < exact:
-            return first + behind
-        log = math.log(behind / exact) / math.log(LARGEST / exact) * (of_direction - exact)
-        return first + min(of_direction - 1, exact + int(log))
-
-    place = torch.tensor([[bucket(int(d)) for d in row] for row in distances()])
+    place = torch.tensor([[bucket_of(int(d), BUCKETS, LARGEST, causal=causal) for d in row] for row in distances()])
     return table[place].permute(2, 0, 1)
 
 
@@ -224,10 +252,10 @@ def test_what_a_backend_gets_does_not_grow_with_the_square(kind: str, generator:
     """Forward and backward, at 40 times the length of the other tests; the backend stands in for `triton`."""
     tokens, given = 40 * TOKENS, []
 
-    def backend(query: Tensor, *_: Tensor, distance_bias: Tensor | None = None, **options: Any) -> Tensor:
-        assert distance_bias is not None
-        given.append(distance_bias)
-        return query * distance_bias.mean()
+    def backend(query: Tensor, *_: Tensor, **options: Any) -> Tensor:
+        (term,) = (options[name] for name in ("distance_bias", "alibi_slopes") if options[name] is not None)
+        given.append(term)
+        return query * term.mean()
 
     case = case_of(kind, True, generator)
     attention = SelfAttention(
@@ -239,8 +267,36 @@ def test_what_a_backend_gets_does_not_grow_with_the_square(kind: str, generator:
         terms = case.score_positions(tokens, tokens)
         attention(torch.randn(1, tokens, HIDDEN, dtype=FP64), None, "training", terms=terms).sum().backward()
     reach = LARGEST if kind == "relative" else tokens - 1
-    assert given[0].shape == (HEADS, 2 * reach + 1)
+    assert [tuple(term.shape) for term in given] == [(HEADS,) if kind == "alibi" else (HEADS, 2 * reach + 1)]
     assert largest.entries <= 100 * tokens < tokens**2
+
+
+@pytest.mark.parametrize(("model_dtype", "dtype"), [(torch.bfloat16, torch.float32), (FP64, FP64)])
+@pytest.mark.parametrize("made", [
+    lambda: ALiBi(6, 4), lambda: Sandwich(6, WIDTH), lambda: Kerple(6),
+    lambda: RelativeBias(6, buckets=8, max_distance=6, bidirectional=True),
+    lambda: CrossRelativeBias(6, buckets=8, max_distance=6),
+], ids=["alibi", "sandwich", "kerple", "relative", "cross"])  # fmt: skip
+def test_terms_are_as_wide_as_the_scores(made: Any, model_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """A cast of the model rounds what is learned, never what is computed."""
+    plain, cast = made(), made()
+    for one in (plain, cast):
+        for parameter in one.parameters():
+            parameter.data = torch.linspace(-1, 1, parameter.numel()).view_as(parameter).bfloat16().float()
+    terms = [term for term in cast.to(model_dtype)(40, 30) if term is not None]
+    expected = [term for term in plain(40, 30) if term is not None]
+    assert [term.dtype for term in terms] == [dtype]
+    torch.testing.assert_close(terms, expected, check_dtype=False, rtol=1e-5, atol=1e-6)
+
+
+def test_slopes_cost_no_operation() -> None:
+    """Nothing of the size of the keys is made for ALiBi: each layer gets the one vector of slopes."""
+    positions = ALiBi(HEADS, HEADS)
+    with LargestTensor() as largest:
+        terms = positions(TOKENS, 10**9)
+    assert terms.alibi_slopes is positions.slopes
+    assert terms.distance_bias is None
+    assert largest.entries == 0
 
 
 LAYOUTS = ["whole", "padded", "packed"]

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from stoker.kernels.attention.call import Installed
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.relative_buckets import relative_buckets
 from stoker.models.attention_calls import attention_calls, decide
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.slices import gpt_slice
 from stoker.models.gpt import GPT
-from stoker.models.score_positions import Kerple, RelativeBias, Sandwich, alibi_slopes, relative_buckets
+from stoker.models.score_positions import Kerple, RelativeBias, Sandwich, alibi_slopes
 from stoker.models.stack import Layer
 
 VOCAB, TOKENS, LONG = 50, 16, 64
@@ -241,6 +242,17 @@ def test_position_places_are_those_of_the_sample() -> None:
 # ---------------------------------------------------------------- compilation and dispatch
 
 
+@pytest.mark.parametrize("kind", ["alibi", "kerple", "sandwich", "relative"])
+def test_terms_are_made_once_for_all_layers(kind: str) -> None:
+    model, seen = gpt(kind, num_layers=3), []
+    for layer in layers_of(model):
+        layer.attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[4]))
+    model.loss(some_tokens(TOKENS), some_tokens(TOKENS), 1.0)
+    assert len(seen) == 3
+    assert seen[0] is not None
+    assert all(terms is seen[0] for terms in seen)
+
+
 def test_compiled_layers_share_the_terms(monkeypatch: pytest.MonkeyPatch) -> None:
     compiles, graphs = torch.nn.Module.compile, []
 
@@ -250,7 +262,7 @@ def test_compiled_layers_share_the_terms(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **options: compiles(part, backend=backend, **options))
     torch.compiler.reset()
-    for kind in ("kerple", "xpos"):
+    for kind in ("kerple", "alibi", "xpos"):
         options = {"transformer_block_type": "post_ln", "headscale": True, "qk_layernorm": True, "window_size": [5, 0]}
         model, eager = (gpt(kind, compile=compiled, **options) for compiled in (True, False))
         losses = [one.loss(some_tokens(TOKENS), some_tokens(TOKENS), 1.0) for one in (model, eager)]
@@ -280,20 +292,21 @@ def decisions(length: int, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "length", "bias", "reach", "kernels"),
     [
-        ("relative", 8192, "distance_with_gradient", 128, "Hopper"),
+        ("relative", 8192, "distance_with_gradient", 113, "Hopper"),
         ("kerple", 513, "distance_with_gradient", 512, "Hopper"),
         ("kerple", 514, "distance_with_gradient", 513, "portable"),
         ("sandwich", 8192, "distance", 8191, "portable"),
-        ("alibi", 8192, "distance", 8191, "portable"),
+        ("alibi", 8192, "slopes", 0, "Hopper"),
     ],
 )
 def test_the_dispatcher_knows_what_positions_need(kind: str, length: int, bias: str, reach: int, kernels: str) -> None:
     decided = decisions(length, position_embedding_type=kind)
     assert (decided["training"].call.bias, decided["training"].call.reach) == (bias, reach)
-    assert decided["evaluation"].call.bias == "distance"
+    assert decided["evaluation"].call.bias == bias.removesuffix("_with_gradient")
     assert decided["training"].backend == decided["evaluation"].backend == "triton"
     assert decided["training"].notes == (f"triton runs its {kernels} kernels here.",)
-    assert f"(reach {reach})" in str(decided["training"].call)
+    words = f"(reach {reach})" if reach else ", ALiBi slopes"
+    assert words in str(decided["training"].call)
 
 
 def test_the_dispatcher_knows_window_and_softcap() -> None:

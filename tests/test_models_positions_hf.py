@@ -20,13 +20,14 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from stoker.kernels.attention.backends import FUNCTIONS
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.relative_buckets import relative_buckets
 from stoker.kernels.rotary_scaling import Llama3Scaling, RotaryScaling, YarnScaling, rotary_frequencies
 from stoker.models.attention import SelfAttention
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.positions import RotaryEmbedding, Rotation
-from stoker.models.score_positions import ALiBi, relative_buckets
+from stoker.models.score_positions import ALiBi
 
 FP64 = torch.float64
 VOCAB, TOKENS = 53, 13
@@ -41,12 +42,10 @@ def test_slopes_of_bloom(heads: int) -> None:
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "largest"), [(32, 128), (32, 40), (64, 256), (8, 20), (16, 100)])
 def test_buckets_of_t5(buckets: int, largest: int, bidirectional: bool) -> None:
-    reach = torch.arange(-largest, largest + 1)
-    theirs = T5Attention._relative_position_bucket(reach, bidirectional, buckets, largest)
-    assert relative_buckets(buckets, largest, bidirectional=bidirectional) == theirs.tolist()
-    beyond = torch.tensor([-5 * largest, 5 * largest])
-    last = T5Attention._relative_position_bucket(beyond, bidirectional, buckets, largest)
-    assert last.tolist() == [theirs[0], theirs[-1]]
+    ours = torch.tensor(relative_buckets(buckets, largest, bidirectional=bidirectional))
+    reach, distances = len(ours) // 2, torch.arange(-5 * largest, 5 * largest + 1)
+    theirs = T5Attention._relative_position_bucket(distances, bidirectional, buckets, largest)
+    assert torch.equal(ours[distances.clamp(-reach, reach) + reach], theirs)
 
 
 SCALINGS: list[tuple[RotaryScaling, dict[str, Any]]] = [

@@ -13,7 +13,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 SHORT = [
     "trainer.max_steps=2",
     "trainer.limit_val_batches=1",
-    "model.encoder_seq_length=32",
     "model.micro_batch_size=2",
     "model.global_batch_size=2",
 ]
@@ -40,7 +39,8 @@ def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, c
         if "DIR" in arguments:
             arguments[arguments.index("DIR")] = str(max((tmp_path / "runs").rglob("checkpoints")).parent)
         if arguments[0] == "train":
-            arguments += SHORT
+            length = "seq_length" if any("t5" in argument for argument in arguments) else "encoder_seq_length"
+            arguments += [*SHORT, f"model.{length}=32"]
         if arguments[0] == "generate":
             arguments += ["--max-new-tokens", "3"]
         if arguments[0] == "evaluate":

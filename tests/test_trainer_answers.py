@@ -95,7 +95,8 @@ def test_scores_of_answers(trained: Path) -> None:
 
 
 def test_evaluate_prints_them(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["evaluate", "--checkpoint", str(trained / "run"), "--split", "test", "--device", "cpu", "--json"]) == 0
+    evaluate = ["evaluate", "--checkpoint", str(trained / "run"), "--device", "cpu"]
+    assert cli.main([*evaluate, "--split", "test", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["exact_match"] == pytest.approx(2 / 3)
     assert document["rouge_l"] == pytest.approx((1 + 1 + 2 * 1 / 5) / 3)
@@ -103,7 +104,7 @@ def test_evaluate_prints_them(trained: Path, capsys: pytest.CaptureFixture[str])
     assert document["copied_name"] is None
     other = trained / "other.jsonl"
     other.write_text(json.dumps({"input": PAIRS[0][0], "output": PAIRS[0][1]}) + "\n")
-    command = ["evaluate", "--checkpoint", str(trained / "run"), "--data-path", str(other), "--device", "cpu"]
+    command = [*evaluate, "--data-path", str(other)]
     assert cli.main(command) == 0
     said = capsys.readouterr().out
     assert "exact match    1.0000 over 1 texts" in said

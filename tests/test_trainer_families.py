@@ -19,6 +19,7 @@ from stoker.trainer import cli, parts
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.build import build_data
 from stoker.trainer.flops import training_flops_per_sample
+from stoker.trainer.optim.build import fused_rows
 from stoker.trainer.precision import PrecisionPlan
 from stoker.trainer.restore import restore
 from stoker.trainer.run import run_training
@@ -151,6 +152,19 @@ def test_flops_are_those_torch_counts(case: str, tmp_path: Path, text: Path) -> 
     assert training_flops_per_sample(keys, 384, form) == counter.get_total_flops() * 3 - hidden_half
 
 
+def test_muon_knows_every_weight_that_holds_several_projections(tmp_path: Path, text: Path) -> None:
+    made = config(tmp_path, "t5 mock", text)
+    gated = {name: made.document["model"][name] | {"activation": "geglu"} for name in ("encoder", "decoder")}
+    root = tiny_config(tmp_path, model=made.document["model"] | gated).root
+    model = parts.build_model(root, build_data(root), PrecisionPlan("fp32", torch.float32), CPU)
+    fused = fused_rows(root.model)
+    several = (".qkv.weight", ".kv.weight", ".up.weight")
+    for name, parameter in model.named_parameters():
+        rows = [parts for end, parts in fused.items() if name.endswith(end)]
+        assert len(rows) == name.endswith(several), name
+        assert all(sum(parts) == len(parameter) for parts in rows), name
+
+
 def test_a_shorter_decoder_is_told_when_a_run_goes_on(tmp_path: Path, text: Path, capfd: Any) -> None:
     made = config(tmp_path, "t5 mock", text, trainer__max_steps=2)
     run_training(made)
@@ -178,7 +192,7 @@ def test_explain_shows_the_three_attentions(capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert "12 encoder layers and 12 decoder layers" in said
     for name, facts in (
-        ("encoder", "512 x 512 tokens, full, distance bias with gradient (reach 128), dropout 0.1"),
+        ("encoder", "512 x 512 tokens, full, distance bias with gradient"),
         ("decoder", "114 x 114 tokens, causal, distance bias with gradient"),
         ("cross", "114 x 512 tokens, full, dropout 0.1"),
     ):

@@ -15,7 +15,7 @@ import stoker
 from stoker.kernels.attention.flags import read_flags
 from stoker.models.build import build_gpt
 from stoker.trainer.config.optim import OptimBlock
-from stoker.trainer.config.schema import RootBlock
+from stoker.trainer.config.schema import ModelBlock, RootBlock
 from stoker.trainer.errors import UserError
 from stoker.trainer.optim.adafactor import Adafactor
 from stoker.trainer.optim.adamw import AdamW
@@ -426,6 +426,7 @@ def gpt(optim):
             }
         }
     ).model
+    assert isinstance(keys, ModelBlock)
     model = build_gpt(
         keys,
         vocab_size=300,

@@ -439,7 +439,7 @@ def test_what_a_loader_worker_finds_is_told_without_its_traceback(monkeypatch):
         batches = feed.BatchFeed(Damaged(), RankBatches(BatchPlan(4), 2), torch.device("cpu"), num_workers=workers)
         with closing(batches):
             items = iter(batches)
-            assert next(items).tokens.shape == (4, 8)
+            assert next(items).labels.shape == (4, 8)
             with pytest.raises(UserError) as error:
                 next(items)
         assert error.value.lines == ["data.bin: is damaged", "make it again"]

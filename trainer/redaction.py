@@ -12,6 +12,8 @@ _SECRET_WORDS = frozenset({"secret", "password", "passwd", "credential", "creden
 _LAST_WORDS = frozenset({"key", "token"})
 """Secret at the end of a name only: `HF_TOKEN` is, `model.moe_token_dropping` is not."""
 _SPECIAL_TOKENS = "special_tokens."
+_FIELDS = ("data.context_key", "data.label_key")
+"""Keys that say what a field of JSON lines is called."""
 _ASSIGNMENT = re.compile(r"(?P<name>[+~-]*[\w.@/-]+)=(?P<value>.*)", re.DOTALL)
 _IN_BLOCK = re.compile(r"(?<=[{,\s])([\w.\-]+)(\s*:\s*)[^,{}\s][^,{}]*")
 """`name: value` in a block that is typed as one override, `env_vars={A: 1, B: 2}`."""
@@ -22,9 +24,9 @@ def is_secret(name: str) -> bool:
     """Whether a variable or dotted key is, by its name, one whose value must not be written down.
 
     `WANDB_API_KEY`, `HF_TOKEN`, `db.password` are; `TOKENIZERS_PARALLELISM` and
-    `model.apply_query_key_layer_scaling` are not, nor are the texts of special tokens.
+    `model.apply_query_key_layer_scaling` are not, nor are the texts of special tokens and the names of fields.
     """
-    if _SPECIAL_TOKENS in name:
+    if _SPECIAL_TOKENS in name or name.endswith(_FIELDS):
         return False
     return _words(name)[-1] in _LAST_WORDS or not is_ambiguous(name)
 

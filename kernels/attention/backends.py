@@ -40,6 +40,7 @@ class AttentionFunction(Protocol):
         dropout: float = 0.0,
         bias: Tensor | None = None,
         distance_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         window: tuple[int, int] | None = None,
         softcap: float = 0.0,
         packed: PackedSequences | None = None,

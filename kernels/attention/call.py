@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 DType = Literal["fp64", "fp32", "bf16", "fp16"]
-Bias = Literal["none", "dense", "dense_with_gradient", "distance", "distance_with_gradient"]
+Bias = Literal[
+    "none", "dense", "dense_with_gradient", "distance", "distance_with_gradient", "slopes", "slopes_with_gradient"
+]
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _BIAS_WORDS = {
     "dense": "dense bias",
     "dense_with_gradient": "dense bias with gradient",
     "distance": "distance bias",
     "distance_with_gradient": "distance bias with gradient",
+    "slopes": "ALiBi slopes",
+    "slopes_with_gradient": "ALiBi slopes with gradient",
 }
 
 
@@ -65,8 +69,9 @@ class AttentionCall:
         window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
         packed: a row may hold several documents, which do not see each other.
         padding: some keys of a row are padding, which no query sees.
-        bias: what is added to the scores: nothing, a tensor that broadcasts to the scores (`dense`), or a vector per
-            head indexed by the distance of key and query (`distance`); and whether it wants a gradient.
+        bias: what is added to the scores: nothing, a tensor that broadcasts to the scores (`dense`), a vector per head
+            indexed by the distance of key and query (`distance`), or that distance times a number per head (`slopes`);
+            and whether it wants a gradient.
         reach: the largest distance that a distance bias tells apart.
         softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
         dropout: probability of dropping an attention weight in this call.
@@ -106,6 +111,16 @@ class AttentionCall:
         return self.bias.startswith("distance")
 
     @property
+    def bias_is_slopes(self) -> bool:
+        """Whether the bias is a slope per head."""
+        return self.bias.startswith("slopes")
+
+    @property
+    def bias_goes_by_distance(self) -> bool:
+        """Whether the bias is either of them."""
+        return self.bias_is_distance or self.bias_is_slopes
+
+    @property
     def score_bytes(self) -> int:
         """Bytes of one layer's matrix of attention weights, (batch, heads, queries, keys) in `dtype`."""
         return self.batch * self.heads * self.queries * self.keys * BYTES[self.dtype]
@@ -117,8 +132,8 @@ class AttentionCall:
 
     @property
     def bias_bytes(self) -> int:
-        """Bytes of a distance bias written out, (heads, queries, keys) in `dtype`; 0 without one."""
-        return self.heads * self.queries * self.keys * BYTES[self.dtype] if self.bias_is_distance else 0
+        """Bytes of a bias by distance written out, (heads, queries, keys) in `dtype`; 0 without one."""
+        return self.heads * self.queries * self.keys * BYTES[self.dtype] if self.bias_goes_by_distance else 0
 
     def __str__(self) -> str:
         where = self.device if self.capability is None else f"{self.device} sm_{self.capability[0]}{self.capability[1]}"

@@ -100,9 +100,10 @@ def preference(
         why = f"{why}; `transformer_engine` puts TransformerEngine first in each family"
     if call.device != "cuda":
         return tuple(names), why
-    if call.bias_has_gradient or call.bias_is_distance:
-        names.sort(key=lambda name: name != "triton")
-        why = "a bias that is trained, or a vector over distances: nothing else is fast"
+    if call.bias_has_gradient or call.bias_goes_by_distance:
+        written_out = {name for name in names if BY_NAME[name].writes_bias_out_for(call)}
+        names.sort(key=lambda name: (name != "triton", BY_NAME[name].family == "named", name in written_out))
+        why = "a bias that is trained or goes by distance: triton takes it as it is"
     elif call.packed:
         names.sort(key=lambda name: (name != "triton", BY_NAME[name].needs_mask_for(call)))
         why = "packed documents: kernels that need no mask come first"
@@ -254,8 +255,9 @@ def _memory_notes(call: AttentionCall, chosen: Backend) -> tuple[str, ...]:
             f"one mask of {_gib(call.mask_bytes)} for all layers keeps packed documents apart; the scores "
             "between them are computed and thrown away."
         )
-    if call.bias_bytes and not chosen.takes_distances:
-        notes.append(f"{chosen.name} takes the distance bias written out: {_gib(call.bias_bytes)} per layer and copy.")
+    if chosen.writes_bias_out_for(call):
+        what = "ALiBi slopes" if call.bias_is_slopes else "distance bias"
+        notes.append(f"{chosen.name} takes the {what} written out: {_gib(call.bias_bytes)} per layer and copy.")
     if chosen.family == "unfused" and call.score_bytes >= LONG_SCORES_BYTES:
         notes.append(f"{chosen.name} holds the whole score matrix: {_gib(call.score_bytes, 1)} per layer and copy.")
     return tuple(notes)

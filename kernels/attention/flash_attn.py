@@ -34,6 +34,7 @@ class FlashAttn:
         dropout: float = 0.0,
         bias: Tensor | None = None,
         distance_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         window: tuple[int, int] | None = None,
         softcap: float = 0.0,
         packed: PackedSequences | None = None,
@@ -42,11 +43,13 @@ class FlashAttn:
         """Attend, with the arguments of `AttentionFunction`.
 
         Raises:
-            ValueError: a bias or a padding mask.
+            ValueError: a bias or a padding mask, or slopes that want a gradient.
         """
         for name, tensor in (("bias", bias), ("distance_bias", distance_bias), ("key_padding_mask", key_padding_mask)):
             if tensor is not None:
                 raise ValueError(f"`{name}` {tuple(tensor.shape)} must be None in flash_attn; use `triton`.")
+        if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError("`alibi_slopes` must be None or without gradient in flash_attn; use `triton`.")
         package = import_module("flash_attn")
         options = {
             "dropout_p": dropout,
@@ -54,6 +57,7 @@ class FlashAttn:
             "causal": causal,
             "window_size": (-1, -1) if window is None else window,
             "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
             "deterministic": self.deterministic or torch.are_deterministic_algorithms_enabled(),
         }
         if packed is None:

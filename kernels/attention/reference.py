@@ -195,6 +195,7 @@ def reference_backend(
     dropout: float = 0.0,
     bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     packed: PackedSequences | None = None,
@@ -211,6 +212,7 @@ def reference_backend(
         dropout: probability of dropping an attention weight, drawn by torch's generator.
         bias: added to the scaled scores, broadcastable to (batch, heads, queries, keys).
         distance_bias: (heads, 2 R + 1), as in `reference_attention`.
+        alibi_slopes: (heads,), as in `reference_attention`.
         window: keys visible to the left and right, inclusive; -1 for all.
         softcap: as in `reference_attention`.
         packed: documents that do not see each other, where a row holds several; `causal` is as they were prepared.
@@ -228,6 +230,9 @@ def reference_backend(
         reach = distance_bias.shape[1] // 2
         place = key_distances(query.shape[1], key.shape[1], query.device).clamp(-reach, reach) + reach
         scores = scores + distance_bias[:, place]
+    if alibi_slopes is not None:
+        distance = key_distances(query.shape[1], key.shape[1], query.device).abs()
+        scores = scores - alibi_slopes[:, None, None] * distance
     visible = visible_keys(query.shape[1], key.shape[1], causal=causal, window=window, device=query.device)
     if packed is not None:
         numbers = packed.documents

@@ -36,6 +36,7 @@ class ForcedSDPA:
         dropout: float = 0.0,
         bias: Tensor | None = None,
         distance_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         window: tuple[int, int] | None = None,
         softcap: float = 0.0,
         packed: PackedSequences | None = None,
@@ -54,7 +55,7 @@ class ForcedSDPA:
         queries, keys = query.shape[1], key.shape[1]
         if causal and queries != keys:
             raise ValueError(f"`causal` must not meet {queries} queries and {keys} keys in SDPA; use `unfused`.")
-        bias = written_out_bias(bias, distance_bias, queries, keys)
+        bias = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
         if bias is not None:
             bias = bias.to(query.dtype)
         empty = None

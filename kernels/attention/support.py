@@ -201,7 +201,7 @@ def why_not_triton(call: AttentionCall, installed: Installed) -> str | None:
 def takes_hopper_kernels(call: AttentionCall, installed: Installed) -> bool:
     """Whether `triton` serves a call with its kernels for sm_90: the questions of `flash/hopper/gate.py`, as facts."""
     options = (call.window, call.softcap, call.dropout, call.packed, call.padding, call.bias.startswith("dense"))
-    widths = (64, 128) if call.bias_is_distance else (64, 128, 256)
+    widths = (64, 128) if call.bias_goes_by_distance else (64, 128, 256)
     return (
         call.capability == (9, 0)
         and installed.triton is not None
@@ -303,8 +303,6 @@ def _why_not_te_fused_options(call: AttentionCall, cudnn: int, sm: tuple[int, in
 def _why_not_flash_kernels(call: AttentionCall) -> str | None:
     if reason := _gpu(call):
         return reason
-    if call.bias != "none":
-        return "takes no bias"
     if call.head_dim % 8:
         return f"takes head widths that are multiples of 8, not {call.head_dim}"
     return None
@@ -314,6 +312,8 @@ def why_not_te_flash(call: AttentionCall, installed: Installed) -> str | None:
     """The flash-attn packages through TransformerEngine: version 4 or 3 before 2, where they serve the call."""
     if reason := _why_not_in_te(call, installed) or _why_not_flash_kernels(call):
         return reason
+    if call.bias != "none":
+        return "takes no bias"
     sm, wide = call.capability or FIRST_SM, call.head_dim
     newer = (installed.flash_attn_3 and sm == (9, 0)) or (installed.flash_attn_4 and sm >= (9, 0))
     too_wide = wide > 256 or (wide == 256 and call.deterministic and call.training)
@@ -360,6 +360,8 @@ def why_not_flash_attn(call: AttentionCall, installed: Installed) -> str | None:
         return f"needs flash-attn {wanted}, found {dotted(installed.flash_attn)}"
     if reason := _why_not_flash_kernels(call):
         return reason
+    if call.bias not in ("none", "slopes"):
+        return "gives no gradient for ALiBi slopes" if call.bias_is_slopes else "takes no bias but ALiBi slopes"
     if call.padding:
         return "takes no mask, which padding needs"
     if call.softcap and call.dropout:
@@ -380,6 +382,7 @@ class Backend:
         why_not: why it cannot run a call (None: it can).
         takes_documents: packed documents come to it as lengths; without, as a mask of queries x keys.
         takes_distances: a distance bias comes to it as it is; without, written out as queries x keys.
+        takes_slopes: likewise slopes.
         compiles: torch.compile takes it into its graph.
     """
 
@@ -388,17 +391,23 @@ class Backend:
     why_not: WhyNot
     takes_documents: bool = False
     takes_distances: bool = False
+    takes_slopes: bool = False
     compiles: bool = True
 
     def needs_mask_for(self, call: AttentionCall) -> bool:
         """Whether it takes the packed documents of a call as a mask of queries x keys."""
         return call.packed and not self.takes_documents
 
+    def writes_bias_out_for(self, call: AttentionCall) -> bool:
+        """Whether the bias of a call comes to it as queries x keys although it goes by distance."""
+        taken = self.takes_distances if call.bias_is_distance else self.takes_slopes
+        return call.bias_goes_by_distance and not taken
+
 
 BACKENDS = (
-    Backend("triton", "flash", why_not_triton, takes_documents=True, takes_distances=True),
+    Backend("triton", "flash", why_not_triton, takes_documents=True, takes_distances=True, takes_slopes=True),
     Backend("sdpa_flash", "flash", why_not_sdpa_flash),
-    Backend("flash_attn", "flash", why_not_flash_attn, takes_documents=True, compiles=False),
+    Backend("flash_attn", "flash", why_not_flash_attn, takes_documents=True, takes_slopes=True, compiles=False),
     Backend("te_flash", "flash", why_not_te_flash, takes_documents=True, compiles=False),
     Backend("sdpa_efficient", "flash", why_not_sdpa_efficient),
     Backend("sdpa_cudnn", "fused", why_not_sdpa_cudnn),
@@ -407,6 +416,6 @@ BACKENDS = (
     Backend("sdpa_math", "unfused", why_not_sdpa_math),
     Backend("te_unfused", "unfused", why_not_te_unfused, compiles=False),
     Backend("lse_first", "named", why_not_lse_first),
-    Backend("reference", "named", runs_always, takes_documents=True, takes_distances=True),
+    Backend("reference", "named", runs_always, takes_documents=True, takes_distances=True, takes_slopes=True),
 )
 BY_NAME = {backend.name: backend for backend in BACKENDS}

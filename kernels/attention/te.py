@@ -111,6 +111,7 @@ class TEAttention:
         dropout: float = 0.0,
         bias: Tensor | None = None,
         distance_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         window: tuple[int, int] | None = None,
         softcap: float = 0.0,
         packed: PackedSequences | None = None,
@@ -126,13 +127,13 @@ class TEAttention:
             raise ValueError(f"`softcap` ({softcap}) must be 0 in te_{self.family}; use `triton`.")
         if key_padding_mask is not None:
             raise ValueError(f"`key_padding_mask` must be None in te_{self.family}; use `triton`.")
-        biased = bias is not None or distance_bias is not None
+        biased = bias is not None or distance_bias is not None or alibi_slopes is not None
         if biased and (self.family == "flash" or (self.family == "fused" and packed is not None)):
             packing = " with packed documents" if packed is not None else ""
             raise ValueError(f"a bias must be None in te_{self.family}{packing}; use `triton`.")
         queries, keys = query.shape[1], key.shape[1]
         options = self._mask(queries, keys, causal, window, packed, query.device)
-        dense = written_out_bias(bias, distance_bias, queries, keys)
+        dense = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
         if dense is not None:
             shape = (*(1,) * (4 - dense.dim()), *dense.shape)
             whole = (shape[0], shape[1], queries, keys)  # cuDNN takes no bias that repeats a row

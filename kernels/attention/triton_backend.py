@@ -21,6 +21,7 @@ def triton_attention(
     dropout: float = 0.0,
     bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     packed: PackedSequences | None = None,
@@ -41,8 +42,8 @@ def triton_attention(
     if packed is None:
         context = flash_attention(
             query, key, value, causal=causal, window_size=window_size, softmax_scale=scale, softcap=softcap, bias=bias,
-            distance_bias=distance_bias, dropout_p=dropout, rng=rng, key_padding_mask=key_padding_mask,
-            deterministic=True,
+            distance_bias=distance_bias, alibi_slopes=alibi_slopes, dropout_p=dropout, rng=rng,
+            key_padding_mask=key_padding_mask, deterministic=True,
         )  # fmt: skip
         assert isinstance(context, Tensor)
         return context
@@ -50,9 +51,9 @@ def triton_attention(
         raise ValueError("`packed` must not meet a dense bias or a padding mask in `triton`; use `unfused`.")
     context = flash_attention(
         query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), causal=causal, window_size=window_size,
-        softmax_scale=scale, softcap=softcap, distance_bias=distance_bias, dropout_p=dropout, rng=rng,
-        cu_seqlens_q=packed.cu_seqlens(), cu_seqlens_k=packed.key_cu_seqlens(), max_seqlen_q=query.shape[1],
-        max_seqlen_k=key.shape[1], deterministic=True,
+        softmax_scale=scale, softcap=softcap, distance_bias=distance_bias, alibi_slopes=alibi_slopes,
+        dropout_p=dropout, rng=rng, cu_seqlens_q=packed.cu_seqlens(), cu_seqlens_k=packed.key_cu_seqlens(),
+        max_seqlen_q=query.shape[1], max_seqlen_k=key.shape[1], deterministic=True,
     )  # fmt: skip
     assert isinstance(context, Tensor)
     return context.unflatten(0, query.shape[:2])

@@ -36,6 +36,7 @@ class UnfusedAttention:
         dropout: float = 0.0,
         bias: Tensor | None = None,
         distance_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         window: tuple[int, int] | None = None,
         softcap: float = 0.0,
         packed: PackedSequences | None = None,
@@ -57,7 +58,7 @@ class UnfusedAttention:
         # argument, which beta=0 takes out, is zeros because MPS reads it all the same (pytorch #187521)
         scores = torch.baddbmm(stacked.new_zeros(1), stacked, keys_t, beta=0, alpha=scale)
         scores = scores.view(batch, heads, queries, keys)
-        dense = written_out_bias(bias, distance_bias, queries, keys)
+        dense = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
         if dense is not None or softcap:
             scores = scores.to(torch.promote_types(query.dtype, torch.float32))
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores

@@ -1,4 +1,4 @@
-"""What a backend cannot take as it is, written out over queries and keys: distance biases, causal masks, padding."""
+"""What a backend cannot take as it is, written out over queries and keys: biases by distance, masks, padding."""
 
 from __future__ import annotations
 
@@ -10,26 +10,33 @@ from .packed import PackedSequences
 from .reference import key_distances, visible_keys
 
 
-def written_out_bias(bias: Tensor | None, distance_bias: Tensor | None, queries: int, keys: int) -> Tensor | None:
-    """A dense bias and a distance bias as one dense bias, differentiable in both.
+def written_out_bias(
+    bias: Tensor | None, distance_bias: Tensor | None, alibi_slopes: Tensor | None, queries: int, keys: int
+) -> Tensor | None:
+    """A dense bias, a distance bias and slopes as one dense bias, differentiable in all of them.
 
     Args:
         bias: broadcastable to (batch, heads, queries, keys).
         distance_bias: (heads, 2 R + 1), see `reference_attention`.
+        alibi_slopes: (heads,), see `reference_attention`.
         queries: tokens that ask.
         keys: tokens that are asked.
 
     Returns:
-        Broadcastable to (batch, heads, queries, keys), None without biases. What comes of a distance bias has four
+        Broadcastable to (batch, heads, queries, keys), None without biases. What comes of distances has four
         dimensions and contiguous rows: PyTorch's memory-efficient attention takes nothing else.
     """
-    if distance_bias is None:
-        return bias
-    reach = distance_bias.shape[1] // 2
-    place = key_distances(queries, keys, distance_bias.device).clamp(-reach, reach) + reach
-    # an embedding: its gradient sums equal places in a fixed order, which indexing does not
-    dense = F.embedding(place, distance_bias.t()).permute(2, 0, 1)[None].contiguous()
-    return dense if bias is None else bias + dense
+    dense = bias
+    if distance_bias is not None:
+        reach = distance_bias.shape[1] // 2
+        place = key_distances(queries, keys, distance_bias.device).clamp(-reach, reach) + reach
+        # an embedding: its gradient sums equal places in a fixed order, which indexing does not
+        by_distance = F.embedding(place, distance_bias.t()).permute(2, 0, 1)[None].contiguous()
+        dense = by_distance if dense is None else dense + by_distance
+    if alibi_slopes is not None:
+        by_slope = -alibi_slopes[None, :, None, None] * key_distances(queries, keys, alibi_slopes.device).abs()
+        dense = by_slope if dense is None else dense + by_slope
+    return dense
 
 
 def hidden_keys(

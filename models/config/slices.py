@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ...kernels.relative_buckets import relative_buckets
 from ...kernels.rotary_scaling import Llama3Scaling, RotaryScaling, YarnScaling
 from .bert import BertKeys
 from .gpt import GPTKeys
@@ -33,7 +34,7 @@ class DistanceSlice:
         kind: which function of the distance.
         alibi_heads: heads with a slope, the first ones (`alibi`).
         buckets: of distances (`relative`).
-        max_distance: from here on all distances share a bucket (`relative`).
+        max_distance: see `relative_buckets` (`relative`).
     """
 
     kind: Literal["alibi", "kerple", "sandwich", "relative"]
@@ -46,9 +47,15 @@ class DistanceSlice:
         """Whether it has parameters."""
         return self.kind in ("kerple", "relative")
 
-    def reach(self, tokens: int) -> int:
-        """The largest distance it tells apart in sequences of so many tokens."""
-        return self.max_distance if self.kind == "relative" else max(1, tokens - 1)
+    def reach(self, tokens: int, *, causal: bool) -> int:
+        """The largest distance its vector tells apart in sequences of so many tokens; 0 for slopes, without one."""
+        match self.kind:
+            case "alibi":
+                return 0
+            case "relative":
+                return len(relative_buckets(self.buckets, self.max_distance, bidirectional=not causal)) // 2
+            case _:
+                return max(1, tokens - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

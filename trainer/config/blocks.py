@@ -95,6 +95,9 @@ class SpecialTokensBlock(Block):
     model names, or one of a usual name."""
     pad_token: Text | None = None
     """The token that fills up sequences; null: found as `eos_token` is, or else that one."""
+    mask_token: Text | None = None
+    """BERT: the token that hides others, added where the vocabulary lacks it; null: [MASK], <mask>, or the first
+    sentinel."""
 
 
 class TokenizerBlock(Block):

@@ -496,11 +496,12 @@ def _tokenizer() -> Iterator[Row]:
     )
     yield from _rows(State.NOT_YET, at, "chat_template", "data sets of fine-tuning")
     yield from _rows(
-        State.NOT_YET,
+        State.REFUSED,
         f"{at}.special_tokens",
-        "bos_token cls_token mask_token sep_token unk_token",
-        "T5, BERT: a token that data for GPT does not use",
+        "bos_token cls_token sep_token",
+        "samples are windows of text, which begin with no token of their own and have no parts",
     )
+    yield _refused(f"{at}.special_tokens", "unk_token", "a tokenizer's file says what it does with unknown text", None)
     yield _off(at, "delimiter", "tokenizers of tables", None)
     yield from _history(at, "sentencepiece_legacy use_fast", "about how NeMo loads tokenizers", False)
     yield _refused(at, "trust_remote_code", "no code comes with a tokenizer", False)

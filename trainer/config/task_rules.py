@@ -146,6 +146,14 @@ def sentinels_suffice(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def mask_is_for_bert(facts: Facts) -> Iterator[Finding]:
+    """Only BERT hides single tokens."""
+    model = facts.root.model
+    if model.tokenizer.special_tokens.mask_token is not None and model.family != "bert":
+        path = "model.tokenizer.special_tokens.mask_token"
+        yield no_effect(path, "model.family", f"with `family: {model.family}`")
+
+
 def _task(facts: Facts) -> Task | None:
     try:
         return task_of(facts.root)
@@ -216,6 +224,7 @@ TASK_RULES: tuple[Rule, ...] = (
     pairs_are_for_seq2seq,
     sides_fit,
     sentinels_suffice,
+    mask_is_for_bert,
     keys_of_the_task,
     documents_are_known,
 )

@@ -64,9 +64,9 @@ def _extended(tokenizer: Tokenizer, tokens: list[str]) -> Tokenizer:
     return extended(document, tokens)
 
 
-def mask_id(tokenizer: Tokenizer) -> int | None:
-    """The token that hides one, for masked language models: [MASK] or <mask>, or else the first sentinel."""
-    for name in ("[MASK]", "<mask>", sentinel_name(0)):
+def mask_id(tokenizer: Tokenizer, named: str | None = None) -> int | None:
+    """The token that hides one, for masked language models: the named one, or [MASK], <mask> or the first sentinel."""
+    for name in ("[MASK]", "<mask>", sentinel_name(0)) if named is None else (named,):
         if (id_ := tokenizer.token_id(name)) is not None:
             return id_
     return None

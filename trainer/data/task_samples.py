@@ -52,6 +52,9 @@ class TaskSamples:
     def __init__(self, root: RootBlock, task: Task, tokenizer: Tokenizer) -> None:
         self.task = task
         self._keys = root.model.data
+        # Bytes have special tokens of their own: the rules say that naming others changes nothing.
+        named = root.model.tokenizer.library != "byte-level"
+        self._mask_token = root.model.tokenizer.special_tokens.mask_token if named else None
         self._seed = root.model.seed
         self._tokenizer = tokenizer
         self.shape = Shape(task.length, task.decoder_length, tokenizer.pad_id)
@@ -143,8 +146,12 @@ class TaskSamples:
 
     def _mask_tokens(self) -> MaskTokens:
         tokenizer = self._tokenizer
-        hidden = mask_id(tokenizer)
+        hidden = mask_id(tokenizer, self._mask_token)
         assert tokenizer.eos_id is not None
+        if hidden is None and self._mask_token is not None:
+            raise UserError(
+                f"`model.tokenizer.special_tokens.mask_token` ({self._mask_token}) is not a token of the tokenizer"
+            )
         if hidden is None:
             raise UserError(
                 "`model.data.dataset_type` (bert) needs a token that hides others: [MASK], <mask> or a sentinel; set "

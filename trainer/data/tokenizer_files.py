@@ -52,9 +52,9 @@ def tokenizer_of_keys(keys: TokenizerBlock) -> Tokenizer:
         UserError: a file is missing, cannot be read, or is no tokenizer; a token that is named is not in it.
     """
     at = "model.tokenizer"
-    special = SpecialTokens(
-        keys.special_tokens.eos_token, keys.special_tokens.pad_token, keys.additional_special_tokens
-    )
+    named = keys.special_tokens
+    hides = [] if named.mask_token is None else [named.mask_token]
+    special = SpecialTokens(named.eos_token, named.pad_token, [*keys.additional_special_tokens, *hides])
     match keys.library:
         case "huggingface":
             name = "type" if keys.type else "model"
