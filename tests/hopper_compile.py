@@ -24,7 +24,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 distance, slopes = bias == "distance", bias == "slopes"
                 shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance, "HAS_SLOPE": slopes}
                 apart = {"OUT_APART": head_dim <= 128}
-                blocks = (launch._FORWARD if causal else launch._FORWARD_FULL)[head_dim]
+                blocks = (launch._FORWARD if causal or slopes else launch._FORWARD_FULL)[head_dim]
                 constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
                 yield "forward", launch.hopper_forward, shared | apart | constants
                 sums = {"FAR_SUMS": distance and not causal, "SLOPE_SUMS": slopes}

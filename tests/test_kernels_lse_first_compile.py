@@ -34,7 +34,8 @@ def assert_within_budget(rows: list[dict]) -> None:
     for row in rows:
         assert row["shared"] <= SHARED[row["capability"]], row
         assert row["local"] == 0, row
-        assert row["stack"] <= (64 if row["kind"].startswith("softmax") else 0), row  # a few scalars
+        # of a softmax a few scalars are spilled: 1024 threads hold its longest row, with 64 registers each
+        assert row["stack"] <= (96 if row["kind"].startswith("softmax") else 0), row
         assert row["registers"] <= REGISTERS[row["kind"]], row
         if row["kind"] in ("lse", "output") and row["capability"] == 90:
             assert row["wgmma"] > 0, row

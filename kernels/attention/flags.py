@@ -136,6 +136,11 @@ def read_flags(environment: Mapping[str, str] | None = None) -> AttentionFlags:
     )
 
 
+def cudnn_is_named() -> bool:
+    """Whether the caller has told TransformerEngine where cuDNN is."""
+    return "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ
+
+
 @contextmanager
 def environment_override(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables within a scope and put back what was there: TransformerEngine reads NVTE_* while it runs."""

@@ -7,7 +7,6 @@ left, and afterwards looks which one ran.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .eager import outside_graphs
-from .flags import environment_override
+from .flags import cudnn_is_named, environment_override
 from .packed import PackedSequences, whole_cu_seqlens, whole_key_cu_seqlens
 from .written_out import hidden_keys, written_out_bias
 
@@ -36,7 +35,7 @@ _SWITCHES: dict[TEFamily, str] = {
 
 def cudnn_of_torch() -> Path | None:
     """The folder of the cuDNN that came with torch; None where none did, or the caller has said where cuDNN is."""
-    if "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ:
+    if cudnn_is_named():
         return None
     try:
         found = find_spec("nvidia.cudnn")

@@ -53,7 +53,7 @@ class KeyBlocks(NamedTuple):
 
 
 _FORWARD = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
-# causal, their common tile would have a long edge; and where a bias is looked up often, registers are short
+# three where they have the registers, not beside slopes or a bias looked up often; causal, their tile has a long edge
 _FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}
 _MANY_KEYS = 4096
 _DQ = {64: Blocks(64, 128, 2), 128: Blocks(64, 64, 2), 256: Blocks(64, 64, 1)}
@@ -87,6 +87,11 @@ def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyBlocks, causal: bool) -> Ten
     return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, width, q.device)
 
 
+def _forward_blocks(head_dim: int, keys: int, problem: Problem) -> Blocks:
+    biased_often = problem.alibi_slopes is not None or (problem.distance_bias is not None and keys < _MANY_KEYS)
+    return (_FORWARD if problem.right == 0 or biased_often else _FORWARD_FULL)[head_dim]
+
+
 def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
     """Table, reach and extent of the distance bias."""
     if problem.distance_bias is None:
@@ -102,8 +107,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     _, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     causal = problem.right == 0
-    looks_up_often = problem.distance_bias is not None and keys < _MANY_KEYS
-    blocks = (_FORWARD if causal or looks_up_often else _FORWARD_FULL)[head_dim]
+    blocks = _forward_blocks(head_dim, keys, problem)
     order = _order_of_queries(q, k, blocks, causal)
     table, reach, extent = _distance(problem)
     with on_device(q):
