@@ -16,16 +16,23 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-WARM_UP, WINDOWS, WINDOW = 20, 5, 10
 STOKER = "stoker"
 Row = dict[str, Any]
 
 
-def time_windows(step: Callable[[], object]) -> list[float]:
+class Length(NamedTuple):
+    """Steps of a run: to warm up, then so many windows of so many steps."""
+
+    warm_up: int = 20
+    windows: int = 5
+    window: int = 10
+
+
+def time_windows(step: Callable[[], object], length: Length) -> list[float]:
     """Seconds per step of each timed window."""
 
     def run(count: int) -> None:
@@ -33,25 +40,29 @@ def time_windows(step: Callable[[], object]) -> list[float]:
             step()
         torch.cuda.synchronize()
 
-    run(WARM_UP)
+    run(length.warm_up)
     seconds = []
-    for _ in range(WINDOWS):
+    for _ in range(length.windows):
         start = time.perf_counter()
-        run(WINDOW)
-        seconds.append((time.perf_counter() - start) / WINDOW)
+        run(length.window)
+        seconds.append((time.perf_counter() - start) / length.window)
     return seconds
 
 
-def stoker_windows(overrides: list[str]) -> list[float]:
+def stoker_windows(overrides: list[str], length: Length) -> list[float]:
     """Seconds per step as `stoker train` itself measures and logs them, one value per log interval."""
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.run import run_training
 
     with tempfile.TemporaryDirectory() as directory:
-        lengths = [f"trainer.log_every_n_steps={WINDOW}", f"trainer.max_steps={WARM_UP + WINDOWS * WINDOW}"]
-        run_training(load_run_config(None, None, [*overrides, *lengths, f"exp_manager.explicit_log_dir={directory}/r"]))
+        more = [
+            f"trainer.log_every_n_steps={length.window}",
+            f"trainer.max_steps={length.warm_up + length.windows * length.window}",
+            f"exp_manager.explicit_log_dir={directory}/r",
+        ]
+        run_training(load_run_config(None, None, [*overrides, *more]))
         rows = [json.loads(line) for line in (Path(directory) / "r" / "metrics.jsonl").read_text().splitlines()]
-    return [row["step_seconds"] for row in rows if row["step"] > WARM_UP and "step_seconds" in row]
+    return [row["step_seconds"] for row in rows if row["step"] > length.warm_up and "step_seconds" in row]
 
 
 def result(name: str, seconds: list[float], tokens: int) -> Row:

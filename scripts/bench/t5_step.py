@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rounds import Row, result, run_rounds, stoker_windows, table, time_windows
+from rounds import Length, Row, result, run_rounds, stoker_windows, table, time_windows
 from torch import nn
 
 
@@ -46,6 +46,7 @@ class Shape(NamedTuple):
 
 SHAPES = {"short": Shape(512, 114, 64), "long": Shape(2048, 512, 16)}
 VOCAB = 32128
+LENGTH = Length(warm_up=10, windows=4, window=5)
 Step = Callable[[], object]
 
 
@@ -100,7 +101,10 @@ TITLES = {"stoker": "stoker: `stoker train experiment=t5_bench`", **{name: title
 
 def measure(name: str, shape: Shape) -> Row:
     """Run one contender in this process."""
-    seconds = stoker_windows(shape.overrides) if name == "stoker" else time_windows(PEERS[name][1](shape))
+    if name == "stoker":
+        seconds = stoker_windows(shape.overrides, LENGTH)
+    else:
+        seconds = time_windows(PEERS[name][1](shape), LENGTH)
     return result(name, seconds, shape.tokens)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from peers import PEERS, Shape, Step
-from rounds import Row, result, run_rounds, stoker_windows, table, time_windows
+from rounds import Length, Row, result, run_rounds, stoker_windows, table, time_windows
 
 OVERRIDES = ["experiment=llama_1b_bench"]
 TITLES = {
@@ -69,14 +69,14 @@ def windows_of(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
         drawn = torch.randint(0, shape.vocab, size, device="cuda", generator=generator)
         step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
 
-    return time_windows(run)
+    return time_windows(run, Length())
 
 
 def measure(name: str) -> Row:
     """Run one contender in this process."""
     builders: dict[str, Callable[[Shape], Step]] = {n: build for n, (_, build) in PEERS.items()}
     builders["stoker_loop"] = stoker_loop
-    seconds = stoker_windows(OVERRIDES) if name == "stoker" else windows_of(builders[name], Shape())
+    seconds = stoker_windows(OVERRIDES, Length()) if name == "stoker" else windows_of(builders[name], Shape())
     return result(name, seconds, TOKENS)
 
 
