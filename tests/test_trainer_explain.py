@@ -16,16 +16,17 @@ from tiny_run import tiny_config
 from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.support import BACKENDS
 from stoker.models.attention_calls import CallKind
-from stoker.models.build import build_gpt
-from stoker.models.gpt import GPT
+from stoker.models.build import LanguageModel, build_model
+from stoker.models.config.samples import SampleForm
 from stoker.trainer.cli import main
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.determinism import attention_flags
 from stoker.trainer.explain import ARCHITECTURES
 from stoker.trainer.run import run_training
+from stoker.trainer.sample_form import sample_form
 
-KINDS = ["training", "evaluation", "generation"]
+KINDS: list[CallKind] = ["training", "evaluation", "generation"]
 
 
 @pytest.fixture(autouse=True)
@@ -163,15 +164,36 @@ ENVIRONMENTS: list[dict[str, str]] = [
     for values in itertools.product("10", repeat=4)
 ]
 ENVIRONMENTS += [{}, *[{f"NVTE_FLASH_ATTN_V{v}": "0"} for v in (2, 3, 4)], {"NVTE_MASKED_SOFTMAX_FUSION": "0"}]
-PACKED = ((), ("model.data.reset_attention_mask=True", "data=text", "model.data.path=README.md"))
-WISHES = [
-    (f"model.use_flash_attention={flash}", f"model.transformer_engine={te}", *packed)
-    for flash, te, packed in itertools.product(("null", "True", "False"), ("null", "True", "False"), PACKED)
-]
-BY_NAME = [
-    (f"model.attention_backend={name}", *packed)
-    for name, packed in itertools.product(("flash", "fused", "unfused", *SIGNATURES), PACKED)
-]
+PACKED: dict[str, tuple[str, ...]] = {
+    "gpt": ("model.data.reset_attention_mask=True", "data=text", "model.data.path=README.md"),
+    "bert": ("model.data.reset_attention_mask=True", "data=text", "model.data.path=README.md"),
+    "t5": ("data=docstring", "model.data.packed_sequence=True"),
+}
+SMALL: dict[str, tuple[str, ...]] = {
+    "gpt": ("model.num_layers=1", "model.encoder_seq_length=256", "model.max_position_embeddings=null"),
+    "bert": ("model.num_layers=1", "model.encoder_seq_length=256", "model.max_position_embeddings=null", "data=mock"),
+    "t5": (
+        *("model.encoder.num_layers=1", "model.decoder.num_layers=1", "model.seq_length=256"),
+        *("model.data.seq_length_dec=128", "data=mock"),
+    ),
+}
+STACKS = {"gpt": ("",), "bert": ("",), "t5": ("encoder.", "decoder.")}
+
+
+def wishes(family: str, *, by_name: bool) -> list[tuple[str, ...]]:
+    """Overrides of one run each, the same for every stack: the two switches, and where asked for every backend."""
+    chosen = [
+        (f"use_flash_attention={flash}", f"transformer_engine={te}")
+        for flash, te in itertools.product(("null", "True", "False"), repeat=2)
+    ]
+    if by_name:
+        chosen += [(f"attention_backend={name}",) for name in ("flash", "fused", "unfused", *SIGNATURES)]
+    return [
+        (*(f"model.{stack}{wish}" for stack in STACKS[family] for wish in words), *packed)
+        for words, packed in itertools.product(chosen, ((), PACKED[family]))
+    ]
+
+
 PRESETS = sorted(file.stem for file in (Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))
 
 
@@ -217,57 +239,77 @@ def matching(kernels: set[str], host: set[str], training: bool) -> set[str]:
 def test_the_profiler_saw_the_backend_that_explain_names(
     preset: str, variables: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One layer of each preset, 256 tokens, every kind of call, under every combination of switches and keys.
+    """One layer of each stack of each preset, every kind of call, under every combination of switches and keys.
 
     In an environment, a model that makes the same call with the same backend is run once.
     """
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    family = load_run_config(None, None, [f"model={preset}"]).root.model.family
     done: set[tuple[object, ...]] = set()
-    for words in [*WISHES, *(BY_NAME if len(variables) < 2 else ())]:
-        shrunk = [
-            f"model={preset}", "model.num_layers=1", "model.encoder_seq_length=256", "model.micro_batch_size=2",
-            "model.max_position_embeddings=null", "model.global_batch_size=2", "model.compile=False", *words,
-        ]  # fmt: skip
+    for words in wishes(family, by_name=len(variables) < 2):
+        sizes = ("model.micro_batch_size=2", "model.global_batch_size=2", "model.compile=False")
+        shrunk = [f"model={preset}", *SMALL[family], *sizes, *words]
         code = main(["explain", "attention", "--json", *shrunk])
-        explained = {kind["kind"]: kind["backend"] for kind in json.loads(capsys.readouterr().out)["kinds"]}
-        assert list(explained) == KINDS
-        assert code == (0 if all(explained.values()) else 2)
+        answer = json.loads(capsys.readouterr().out)["kinds"]
+        assert code == (0 if all(row["backend"] for row in answer) else 2)
         root = load_run_config(None, None, shrunk).root
-        packed = root.model.data.reset_attention_mask
-        for kind, named in explained.items():
-            if (kind, named, packed) not in done:
-                done.add((kind, named, packed))
+        for kind in KINDS:
+            named = {row["kind"]: row["backend"] for row in answer if row["kind"].endswith(kind)}
+            assert len(named) == {"gpt": 1, "bert": 1, "t5": 3}[family]
+            case = kind, *named.values(), sample_form(root).packed
+            if case not in done:
+                done.add(case)
                 check_one_kind(root, kind, named, words)
 
 
-def check_one_kind(root: RootBlock, kind: CallKind, named: str | None, words: tuple[str, ...]) -> None:
-    """Build the model as a run does, run it, and compare what was seen with the name."""
-    packed = root.model.data.reset_attention_mask
+def check_one_kind(root: RootBlock, kind: CallKind, named: dict[str, str | None], words: tuple[str, ...]) -> None:
+    """Build the model as a run does, run it, and compare what was seen with the names: attention -> backend."""
+    form = sample_form(root)
 
-    def build() -> GPT:
-        return build_gpt(
+    def build() -> LanguageModel:
+        return build_model(
             root.model, vocab_size=200, device="cuda", dtype=torch.bfloat16, flags=attention_flags(root),
-            micro_batch_size=2, kinds=[kind], reset_attention_mask=packed,
+            micro_batch_size=2, kinds=[kind], form=form,
         )  # fmt: skip
 
-    if named is None:
+    if None in named.values():
         with pytest.raises(NoBackendError):
             build()
         return
     training = kind == "training"
     model = build().train(training)
-    assert model.attention_decisions[kind].backend == named
-    tokens = torch.randint(0, 200, (2, 100 if kind == "generation" else 256), device="cuda")
-    documents = (tokens == 7).int().cumsum(1, dtype=torch.int32) if packed and kind != "generation" else None
+    expected = {str(backend) for backend in named.values()}
+    assert {label: model.attention_decisions[label].backend for label in named} == named
+    fields = random_fields(form, generation=kind == "generation")
 
     def run() -> None:
+        with torch.set_grad_enabled(training):
+            loss = model.batch_loss(fields, 1.0)
         if training:
-            model.loss(tokens, tokens, 1.0, documents).backward()
-        else:
-            with torch.no_grad():
-                model(tokens, documents)
+            loss.backward()
 
     kernels, host = seen_by_the_profiler(run)
     seen = matching(kernels, host, training)
-    assert seen - LOOK_ALIKES.get(named, set()) == {named}, (words, kind, named, seen, sorted(kernels), sorted(host))
+    alike = set().union(*(LOOK_ALIKES.get(name, set()) for name in expected)) - expected
+    assert seen - alike == expected, (words, kind, named, seen, sorted(kernels), sorted(host))
+
+
+def random_fields(form: SampleForm, *, generation: bool) -> dict[str, torch.Tensor]:
+    """Two samples of a form; for generation, which has no form, shorter and not packed."""
+
+    def tokens(length: int) -> torch.Tensor:
+        return torch.randint(0, 200, (2, 2 * length // 3 if generation else length), device="cuda")
+
+    def documents(of: torch.Tensor) -> torch.Tensor:
+        return torch.arange(of.shape[1], device="cuda", dtype=torch.int32).div(50, rounding_mode="floor").expand(2, -1)
+
+    first = tokens(form.length)
+    packed = form.packed and not generation
+    if not form.decoder_length:
+        return {"tokens": first, "labels": first} | ({"documents": documents(first)} if packed else {})
+    second = tokens(form.decoder_length)
+    fields = {"encoder_tokens": first, "decoder_tokens": second, "labels": second}
+    if packed:
+        fields |= {"encoder_documents": documents(first), "decoder_documents": documents(second)}
+    return fields
