@@ -8,7 +8,8 @@ from typing import Literal
 from ..kernels.attention.call import AttentionCall, Bias, DType, Installed
 from ..kernels.attention.dispatch import Decision, choose
 from ..kernels.attention.flags import AttentionFlags
-from .config.slices import AttentionSlice, DistanceSlice
+from .config.position_slices import DistanceSlice
+from .config.slices import AttentionSlice
 
 CallKind = Literal["training", "evaluation", "generation"]
 
@@ -131,3 +132,21 @@ def decide(
         )
         for kind, call in calls.items()
     }
+
+
+def decision_for(made: Mapping[str, Decision], label: str) -> Decision:
+    """What was chosen for a call.
+
+    Args:
+        made: the decisions of a model.
+        label: names the call as `made` does: its kind, after its attention where there are several.
+
+    Raises:
+        ValueError: the model was not built for it.
+    """
+    if label not in made:
+        raise ValueError(
+            f"a {label} call must be among those the model was built for "
+            f"({', '.join(made) or 'none, on the meta device'}); name it in `kinds`."
+        )
+    return made[label]

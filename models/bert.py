@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -11,11 +10,11 @@ from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
-from .attention_calls import CallKind
+from .attention_calls import CallKind, decision_for
 from .config.samples import SampleForm
 from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
 from .norms import LayerNorm, RMSNorm
-from .stack import Stack
+from .stack import Stack, layers_as_written
 
 
 class BERT(nn.Module):
@@ -107,7 +106,7 @@ class BERT(nn.Module):
             (batch, tokens, padded_vocab_size) in the dtype of the model; -inf behind `vocab_size`.
         """
         hidden = self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents)
-        return token_logits(hidden, self.output_weight, self.head_bias, self.vocab_size)
+        return token_logits(hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size)
 
     def loss(
         self,
@@ -135,9 +134,9 @@ class BERT(nn.Module):
         total = token_loss(
             self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents),
             self.output_weight,
-            self.head_bias,
             labels,
             vocab_size=self.vocab_size,
+            bias=self.head_bias,
             label_smoothing=self.label_smoothing if self.training else 0.0,
         )
         return total / denominator
@@ -157,11 +156,7 @@ class BERT(nn.Module):
         """What the head reads, (batch, tokens, hidden_size); arguments as in `forward`."""
         length = tokens.shape[1]
         kind = self._kind_of_call(length, padding, documents)
-        if kind not in self.attention_decisions:
-            raise ValueError(
-                f"a {kind} call ({length} tokens) must be among those the model was built for "
-                f"({', '.join(self.attention_decisions) or 'none, on the meta device'}); name it in `kinds`."
-            )
+        decision = decision_for(self.attention_decisions, kind)
         if kind == "generation" and length == 1:  # no backend has to take a single token: nobody sees the second
             real = torch.ones_like(tokens, dtype=torch.bool) if padding is None else padding
             tokens, padding = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False)
@@ -175,11 +170,9 @@ class BERT(nn.Module):
                 documents,
                 dtype=dtype_of_products(embedded),
                 causal=False,
-                mask=self.attention_decisions[kind].needs_mask,
+                mask=decision.needs_mask,
             )
-        # lengths come and go outside training: compiling each of them would take longer than running it
-        eager = kind == "generation" and self.compiled
-        with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+        with layers_as_written(self.compiled and kind == "generation"):
             hidden = self.encoder(
                 self._embed(embedded, token_types, positions), kind, positions=positions, packed=packed, padding=padding
             )

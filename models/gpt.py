@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
-from ..kernels.cross_entropy import linear_cross_entropy
-from .attention_calls import CallKind
-from .head import TokenPositions, add_positions, dtype_of_products
-from .stack import Stack
+from .attention_calls import CallKind, decision_for
+from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .stack import Stack, layers_as_written
 
 
 class GPT(nn.Module):
@@ -58,7 +56,7 @@ class GPT(nn.Module):
         logits_softcap: float,
         reset_position_ids: bool,
         reset_attention_mask: bool,
-        attention_decisions: dict[CallKind, Decision],
+        attention_decisions: Mapping[str, Decision],
     ) -> None:
         super().__init__()
         self.token_embedding = token_embedding
@@ -74,7 +72,7 @@ class GPT(nn.Module):
         self.logits_softcap = logits_softcap
         self.reset_position_ids = reset_position_ids
         self.reset_attention_mask = reset_attention_mask
-        self.attention_decisions = attention_decisions
+        self.attention_decisions = dict(attention_decisions)
 
     @property
     def output_weight(self) -> Tensor:
@@ -97,11 +95,8 @@ class GPT(nn.Module):
         Returns:
             (batch, tokens, padded_vocab_size) in the dtype of the model; -inf behind `vocab_size`.
         """
-        logits = F.linear(self.hidden_states(tokens, documents), self.output_weight)
-        if self.logits_softcap:
-            logits = self.logits_softcap * torch.tanh(logits / self.logits_softcap)
-        logits[..., self.vocab_size :] = float("-inf")
-        return logits
+        hidden = self.hidden_states(tokens, documents)
+        return token_logits(hidden, self.output_weight, vocab_size=self.vocab_size, softcap=self.logits_softcap)
 
     def loss(
         self, tokens: Tensor, labels: Tensor, denominator: Tensor | float, documents: Tensor | None = None
@@ -117,16 +112,13 @@ class GPT(nn.Module):
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
         """
-        hidden, weight = self.hidden_states(tokens, documents), self.output_weight
-        dtype = dtype_of_products(hidden)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)  # the fused operation is opaque to autocast
-        total = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            weight,
-            labels.flatten(),
-            valid_vocab=self.vocab_size,
-            softcap=self.logits_softcap,
+        total = token_loss(
+            self.hidden_states(tokens, documents),
+            self.output_weight,
+            labels,
+            vocab_size=self.vocab_size,
             label_smoothing=self.label_smoothing if self.training else 0.0,
+            softcap=self.logits_softcap,
         )
         return total / denominator
 
@@ -138,11 +130,7 @@ class GPT(nn.Module):
         """The normed output of the last layer, (batch, tokens, hidden_size); arguments as in `forward`."""
         length = tokens.shape[1]
         kind = self._kind_of_call(length, documents)
-        if kind not in self.attention_decisions:
-            raise ValueError(
-                f"a {kind} call ({length} tokens) must be among those the model was built for "
-                f"({', '.join(self.attention_decisions) or 'none, on the meta device'}); name it in `kinds`."
-            )
+        decision = decision_for(self.attention_decisions, kind)
         if kind != "generation":
             positions, packed = None, None
             if documents is not None and self.reset_position_ids:
@@ -153,14 +141,12 @@ class GPT(nn.Module):
                     documents,
                     dtype=dtype_of_products(hidden),
                     causal=True,
-                    mask=self.attention_decisions[kind].needs_mask,
+                    mask=decision.needs_mask,
                 )
             return self.decoder(hidden, kind, positions=positions, packed=packed)
         if length == 1:  # no backend has to take a single token: a causal model does not see the one behind it
             tokens = F.pad(tokens, (0, 1))
-        # lengths come and go here: compiling each of them would take longer than running it
-        eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
-        with eager:
+        with layers_as_written(self.compiled):
             return self.decoder(self._embed(tokens), kind)[:, :length]
 
     def _kind_of_call(self, length: int, documents: Tensor | None) -> CallKind:

@@ -1,4 +1,4 @@
-"""From hidden states to logits or to the loss, as the families with an encoder do it, and what they put in."""
+"""What all families put around their stacks: positions of tokens before them, logits or the loss after them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,21 @@ def add_positions(embedded: Tensor, table: TokenPositions | None, positions: Ten
     return embedded + (table.weight[:tokens] if positions is None else table(positions))
 
 
-def token_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int) -> Tensor:
-    """(..., padded_vocab_size) of (..., hidden_size), in the dtype of the model; -inf behind `vocab_size`."""
+def token_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, vocab_size: int, softcap: float = 0.0
+) -> Tensor:
+    """(..., padded_vocab_size) of (..., hidden_size), in the dtype of the model; -inf behind `vocab_size`.
+
+    Args:
+        hidden: (..., hidden_size).
+        weight: (padded_vocab_size, hidden_size).
+        bias: (padded_vocab_size,), or None.
+        vocab_size: real tokens.
+        softcap: bound of the logits, softcap * tanh(logit / softcap); 0 for none.
+    """
     logits = F.linear(hidden, weight, bias)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     logits[..., vocab_size:] = float("-inf")
     return logits
 
@@ -45,21 +57,23 @@ def token_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size
 def token_loss(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     labels: Tensor,
     *,
     vocab_size: int,
     label_smoothing: float,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Sum of the cross-entropies of all labels, without ever holding all logits.
 
     Args:
         hidden: (batch, tokens, hidden_size).
         weight: (padded_vocab_size, hidden_size).
-        bias: (padded_vocab_size,), or None.
         labels: int64 (batch, tokens); -100 counts nothing.
         vocab_size: real tokens.
         label_smoothing: share of a label that the other tokens get.
+        bias: (padded_vocab_size,), or None.
+        softcap: as in `token_logits`.
 
     Returns:
         A scalar in fp32 (fp64 for an fp64 model).
@@ -71,5 +85,6 @@ def token_loss(
         labels.flatten(),
         valid_vocab=vocab_size,
         bias=None if bias is None else bias.to(dtype),
+        softcap=softcap,
         label_smoothing=label_smoothing,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Literal
 
@@ -22,6 +23,11 @@ BlockType = Literal["pre_ln", "post_ln", "normformer"]
 
 MOST_COMPILATIONS = 256
 """Of one layer in one process: a few per model (training, validation), each for one shape."""
+
+
+def layers_as_written(compiled: bool) -> contextlib.AbstractContextManager[object]:
+    """Within it compiled layers run uncompiled, for generation: compiling for each length would take longer."""
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 class Layer(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
-from .attention_calls import CallKind
+from .attention_calls import CallKind, decision_for
 from .config.samples import SampleForm
 from .cross_attention import Memory
 from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
 from .score_positions import CrossRelativeBias
-from .stack import Stack
+from .stack import Stack, layers_as_written
 
 
 class Encoded(NamedTuple):
@@ -142,7 +141,7 @@ class T5(nn.Module):
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Logits of what `hidden_states` or `decode` gave, (..., padded_vocab_size); -inf behind `vocab_size`."""
-        return token_logits(hidden, self.output_weight, self.head_bias, self.vocab_size)
+        return token_logits(hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size)
 
     def loss(
         self,
@@ -179,9 +178,9 @@ class T5(nn.Module):
         total = token_loss(
             hidden,
             self.output_weight,
-            self.head_bias,
             labels,
             vocab_size=self.vocab_size,
+            bias=self.head_bias,
             label_smoothing=self.label_smoothing if self.training else 0.0,
         )
         return total / denominator
@@ -219,7 +218,7 @@ class T5(nn.Module):
         if tokens.shape[1] == 1:  # no backend has to take a single token: one that nobody sees comes behind it
             real = torch.ones_like(tokens, dtype=torch.bool) if padding is None else padding
             tokens, padding = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False)
-        with self._eager():
+        with layers_as_written(self.compiled):
             return self._run_encoder(tokens, padding, None, "generation")
 
     def decode(self, tokens: Tensor, encoded: Encoded) -> Tensor:
@@ -233,16 +232,12 @@ class T5(nn.Module):
         self._check_length("decoder", length, self.max_positions[1])
         if length == 1:  # a causal model does not see the token behind it
             tokens = F.pad(tokens, (0, 1))
-        with self._eager():
+        with layers_as_written(self.compiled):
             return self._run_decoder(tokens, encoded, None, None, "generation")[:, :length]
-
-    def _eager(self) -> contextlib.AbstractContextManager[object]:
-        # lengths come and go in generation: compiling each of them would take longer than running it
-        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def _run_encoder(self, tokens: Tensor, padding: Tensor | None, documents: Tensor | None, kind: CallKind) -> Encoded:
         positions, packed = None, None
-        decision = self._decision("encoder", kind)
+        decision = decision_for(self.attention_decisions, f"encoder {kind}")
         hidden = self.token_embedding(tokens)
         if documents is not None:
             positions = positions_in_documents(documents)
@@ -261,7 +256,7 @@ class T5(nn.Module):
         kind: CallKind,
     ) -> Tensor:
         positions, packed, across = None, None, None
-        own, cross = self._decision("decoder", kind), self._decision("cross", kind)
+        own, cross = (decision_for(self.attention_decisions, f"{part} {kind}") for part in ("decoder", "cross"))
         hidden = self.decoder_embedding(tokens)
         if documents is not None and encoder_documents is not None:
             positions, dtype = positions_in_documents(documents), dtype_of_products(hidden)
@@ -277,15 +272,6 @@ class T5(nn.Module):
 
     def _dropped(self, embedded: Tensor, dropout: float) -> Tensor:
         return F.dropout(embedded, dropout) if self.training and dropout else embedded
-
-    def _decision(self, part: str, kind: CallKind) -> Decision:
-        name = f"{part} {kind}"
-        if name not in self.attention_decisions:
-            raise ValueError(
-                f"a {name} call must be among those the model was built for "
-                f"({', '.join(self.attention_decisions) or 'none, on the meta device'}); name it in `kinds`."
-            )
-        return self.attention_decisions[name]
 
     def _check_length(self, part: str, length: int, longest: int | None) -> None:
         if length < 1 or (longest is not None and length > longest):

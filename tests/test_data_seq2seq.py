@@ -18,7 +18,7 @@ from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.data.blend import BlendedFields
 from stoker.trainer.data.build import Data, build_data, evaluation_data
 from stoker.trainer.data.indexed import IndexedWriter
-from stoker.trainer.data.packing import OPEN_ROWS, pack
+from stoker.trainer.data.packing import LANE_PAIRS, OPEN_ROWS, pack
 from stoker.trainer.data.samples import IGNORED_LABEL, philox
 from stoker.trainer.data.sentinels import sentinel_ids
 from stoker.trainer.data.seq2seq import Pair, Shape, packed, padded
@@ -235,9 +235,19 @@ def test_packing_loses_nothing_and_fits(sizes: list[tuple[int, int]], encoder: i
         assert (lengths[packing.row(row)].sum(axis=0) <= [encoder, decoder]).all()
 
 
-def test_packing_leaves_little_empty() -> None:
+def test_packing_in_lanes_loses_nothing_and_fits() -> None:
+    lengths = np.random.default_rng(1).integers(1, 12, (3 * LANE_PAIRS + 1, 2))
+    packing = pack(lengths[:, 0], lengths[:, 1], (30, 20))
+    assert np.array_equal(np.sort(packing.members), np.arange(len(lengths)))
+    held = np.add.reduceat(lengths[packing.members], packing.bounds[:-1])
+    assert (held.max(axis=0) == [30, 20]).all()
+    assert packing.rows < 1.1 * lengths[:, 0].sum() / 20
+
+
+@pytest.mark.parametrize("pairs", [4000, 2 * LANE_PAIRS])
+def test_packing_leaves_little_empty(pairs: int) -> None:
     draws = np.random.default_rng(0)
-    encoder = np.minimum(draws.geometric(1 / 200, 4000) + 2, 512)  # texts of any length, cut to 512 tokens
+    encoder = np.minimum(draws.geometric(1 / 200, pairs) + 2, 512)  # texts of any length, cut to 512 tokens
     decoder = np.maximum(3, (0.2 * encoder).astype(np.int64))
     packing = pack(encoder, decoder, (512, 114))
     assert encoder.sum() / (512 * packing.rows) > 0.97

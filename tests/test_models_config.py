@@ -15,11 +15,13 @@ from stoker.models.build import build_gpt, parameter_count
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.block import Finding
 from stoker.models.config.counting import count_parameters
+from stoker.models.config.family_rules import model_rules
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.position_rules import window_is_shorter_than_texts
 from stoker.models.config.rules import gpt_rules, stack_rules
 from stoker.models.config.slices import gpt_slice, window_of
 from stoker.models.config.stack import PositionEmbedding
+from stoker.models.config.t5 import T5Keys
 
 
 def keys(**changes: Any) -> GPTKeys:
@@ -157,6 +159,29 @@ def test_a_window_of_a_bert_has_two_sides() -> None:
 
     assert found(511, 510) == found(3, -1) == found(-1, -1) == []
     assert found(511, 511) == found(511, -1) == ["window_size"]
+
+
+def test_a_window_of_a_t5_encoder_has_two_sides() -> None:
+    def found(kind: str, *window: int, **changes: object) -> list[tuple[str, ...]]:
+        t5 = {"encoder": {"window_size": list(window), "position_embedding_type": kind}, "seq_length": 64, **changes}
+        return [finding.keys for finding in model_rules(T5Keys.model_validate(t5))]
+
+    said = [("encoder.window_size", "seq_length", "max_position_embeddings")]
+    assert found("rope", 63, 62) == found("relative", 63, 63) == found("rope", -1, -1) == []
+    assert found("rope", 63, 63) == found("rope", 99, -1) == said
+    assert found("rope", 99, 99, max_position_embeddings=128) == []
+
+
+def test_buckets_of_cross_attention_are_for_both_directions() -> None:
+    """Two buckets do for a causal stack, but leave one for each direction."""
+
+    def found(buckets: int, *, alone: bool) -> list[tuple[str, ...]]:
+        relative = {"position_embedding_type": "relative", "relative_attention_num_buckets": buckets}
+        t5 = {"decoder": relative | {"relative_position_bias_self_attention_only": alone}}
+        return [finding.keys for finding in model_rules(T5Keys.model_validate(t5)) if finding.level == "error"]
+
+    assert found(2, alone=True) == found(8, alone=False) == []
+    assert found(2, alone=False) == found(6, alone=False) == [("decoder.relative_attention_num_buckets",)]
 
 
 def test_all_findings_come_at_once() -> None:

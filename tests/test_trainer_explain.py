@@ -280,7 +280,7 @@ def check_one_kind(root: RootBlock, kind: CallKind, named: dict[str, str | None]
     training = kind == "training"
     model = build().train(training)
     expected = {str(backend) for backend in named.values()}
-    assert {label: model.attention_decisions[label].backend for label in named} == named
+    assert {str(label): decision.backend for label, decision in model.attention_decisions.items()} == named
     fields = random_fields(form, generation=kind == "generation")
 
     def run() -> None:

@@ -174,6 +174,24 @@ def test_a_shorter_decoder_is_told_when_a_run_goes_on(tmp_path: Path, text: Path
     assert "`model.data.seq_length_dec` was" in capfd.readouterr().out
 
 
+def test_samples_that_are_made_differently_are_told_when_a_run_goes_on(
+    tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the text nor the lengths tell."""
+    made = config(tmp_path, "bert", text, trainer__max_steps=1)
+    run_training(made)
+    capfd.readouterr()
+    data = made.document["model"]["data"]
+    other = made.document["model"] | {"data": data | {"masked_lm_prob": 0.3, "splits_string": "80,20,0"}}
+    run_training(tiny_config(tmp_path, model=other, trainer__max_steps=2))
+    said = capfd.readouterr().out
+    assert "`model.data.masked_lm_prob` was 0.15 in step-1 and is 0.3 now" in said
+    assert "`model.data.splits_string` was" in said
+    assert said.count("samples are made differently") == 2
+    run_training(tiny_config(tmp_path, model=other, trainer__max_steps=3))
+    assert "made differently" not in capfd.readouterr().out
+
+
 # ---------------------------------------------------------------- commands
 
 

@@ -75,6 +75,8 @@ class RunState(Block):
     """Settings of optimizer and schedule."""
     data_fingerprint: str
     """Identity of the training data."""
+    data_keys: dict[str, bool | int | float | str | None] = Field(default={})
+    """Keys of `model.data` that say how samples are made of them; empty in a checkpoint of a version without."""
     versions: dict[str, str]
     """Versions of what computes: stoker, torch, Python."""
 

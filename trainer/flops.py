@@ -7,8 +7,9 @@ import re
 from ..models.config.bert import BertKeys
 from ..models.config.families import FamilyKeys
 from ..models.config.gpt import GPTKeys
+from ..models.config.position_slices import head_dim_of
 from ..models.config.samples import SampleForm
-from ..models.config.slices import head_dim_of, mlp_slice, window_of
+from ..models.config.slices import mlp_slice, window_of
 from ..models.config.stack import StackKeys
 from ..models.config.t5 import T5Keys
 

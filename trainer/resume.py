@@ -12,6 +12,7 @@ from .checkpoint_writing import remove_leftovers
 from .config.exp_manager import ExpManagerBlock
 from .config.schema import RootBlock
 from .data.build import Data
+from .data.task import task_name
 from .environment import user_path
 from .errors import EXIT_IO, UserError
 from .manifest import stoker_version
@@ -27,6 +28,11 @@ _KEYS = {
     "sequence_length": ("model.data.seq_length", "samples are cut differently, so some text is seen again or skipped"),
     "decoder_length": ("model.data.seq_length_dec", "samples are cut differently"),
     "precision": ("trainer.precision", "rounding differs"),
+}
+_NOT_SAMPLES = {
+    *("data_impl", "path", "data_prefix", "dataset_kwargs", "context_key", "label_key"),  # in the fingerprint
+    *("seq_length", "seq_length_dec"),  # in the lengths
+    *("index_mapping_dir", "num_workers"),
 }
 
 
@@ -88,6 +94,10 @@ def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan) -> RunSt
             "gradient_clip_val": root.trainer.gradient_clip_val or 0.0,
         },
         data_fingerprint=data.fingerprint,
+        data_keys={
+            **root.model.data.model_dump(exclude=_NOT_SAMPLES),
+            "dataset_type": task_name(root.model),
+        },
         versions={"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()},
     )
 
@@ -126,6 +136,13 @@ def check_resumed(checkpoint: Checkpoint, now: RunState, tokenizer_document: dic
         before, after = getattr(saved, field), getattr(now, field)
         if before != after:
             warnings.append(f"`{key}` was {before} in {checkpoint.path.name} and is {after} now: {effect}")
+    for key in sorted(saved.data_keys.keys() & now.data_keys.keys()):
+        before, after = saved.data_keys[key], now.data_keys[key]
+        if before != after:
+            warnings.append(
+                f"`model.data.{key}` was {before} in {checkpoint.path.name} and is {after} now: samples are made "
+                "differently"
+            )
     for key in sorted(saved.optimizer.keys() | now.optimizer.keys()):
         before, after = saved.optimizer.get(key), now.optimizer.get(key)
         if before != after:

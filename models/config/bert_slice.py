@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .bert import BertKeys
-from .slices import BOUNDED, StackSlice, stack_slice, vocabulary_of
+from .position_slices import BOUNDED
+from .slices import StackSlice, stack_slice, vocabulary_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,14 @@ from dataclasses import replace
 from .bert import BertKeys
 from .block import Finding
 from .families import FamilyKeys
-from .position_rules import position_table_covers_sample, window_is_shorter_than_texts
+from .position_rules import (
+    buckets_have_room,
+    position_table_covers_sample,
+    window_hides_nothing,
+    window_is_shorter_than_texts,
+)
+from .position_slices import BOUNDED
 from .rules import gpt_rules, stack_rules
-from .slices import BOUNDED
 from .stack import StackKeys
 from .t5 import T5Keys
 
@@ -68,6 +73,7 @@ def t5_rules(keys: T5Keys) -> Iterator[Finding]:
     yield from stacks_are_equally_wide(keys)
     yield from position_tables_cover_samples(keys)
     yield from tied_logits_are_scaled(keys)
+    yield from encoder_window_is_shorter_than_texts(keys)
     yield from cross_attention_has_relative_positions(keys)
 
 
@@ -120,10 +126,30 @@ def tied_logits_are_scaled(keys: T5Keys) -> Iterator[Finding]:
         )
 
 
+def encoder_window_is_shorter_than_texts(keys: T5Keys) -> Iterator[Finding]:
+    """A window as long as the longest text that is read hides nothing; how long answers are the data says."""
+    if keys.encoder.position_embedding_type not in BOUNDED:
+        return
+    longest = max(keys.seq_length, keys.max_position_embeddings or 0)
+    if window_hides_nothing(keys.encoder, causal=False, longest=longest):
+        yield Finding(
+            "warning",
+            ("encoder.window_size", "seq_length", "max_position_embeddings"),
+            f"`encoder.window_size` ({keys.encoder.window_size}) has no effect: the encoder reads no text longer than "
+            f"{longest} tokens (`seq_length`, `max_position_embeddings`).",
+            "use model.encoder.window_size=null",
+        )
+
+
 def cross_attention_has_relative_positions(keys: T5Keys) -> Iterator[Finding]:
-    """The bias of cross-attention is T5's relative one."""
+    """The bias of cross-attention is T5's relative one, of both directions."""
     kind = keys.decoder.position_embedding_type
-    if not keys.decoder.relative_position_bias_self_attention_only and kind != "relative":
+    if keys.decoder.relative_position_bias_self_attention_only:
+        return
+    if kind == "relative":
+        for finding in buckets_have_room(keys.decoder, causal=False):
+            yield replace(finding, keys=tuple(f"decoder.{key}" for key in finding.keys))
+    else:
         yield Finding(
             "warning",
             ("decoder.relative_position_bias_self_attention_only", "decoder.position_embedding_type"),

@@ -9,7 +9,8 @@ from ...kernels.rotary_scaling import YarnScaling
 from .bert import BertKeys
 from .block import Finding
 from .gpt import GPTKeys
-from .slices import BOUNDED, head_dim_of, longest_of, rotary_dim_of, rotary_scaling, window_of
+from .position_slices import BOUNDED, head_dim_of, rotary_dim_of, rotary_scaling
+from .slices import longest_of, window_of
 from .stack import StackKeys
 
 _SCALING_KEYS = ("rotary_scaling_factor", "rotary_original_length", "rotary_low_turns", "rotary_high_turns")
@@ -211,11 +212,16 @@ def position_table_covers_sample(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
         )
 
 
+def window_hides_nothing(keys: StackKeys, *, causal: bool, longest: int | None) -> bool:
+    """Whether the stack has a window that is as long as its longest text (None: of any length)."""
+    hides = [window_of(keys, causal=causal, longest=length) is not None for length in (None, longest)]
+    return hides == [True, False]
+
+
 def window_is_shorter_than_texts(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
     """A window as long as the longest text hides nothing."""
-    longest, causal = longest_of(keys), isinstance(keys, GPTKeys)
-    hides = [window_of(keys, causal=causal, longest=length) is not None for length in (None, longest)]
-    if hides == [True, False]:
+    longest = longest_of(keys)
+    if window_hides_nothing(keys, causal=isinstance(keys, GPTKeys), longest=longest):
         yield Finding(
             "warning",
             ("window_size", "encoder_seq_length", "max_position_embeddings"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .slices import BOUNDED, AttentionSlice, StackSlice, stack_slice, vocabulary_of
+from .position_slices import BOUNDED
+from .slices import AttentionSlice, StackSlice, stack_slice, vocabulary_of
 from .stack import StackKeys
 from .t5 import T5Keys
 

@@ -58,7 +58,7 @@ def task_of(root: RootBlock) -> Task:
     model, data = root.model, root.model.data
     name, length = task_name(model), sequence_length(model)
     mock = data.data_impl == "mock"
-    ngrams = data.geometric_dist is not None and not mock
+    ngrams = data.geometric_dist is not None and not (mock and name == "t5")
     corruption = Corruption(data.masked_lm_prob, _mean_span(data) if ngrams else data.mean_ngram_size or _MEAN_SPAN)
     match name:
         case "t5":
