@@ -1,26 +1,137 @@
-"""The modules of a stack, made from its slice. On the meta device nothing is allocated."""
+"""The modules of a model, made from its slice. On the meta device nothing is allocated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from ..kernels.attention.backends import AttentionFunction
+from ..kernels.attention.dispatch import Decision
 from .attention import SelfAttention
 from .attention_calls import CallKind
-from .config.slices import AttentionSlice, StackSlice
+from .bert import BERT
+from .config.bert_slice import BertSlice
+from .config.families import FamilySlice
+from .config.samples import SampleForm
+from .config.slices import AttentionSlice, GPTSlice, StackSlice
+from .config.t5_slice import T5Slice, T5StackSlice
 from .cross_attention import CrossAttention
+from .gpt import GPT
+from .head import TokenPositions
 from .mlp import MLP
 from .norms import NORMS, LayerNorm, RMSNorm
 from .positions import PositionTable, RotaryEmbedding, XPosEmbedding
-from .score_positions import ALiBi, Kerple, RelativeBias, Sandwich, ScorePositions
+from .score_positions import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, ScorePositions
 from .stack import Layer, Stack
+from .t5 import T5
 
 Backends = Mapping[CallKind, AttentionFunction]
+LanguageModel = GPT | T5 | BERT
 
 
-def build_stack(
+def assemble(
+    model: FamilySlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Mapping[str, Backends]
+) -> LanguageModel:
+    """All modules of a model on the meta device: nothing is allocated yet.
+
+    Args:
+        model: what it is.
+        form: the samples of training and evaluation.
+        decisions: for each attention and kind of call (`PlannedAttention.label`), what the dispatcher chose.
+        backends: by the name of each attention (`PlannedAttention.name`) the function for each kind of call.
+    """
+    with torch.device("meta"):
+        match model:
+            case T5Slice():
+                return _assemble_t5(model, form, decisions, backends)
+            case BertSlice():
+                return _assemble_bert(model, form, decisions, backends.get("", {}))
+            case _:
+                return _assemble_gpt(model, form, decisions, backends.get("", {}))
+
+
+def _assemble_gpt(gpt: GPTSlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Backends) -> GPT:
+    hidden_size = gpt.stack.hidden_size
+    return GPT(
+        token_embedding=nn.Embedding(gpt.padded_vocab_size, hidden_size),
+        position_embedding=_build_position_table(
+            gpt.learned_positions, hidden_size, by_document=gpt.positions_by_document
+        ),
+        decoder=_build_stack(gpt.stack, backends),
+        head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),
+        vocab_size=gpt.vocab_size,
+        seq_length=form.length,
+        max_positions=gpt.max_positions,
+        dropout=gpt.embedding_dropout,
+        label_smoothing=gpt.label_smoothing,
+        embedding_scale=gpt.embedding_scale,
+        logits_softcap=gpt.logits_softcap,
+        reset_position_ids=form.restart,
+        reset_attention_mask=form.packed,
+        attention_decisions=decisions,
+    )
+
+
+def _assemble_t5(
+    t5: T5Slice, form: SampleForm, decisions: Mapping[str, Decision], backends: Mapping[str, Backends]
+) -> T5:
+    hidden_size = t5.encoder.stack.hidden_size
+    cross = t5.cross_attention
+
+    def table(part: T5StackSlice) -> TokenPositions | None:
+        return _build_position_table(part.learned_positions, hidden_size, by_document=part.positions_by_document)
+
+    return T5(
+        token_embedding=nn.Embedding(t5.padded_vocab_size, hidden_size),
+        decoder_token_embedding=None if t5.shared_embeddings else nn.Embedding(t5.padded_vocab_size, hidden_size),
+        encoder_position_embedding=table(t5.encoder),
+        decoder_position_embedding=table(t5.decoder),
+        encoder=_build_stack(t5.encoder.stack, backends.get("encoder", {})),
+        decoder=_build_stack(t5.decoder.stack, backends.get("decoder", {}), cross, backends.get("cross", {})),
+        cross_positions=None
+        if cross.distance is None
+        else CrossRelativeBias(cross.heads, buckets=cross.distance.buckets, max_distance=cross.distance.max_distance),
+        head=None if t5.tied else nn.Linear(hidden_size, t5.padded_vocab_size, bias=False),
+        head_bias=t5.head_bias,
+        output_scale=t5.output_scale,
+        vocab_size=t5.vocab_size,
+        form=form,
+        max_positions=(t5.encoder.max_positions, t5.decoder.max_positions),
+        dropouts=(t5.encoder.embedding_dropout, t5.decoder.embedding_dropout),
+        label_smoothing=t5.label_smoothing,
+        attention_decisions=decisions,
+    )
+
+
+def _assemble_bert(bert: BertSlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Backends) -> BERT:
+    hidden_size, stack = bert.stack.hidden_size, bert.stack
+    return BERT(
+        token_embedding=nn.Embedding(bert.padded_vocab_size, hidden_size),
+        position_embedding=_build_position_table(
+            bert.learned_positions, hidden_size, by_document=bert.positions_by_document
+        ),
+        token_type_embedding=nn.Embedding(bert.token_types, hidden_size) if bert.token_types else None,
+        embedding_norm=_build_norm(stack) if bert.embedding_norm else None,
+        encoder=_build_stack(stack, backends),
+        transform=nn.Linear(hidden_size, hidden_size) if bert.mlm_transform else None,
+        transform_norm=_build_norm(stack) if bert.mlm_transform else None,
+        head=None if bert.tied else nn.Linear(hidden_size, bert.padded_vocab_size, bias=False),
+        head_bias=bert.head_bias,
+        vocab_size=bert.vocab_size,
+        form=form,
+        max_positions=bert.max_positions,
+        dropout=bert.embedding_dropout,
+        label_smoothing=bert.label_smoothing,
+        attention_decisions=decisions,
+    )
+
+
+# ---------------------------------------------------------------- stacks
+
+
+def _build_stack(
     stack: StackSlice,
     backends: Backends,
     cross_attention: AttentionSlice | None = None,
@@ -37,7 +148,7 @@ def build_stack(
     layers = (_build_layer(stack, backends, cross_attention, cross_backends) for _ in range(stack.num_layers))
     return Stack(
         layers,
-        final_norm=None if stack.block == "post_ln" else build_norm(stack),
+        final_norm=None if stack.block == "post_ln" else _build_norm(stack),
         rotary=_build_rotary(stack),
         score_positions=_build_score_positions(stack),
     )
@@ -79,9 +190,7 @@ def _build_score_positions(stack: StackSlice) -> ScorePositions | None:
             )
 
 
-def build_position_table(
-    rows: int | None, hidden_size: int, *, by_document: bool
-) -> nn.Embedding | PositionTable | None:
+def _build_position_table(rows: int | None, hidden_size: int, *, by_document: bool) -> TokenPositions | None:
     """A learned table of positions that is added to the embeddings; None for no rows.
 
     Args:
@@ -101,13 +210,13 @@ def _build_layer(
     cross = cross_attention is not None
     return Layer(
         block=stack.block,
-        attention_norm=build_norm(stack),
+        attention_norm=_build_norm(stack),
         attention=_build_attention(stack, backends),
-        attention_output_norm=build_norm(stack) if normformer else None,
-        cross_attention_norm=build_norm(stack) if cross else None,
+        attention_output_norm=_build_norm(stack) if normformer else None,
+        cross_attention_norm=_build_norm(stack) if cross else None,
         cross_attention=_build_cross_attention(stack, cross_attention, cross_backends or {}) if cross else None,
-        cross_attention_output_norm=build_norm(stack) if cross and normformer else None,
-        mlp_norm=build_norm(stack),
+        cross_attention_output_norm=_build_norm(stack) if cross and normformer else None,
+        mlp_norm=_build_norm(stack),
         mlp=MLP(
             stack.hidden_size,
             stack.mlp.ffn_hidden_size,
@@ -115,13 +224,13 @@ def _build_layer(
             gated=stack.mlp.gated,
             bias=stack.mlp.bias,
             dropout=stack.mlp.dropout,
-            inner_norm=build_norm(stack, stack.mlp.ffn_hidden_size) if normformer else None,
+            inner_norm=_build_norm(stack, stack.mlp.ffn_hidden_size) if normformer else None,
         ),
         dropout=stack.hidden_dropout,
     )
 
 
-def build_norm(stack: StackSlice, width: int | None = None) -> LayerNorm | RMSNorm:
+def _build_norm(stack: StackSlice, width: int | None = None) -> LayerNorm | RMSNorm:
     """A norm of the stack's kind, of the residual stream unless it has another width."""
     norm = stack.norm
     return NORMS[norm.kind](width or stack.hidden_size, norm.epsilon, zero_centered=norm.zero_centered)
@@ -143,8 +252,8 @@ def _build_attention(stack: StackSlice, backends: Backends) -> SelfAttention:
         backends=backends,
         window=attention.window,
         softcap=attention.softcap,
-        query_norm=build_norm(stack, attention.head_dim) if attention.qk_norm else None,
-        key_norm=build_norm(stack, attention.head_dim) if attention.qk_norm else None,
+        query_norm=_build_norm(stack, attention.head_dim) if attention.qk_norm else None,
+        key_norm=_build_norm(stack, attention.head_dim) if attention.qk_norm else None,
         head_scale=attention.head_scale,
     )
 
@@ -161,7 +270,7 @@ def _build_cross_attention(stack: StackSlice, attention: AttentionSlice, backend
         dropout=attention.dropout,
         backends=backends,
         softcap=attention.softcap,
-        query_norm=build_norm(stack, attention.head_dim) if attention.qk_norm else None,
-        key_norm=build_norm(stack, attention.head_dim) if attention.qk_norm else None,
+        query_norm=_build_norm(stack, attention.head_dim) if attention.qk_norm else None,
+        key_norm=_build_norm(stack, attention.head_dim) if attention.qk_norm else None,
         head_scale=attention.head_scale,
     )

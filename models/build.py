@@ -13,24 +13,20 @@ from ..kernels.attention.backends import function_of, installed, torch_version
 from ..kernels.attention.call import AttentionCall, DType
 from ..kernels.attention.dispatch import Decision, NoBackendError
 from ..kernels.attention.flags import AttentionFlags
-from .assemble import Backends, build_norm, build_position_table, build_stack
+from .assemble import Backends, LanguageModel, assemble
 from .attention_calls import CallKind, decide
 from .attention_plan import CallFacts, PlannedAttention, planned_attentions
 from .bert import BERT
-from .config.bert_slice import BertSlice
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
 from .config.samples import SampleForm
-from .config.slices import GPTSlice, StackSlice
-from .config.t5_slice import T5Slice, T5StackSlice
+from .config.slices import StackSlice
+from .config.t5_slice import T5Slice
 from .gpt import GPT
-from .head import TokenPositions
 from .init import InitRules, initialise_
-from .score_positions import CrossRelativeBias
 from .stack import Stack
 from .t5 import T5
 
-LanguageModel = GPT | T5 | BERT
 ALL_KINDS: tuple[CallKind, ...] = ("training", "evaluation", "generation")
 
 DTYPE_NAMES: dict[torch.dtype, DType] = {
@@ -87,7 +83,7 @@ def build_model(
     device = torch.device(device)
     described = family_slice(keys, vocab_size=vocab_size, form=form)
     if device.type == "meta":
-        return _assemble(described, form, {}, {}).to(dtype)
+        return assemble(described, form, {}, {}).to(dtype)
     plan = plan_model(
         described,
         device=device,
@@ -107,7 +103,7 @@ def build_model(
         }
         for planned in plan.attentions
     }
-    model = _assemble(described, form, plan.decisions, backends).to(dtype)
+    model = assemble(described, form, plan.decisions, backends).to(dtype)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
     if plan.compiled:
         generation = {planned.label("generation") for planned in plan.attentions}
@@ -223,15 +219,19 @@ def plan_model(
     attentions = tuple(planned_attentions(model, form, facts))
     software = installed(device.type)
     decisions: dict[str, Decision] = {}
+    problems: list[NoBackendError] = []
     for planned in attentions:
         asked: dict[CallKind, AttentionCall] = {kind: call for kind, call in planned.calls.items() if kind in kinds}
         try:
             made = decide(planned.attention, asked, flags, software)
         except NoBackendError as error:
-            if not planned.name:
-                raise
-            raise NoBackendError(f"attention `{planned.name}`: {error}", error.rows) from None
+            told = f"attention `{planned.name}`: {error}" if planned.name else str(error)
+            problems.append(NoBackendError(told, error.rows))
+            continue
         decisions |= {planned.label(kind): decision for kind, decision in made.items()}
+    if problems:
+        rows = tuple(row for problem in problems for row in problem.rows)
+        raise NoBackendError("\n".join(map(str, problems)), rows)
     dropout = any(map(has_dropout, model.stacks))
     compiled, reason = compile_policy(model.compile, device.type, torch_version(), dropout=dropout)
     return ModelPlan(attentions, decisions, compiled, reason)
@@ -304,97 +304,4 @@ def _stack_rules(seed: int, stack: StackSlice) -> InitRules:
         std=stack.init_std,
         output_std=stack.output_init_std,
         norm_weight=0.0 if stack.norm.zero_centered else 1.0,
-    )
-
-
-# ---------------------------------------------------------------- modules
-
-
-def _assemble(
-    model: FamilySlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Mapping[str, Backends]
-) -> LanguageModel:
-    """All modules of a model on the meta device: nothing is allocated yet."""
-    with torch.device("meta"):
-        match model:
-            case T5Slice():
-                return _assemble_t5(model, form, decisions, backends)
-            case BertSlice():
-                return _assemble_bert(model, form, decisions, backends.get("", {}))
-            case _:
-                return _assemble_gpt(model, form, decisions, backends.get("", {}))
-
-
-def _assemble_gpt(gpt: GPTSlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Backends) -> GPT:
-    hidden_size = gpt.stack.hidden_size
-    return GPT(
-        token_embedding=nn.Embedding(gpt.padded_vocab_size, hidden_size),
-        position_embedding=build_position_table(
-            gpt.learned_positions, hidden_size, by_document=gpt.positions_by_document
-        ),
-        decoder=build_stack(gpt.stack, backends),
-        head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),
-        vocab_size=gpt.vocab_size,
-        seq_length=form.length,
-        max_positions=gpt.max_positions,
-        dropout=gpt.embedding_dropout,
-        label_smoothing=gpt.label_smoothing,
-        embedding_scale=gpt.embedding_scale,
-        logits_softcap=gpt.logits_softcap,
-        reset_position_ids=form.restart,
-        reset_attention_mask=form.packed,
-        attention_decisions={kind: decisions[kind] for kind in ALL_KINDS if kind in decisions},
-    )
-
-
-def _assemble_t5(
-    t5: T5Slice, form: SampleForm, decisions: Mapping[str, Decision], backends: Mapping[str, Backends]
-) -> T5:
-    hidden_size = t5.encoder.stack.hidden_size
-    cross = t5.cross_attention
-
-    def table(part: T5StackSlice) -> TokenPositions | None:
-        return build_position_table(part.learned_positions, hidden_size, by_document=part.positions_by_document)
-
-    return T5(
-        token_embedding=nn.Embedding(t5.padded_vocab_size, hidden_size),
-        decoder_token_embedding=None if t5.shared_embeddings else nn.Embedding(t5.padded_vocab_size, hidden_size),
-        encoder_position_embedding=table(t5.encoder),
-        decoder_position_embedding=table(t5.decoder),
-        encoder=build_stack(t5.encoder.stack, backends.get("encoder", {})),
-        decoder=build_stack(t5.decoder.stack, backends.get("decoder", {}), cross, backends.get("cross", {})),
-        cross_positions=None
-        if cross.distance is None
-        else CrossRelativeBias(cross.heads, buckets=cross.distance.buckets, max_distance=cross.distance.max_distance),
-        head=None if t5.tied else nn.Linear(hidden_size, t5.padded_vocab_size, bias=False),
-        head_bias=t5.head_bias,
-        head_scale=t5.head_scale,
-        vocab_size=t5.vocab_size,
-        form=form,
-        max_positions=(t5.encoder.max_positions, t5.decoder.max_positions),
-        dropouts=(t5.encoder.embedding_dropout, t5.decoder.embedding_dropout),
-        label_smoothing=t5.label_smoothing,
-        attention_decisions=decisions,
-    )
-
-
-def _assemble_bert(bert: BertSlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Backends) -> BERT:
-    hidden_size, stack = bert.stack.hidden_size, bert.stack
-    return BERT(
-        token_embedding=nn.Embedding(bert.padded_vocab_size, hidden_size),
-        position_embedding=build_position_table(
-            bert.learned_positions, hidden_size, by_document=bert.positions_by_document
-        ),
-        token_type_embedding=nn.Embedding(bert.token_types, hidden_size) if bert.token_types else None,
-        embedding_norm=build_norm(stack) if bert.embedding_norm else None,
-        encoder=build_stack(stack, backends),
-        transform=nn.Linear(hidden_size, hidden_size) if bert.mlm_transform else None,
-        transform_norm=build_norm(stack) if bert.mlm_transform else None,
-        head=None if bert.tied else nn.Linear(hidden_size, bert.padded_vocab_size, bias=False),
-        head_bias=bert.head_bias,
-        vocab_size=bert.vocab_size,
-        form=form,
-        max_positions=bert.max_positions,
-        dropout=bert.embedding_dropout,
-        label_smoothing=bert.label_smoothing,
-        attention_decisions=decisions,
     )

@@ -44,7 +44,7 @@ class T5(nn.Module):
         cross_positions: what the decoder's cross-attention adds to its scores by distance, or None.
         head: bias-free output projection; None ties it to the decoder's token embedding.
         head_bias: a bias on the logits.
-        head_scale: factor of the decoder's output before the head.
+        output_scale: factor of the decoder's output before the head.
         vocab_size: real tokens; the rows behind them are padding.
         form: the samples of training and evaluation.
         max_positions: the longest sequences of encoder and decoder, None for any.
@@ -71,7 +71,7 @@ class T5(nn.Module):
         cross_positions: CrossRelativeBias | None,
         head: nn.Linear | None,
         head_bias: bool,
-        head_scale: float,
+        output_scale: float,
         vocab_size: int,
         form: SampleForm,
         max_positions: tuple[int | None, int | None],
@@ -89,7 +89,7 @@ class T5(nn.Module):
         self.cross_positions = cross_positions
         self.head = head
         self.head_bias = nn.Parameter(torch.zeros(token_embedding.num_embeddings)) if head_bias else None
-        self.head_scale = head_scale
+        self.output_scale = output_scale
         self.vocab_size = vocab_size
         self.form = form
         self.max_positions = max_positions
@@ -268,7 +268,7 @@ class T5(nn.Module):
         hidden = self._dropped(add_positions(hidden, self.decoder_position_embedding, positions), self.dropouts[1])
         memory = Memory(encoded.hidden, encoded.padding, across, terms)
         hidden = self.decoder(hidden, kind, positions=positions, packed=packed, memory=memory)
-        return hidden if self.head_scale == 1.0 else hidden * self.head_scale
+        return hidden if self.output_scale == 1.0 else hidden * self.output_scale
 
     def _dropped(self, embedded: Tensor, dropout: float) -> Tensor:
         return F.dropout(embedded, dropout) if self.training and dropout else embedded

@@ -140,6 +140,32 @@ def test_a_key_of_a_stack_at_model_must_not_contradict_a_stack(tmp_path: Path) -
     assert set(typed) == {"model.decoder.num_layers"}
 
 
+def test_a_key_of_the_decoder_at_model_is_read_for_the_decoder() -> None:
+    key = "relative_position_bias_self_attention_only"
+    config = load("model=t5_tiny", f"model.{key}=false")
+    model = config.root.model
+    assert isinstance(model, T5ModelBlock)
+    assert model.decoder.relative_position_bias_self_attention_only is False
+    assert not config.historical
+    (warned,) = [finding for finding in config.findings if finding.level == "warning"]
+    assert warned.keys == (f"model.decoder.{key}",)
+    assert "for the decoder" in warned.message
+    assert "decoder" in problems("model=t5_tiny", f"model.{key}=false", f"model.decoder.{key}=true").popitem()[1].rule
+
+
+def test_a_window_as_long_as_all_texts_is_warned_of_in_each_stack() -> None:
+    def warned(stack: str, window: str, kind: str = "rope") -> list[str]:
+        at = f"model.{stack}"
+        length = "model.data.seq_length_dec=100"
+        config = load("model=t5_tiny", length, f"{at}.position_embedding_type={kind}", f"{at}.window_size={window}")
+        return [found.keys[0] for found in config.findings if found.level == "warning" and "window" in found.keys[0]]
+
+    assert warned("decoder", "[99,0]") == ["model.decoder.window_size"]
+    assert warned("decoder", "[98,0]") == warned("decoder", "[99,0]", "alibi") == []
+    assert warned("encoder", "[255,255]") == ["model.encoder.window_size"]
+    assert warned("encoder", "[255,254]") == []
+
+
 def test_stacks_of_unequal_width_are_refused() -> None:
     found = problems("model=t5_tiny", "model.decoder.hidden_size=96", "model.decoder.kv_channels=32")
     assert list(found) == ["model.decoder.hidden_size"]
@@ -170,6 +196,17 @@ def test_stacks_of_unequal_width_are_refused() -> None:
 )
 def test_unknown_and_foreign_keys(overrides: list[str], key: str, says: str) -> None:
     assert says in problems(*overrides)[key].fix
+
+
+def test_a_key_of_another_family_is_named_as_such() -> None:
+    found = problems("model=t5_tiny", "model.logits_soft_cap=30", "model.logits_soft_capp=30")
+    assert found["model.logits_soft_cap"].rule == "there is no such key in a model of `family: t5`, only with gpt"
+    assert found["model.logits_soft_capp"].rule == "there is no such key"
+
+
+def test_a_list_of_two_numbers_is_asked_for_in_the_plural() -> None:
+    rule = problems("model.window_size=4")["model.window_size"].rule
+    assert rule == "must be a list of 2 integers >= -1, or null"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,24 @@ def test_refused(overrides: list[str], key: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["model.data.dataset_type=t5"], "model=t5_small"),
+        ([*T5, "model.data.dataset_type=gpt"], "model=gpt_125m"),
+        ([*T5, "model.data.dataset_type=bert"], "model=bert_base"),
+    ],
+)
+def test_the_family_that_learns_a_task_is_named(overrides: list[str], fix: str) -> None:
+    assert fix in problems(*overrides)[TYPE].fix
+
+
+def test_the_cure_for_pairs_is_one_that_the_family_has() -> None:
+    pairs = "model.data.data_impl=pystd_docstring"
+    assert f"{TYPE}=seq2seq" in problems(*T5, pairs)[DATA + "data_impl"].fix
+    assert "seq2seq" not in problems(*BERT, pairs)[DATA + "data_impl"].fix
+
+
+@pytest.mark.parametrize(
     ("overrides", "key"),
     [
         ([*T5, "model.data.max_ngram_size=5"], "max_ngram_size"),
@@ -88,6 +106,7 @@ def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
         ["experiment=t5_pystd"],
         ["experiment=t5_docstring"],
         ["experiment=t5_docstring", "model=t5_tiny", "trainer=cpu"],
+        ["experiment=t5_pystd", "model=t5_tiny", "trainer=cpu", "model.seq_length=256", "model.micro_batch_size=16"],
     ],
 )
 def test_what_acts_is_not_warned_of(overrides: list[str]) -> None:

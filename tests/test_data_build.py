@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.build import build_data, evaluation_data
+from stoker.trainer.data.build import build_data
+from stoker.trainer.data.held_out import evaluation_data
 from stoker.trainer.data.samples import IGNORED_LABEL, EvaluationWindows, Samples
 from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
 from stoker.trainer.errors import UserError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.data.blend import BlendedSamples
-from stoker.trainer.data.build import build_data, token_stream
+from stoker.trainer.data.build import build_data
 from stoker.trainer.data.documents import NumberedDocuments, document_numbers
 from stoker.trainer.data.indexed import IndexedWriter
 from stoker.trainer.data.samples import (
@@ -25,6 +25,7 @@ from stoker.trainer.data.samples import (
     TrainingWindows,
 )
 from stoker.trainer.data.sources import read_text
+from stoker.trainer.data.text_tokens import token_stream
 from stoker.trainer.data.tokenizers import ByteTokenizer
 from stoker.trainer.errors import UserError
 

@@ -12,19 +12,21 @@ import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from span_texts import restore
 
 from stoker.trainer import cli
 from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.data.blend import BlendedFields
-from stoker.trainer.data.build import Data, build_data, evaluation_data
+from stoker.trainer.data.build import Data, build_data
+from stoker.trainer.data.held_out import evaluation_data
 from stoker.trainer.data.indexed import IndexedWriter
 from stoker.trainer.data.packing import LANE_PAIRS, OPEN_ROWS, pack
 from stoker.trainer.data.samples import IGNORED_LABEL, philox
 from stoker.trainer.data.sentinels import sentinel_ids
 from stoker.trainer.data.seq2seq import Pair, Shape, packed, padded
-from stoker.trainer.data.spans import restore
 from stoker.trainer.data.task import task_of
 from stoker.trainer.data.tokenizer_json import canonical, define
+from stoker.trainer.data.tokenizer_pieces import byte_alphabet
 from stoker.trainer.data.tokenizers import ByteTokenizer, Tokenizer
 from stoker.trainer.errors import UserError
 
@@ -58,6 +60,16 @@ def mapped_data(folder: Path, **data: Any) -> dict[str, Any]:
             writer.finish()
         prefixes += [1.0 + number, str(prefix)]
     return {"data_impl": "mmap", "data_prefix": prefixes, "splits_string": "70,20,10", **data}
+
+
+def byte_level(*special: str) -> Tokenizer:
+    """A tokenizer.json of the 256 bytes and some special tokens."""
+    vocabulary = {byte: number for number, byte in enumerate(byte_alphabet())}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(list(special))
+    return define(canonical(library.to_str()), {"eos": special[0]})
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
@@ -253,6 +265,13 @@ def test_packing_leaves_little_empty(pairs: int) -> None:
     assert encoder.sum() / (512 * packing.rows) > 0.97
 
 
+def test_sentinels_stand_for_no_bytes(texts: Path) -> None:
+    """Bits per byte are of the text, not of `<extra_id_0>`."""
+    data = build_data(root(**text_data(texts)), byte_level("</s>"))
+    assert data.tokenizer.vocab_size == 357
+    assert data.token_bytes.tolist() == [1] * 256 + [0] * 101
+
+
 def test_packed_and_padded_rows_by_hand() -> None:
     pairs = [Pair(np.array([5, 6, 1]), np.array([7, 1])), Pair(np.array([8, 1]), np.array([9, 4, 1]))]
     shape = Shape(encoder=6, decoder=6, pad_id=0)
@@ -356,6 +375,17 @@ class TestBert:
         assert torch.equal(whole["tokens"][3], single["tokens"][0])
         assert torch.equal(data.validation.batch(0, 3)["tokens"], other.validation.batch(0, 3)["tokens"])
         assert not torch.equal(data.train.batch(0, 3)["tokens"], other.train.batch(0, 3)["tokens"])
+
+    def test_a_mask_of_its_own_is_enough(self, texts: Path) -> None:
+        """No sentinels are added, and no special token is what another one is replaced with."""
+        bert = root("bert", length=128, **text_data(texts))
+        assert build_data(bert, byte_level("</s>", "[MASK]")).vocab_size == 258
+        tokenizer = byte_level("</s>", "[MASK]", "<extra_id_0>")
+        data = build_data(bert, tokenizer)
+        batch = data.train.batch(0, 200)
+        shown = batch["tokens"][batch["labels"] != IGNORED_LABEL]
+        assert (shown == tokenizer.token_id("[MASK]")).float().mean() == pytest.approx(0.8, abs=0.03)
+        assert not (shown == tokenizer.token_id("<extra_id_0>")).any()
 
     def test_words_are_hidden_whole(self, texts: Path) -> None:
         data = self.data(texts, geometric_dist=True, max_ngram_size=1)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from span_texts import restore
 
 from stoker.trainer.data.corruption import Corruption, corrupted_lengths, noise_counts, window_length
 from stoker.trainer.data.samples import philox
@@ -18,7 +19,6 @@ from stoker.trainer.data.spans import (
     corrupt,
     ngram_spans,
     random_spans,
-    restore,
     units_of,
     word_edges,
 )

@@ -16,7 +16,7 @@ from stoker.trainer.data.samples import IGNORED_LABEL
 from stoker.trainer.data.seq2seq import Shape
 from stoker.trainer.data.sources import Corpus
 from stoker.trainer.data.text_pairs import TextPair, TokenPairs, read_jsonl
-from stoker.trainer.data.tokenizers import ByteTokenizer
+from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
 from stoker.trainer.errors import UserError
 
 SHARES = (0.6, 0.2, 0.2)
@@ -50,6 +50,10 @@ def test_files_named_by_split_are_the_splits(tmp_path: Path) -> None:
     pairs = read_jsonl(tmp_path, SHARES, "input", "output").pairs
     assert [len(pairs[split]) for split in ("train", "validation", "test")] == [40, 20, 0]
     (tmp_path / "train.jsonl").rename(tmp_path / "other.jsonl")
+    with pytest.raises(UserError, match=r"holds validation\.jsonl, but no train\.jsonl"):
+        read_jsonl(tmp_path, SHARES, "input", "output")
+    assert len(read_jsonl(tmp_path, (0.0, 1.0, 0.0), "input", "output").pairs["validation"]) == 60
+    (tmp_path / "validation.jsonl").rename(tmp_path / "more.jsonl")
     pairs = read_jsonl(tmp_path, SHARES, "input", "output").pairs
     assert sum(map(len, pairs.values())) == 60
     assert pairs["test"]
@@ -70,6 +74,8 @@ def test_the_fingerprint_is_that_of_the_pairs(tmp_path: Path) -> None:
         ('{"input": "x"', "line 2 of .* is not JSON"),
         ('{"input": "x", "label": "y"}', "must have a text `output`; it has `input`, `label`.*label_key"),
         ('{"input": 3, "output": "y"}', "must have a text `input`.*context_key"),
+        ('{"input": "x", "output": "\\ud800"}', "line 2 of .*`output`: .* lone surrogate"),
+        (json.dumps({"x" * 5000: "x"}), "must have a text `input`; it has `x{40}`"),
         ("[" * 100_000, "line 2 of .* is not JSON"),
     ],
 )
@@ -100,6 +106,12 @@ def test_pairs_become_rows_and_long_ones_are_cut() -> None:
     assert all(row.encoder[-1] == row.decoder[-1] == 1 for row in rows)
     assert pairs.cut == (1, 1)
     assert [side.tolist() for side in pairs.lengths()] == [[4, 5], [3, 4]]
+
+
+def test_a_text_that_has_no_tokens_is_told_with_its_pair() -> None:
+    pairs = [TextPair("ab", "b"), TextPair("a", "abc")]
+    with pytest.raises(UserError, match="the target of pair 2: "):
+        TokenPairs(pairs, CharTokenizer("ab"), Shape(5, 4, 0))
 
 
 @pytest.mark.parametrize("packs", [False, True])

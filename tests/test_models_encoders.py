@@ -442,6 +442,37 @@ def test_a_single_token_is_read_and_written_too() -> None:
     torch.testing.assert_close(other(F.pad(read, (0, 1), value=5), padding=hidden)[:, :1], one)
 
 
+def test_compiled_layers_of_a_stack_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory, documents and the bias of cross-attention; what is generated after that compiles nothing."""
+    compiles, graphs = torch.nn.Module.compile, []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **options: compiles(part, backend=backend, **options))
+    read, written, labels = drawn(2, READ), drawn(2, WRITTEN, seed=1), drawn(2, WRITTEN, seed=2)
+    packed = {"encoder_documents": READ_DOCUMENTS, "decoder_documents": WRITTEN_DOCUMENTS}
+    for changes, given in (
+        ({"position_embedding_type": "rope"}, packed),
+        ({"relative_position_bias_self_attention_only": False}, {}),
+    ):
+        torch.compiler.reset()
+        form = SampleForm(length=READ, decoder_length=WRITTEN, packed=bool(given))
+        models = [t5(form, decoder=changes, compile=compiled) for compiled in (True, False)]
+        losses = [model.loss(read, written, labels, 3.0, **given) for model in models]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        assert_same_gradients(*map(gradients_of, models))
+        assert len(graphs) == 4  # a layer and the final norm of each stack
+        texts = [model.eval().decode(written[:, :3], model.encode(read[:, :5])) for model in models]
+        torch.testing.assert_close(*texts)
+        assert len(graphs) == 4
+        graphs.clear()
+    torch.compiler.reset()
+
+
 def test_what_a_model_was_not_built_for_is_refused() -> None:
     model, packed = t5(), t5(SampleForm(length=READ, decoder_length=WRITTEN, packed=True))
     read, written, real = drawn(2, READ), drawn(2, WRITTEN), torch.ones(2, READ, dtype=torch.bool)

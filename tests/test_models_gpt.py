@@ -13,7 +13,7 @@ from torch import Tensor
 from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.cross_entropy import linear_cross_entropy
-from stoker.models import gpt as gpt_module
+from stoker.models import head as head_module
 from stoker.models.build import build_gpt, compile_policy
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
@@ -160,7 +160,7 @@ def test_autocast_reaches_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.update((hidden.dtype, weight.dtype))
         return linear_cross_entropy(hidden, weight, labels, **options)
 
-    monkeypatch.setattr(gpt_module, "linear_cross_entropy", spy)
+    monkeypatch.setattr(head_module, "linear_cross_entropy", spy)
     model = gpt()
     tokens, labels = tokens_and_labels()
     with torch.autocast("cpu", torch.bfloat16):

@@ -10,14 +10,19 @@ import pytest
 import torch
 
 from stoker.models.t5 import T5
-from stoker.trainer import cli
+from stoker.trainer import cli, sampling
 from stoker.trainer.answer_scores import score_answers
+from stoker.trainer.answers import answering
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import RootBlock
+from stoker.trainer.data.sentinels import encode_spelled, sentinel_ids, with_sentinels
 from stoker.trainer.data.seq2seq import Shape
 from stoker.trainer.data.text_pairs import TextPair
+from stoker.trainer.data.tokenizers import ByteTokenizer
+from stoker.trainer.errors import UserError
 from stoker.trainer.restore import restore
 from stoker.trainer.run import run_training
+from stoker.trainer.sampling import TextStream
 from stoker.trainer.writing import Writer
 
 STACK = {
@@ -83,6 +88,48 @@ def test_answers_are_the_most_probable_tokens(trained: Path) -> None:
                 logits = model(read, torch.tensor([written]))
                 written.append(int(logits[0, -1].argmax()))
         assert answer == tokenizer.decode(written)
+
+
+def test_sentinels_are_read_and_written_by_name() -> None:
+    tokenizer = with_sentinels(ByteTokenizer(), None)
+    first, second = sentinel_ids(tokenizer)[:2].tolist()
+    a, b = tokenizer.encode("ab").tolist()
+    assert encode_spelled(tokenizer, "a<extra_id_1>b<extra_id_0>") == [a, second, b, first]
+    for text in ("<extra_id_999>", f"<extra_id_{'9' * 5000}>"):
+        assert encode_spelled(tokenizer, text) == tokenizer.encode(text).tolist()
+    stream = TextStream(tokenizer, names={first: "<extra_id_0>"})
+    half_character = tokenizer.encode("\u00e9").tolist()[:1]
+    text = "".join(stream.feed(token) for token in [a, *half_character, first, b]) + stream.close()
+    assert text == "a\ufffd<extra_id_0>b"
+
+
+def test_generate_answers_with_the_names_of_sentinels(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[int]] = []
+    encode = T5.encode
+
+    def kept(model: T5, tokens: torch.Tensor, *args: Any, **more: Any) -> Any:
+        read.append(tokens[0].tolist())
+        return encode(model, tokens, *args, **more)
+
+    monkeypatch.setattr(T5, "encode", kept)
+    tokenizer = restore(trained / "run", "cpu").tokenizer
+    ids = sentinel_ids(tokenizer).tolist()
+    monkeypatch.setattr(sampling, "sample", lambda *args, **more: iter([ids[0], *tokenizer.encode("x").tolist()]))
+    assert cli.main(["generate", "--checkpoint", str(trained / "run"), "--prompt", "<extra_id_2>"]) == 0
+    assert read == [[ids[2], tokenizer.eos_id]]
+    assert capsys.readouterr().out == "<extra_id_0>x\n"
+
+
+def test_a_prompt_that_a_model_cannot_read_is_told(trained: Path) -> None:
+    restored = restore(trained / "run", "cpu")
+    assert isinstance(restored.model, T5)
+    restored.model.max_positions = (24, None)  # as with learned positions
+    rest = (restored.precision, restored.device)
+    answering(restored.model, restored.tokenizer, "x" * 23, *rest)
+    with pytest.raises(UserError, match="25 tokens with its end, and this T5 reads at most 24"):
+        answering(restored.model, restored.tokenizer, "x" * 24, *rest)
 
 
 def test_scores_of_answers(trained: Path) -> None:

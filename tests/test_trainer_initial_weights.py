@@ -54,6 +54,10 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         ({"model__restore_from_path": str(tmp_path / "nowhere")}, "no usable checkpoint"),
         ({"model__restore_from_path": str(tmp_path / "first"), "model__num_layers": 3}, "does not fit the model"),
         (
+            {"model__restore_from_path": str(tmp_path / "first"), "model__family": "bert"},
+            "holds a model of `family: gpt`, but `model.family` is bert",
+        ),
+        (
             {
                 "model__restore_from_path": str(tmp_path / "first"),
                 "model__tokenizer": {"library": "char"},
@@ -65,3 +69,14 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=says):
             run(tmp_path / f"second {says}", trainer__max_steps=1, **changes)
+
+
+def test_keys_that_no_shape_tells_of_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "first", trainer__max_steps=1)
+    capsys.readouterr()
+    changes = {"model__activation": "relu", "model__layernorm_epsilon": 1e-3, "model__hidden_dropout": 0.25}
+    run(tmp_path / "second", trainer__max_steps=1, model__restore_from_path=str(tmp_path / "first"), **changes)
+    said = capsys.readouterr().out
+    assert "`model.activation` is relu, but these weights were trained with gelu" in said
+    assert "`model.layernorm_epsilon` is 0.001" in said
+    assert said.count("these weights were trained with") == 2

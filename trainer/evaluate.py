@@ -95,7 +95,8 @@ class _HeldOut(NamedTuple):
 
 
 def _held_out(restored: Restored, split: Literal["validation", "test"], path: Path | None) -> _HeldOut:
-    from .data.build import build_data, evaluation_data, evaluation_pairs
+    from .data.build import build_data
+    from .data.held_out import evaluation_data, evaluation_pairs
     from .data.task import task_name
 
     if path is not None and task_name(restored.config.root.model) == "seq2seq":

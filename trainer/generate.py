@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt",
         metavar="TEXT",
         default="",
-        help="text to continue (default: the start of a document); what a T5 reads and answers",
+        help="text to continue (default: the start of a document); what a T5 reads and answers, with <extra_id_0> "
+        "for a missing span if it learnt those",
     )
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="file whose text is continued")
     parser.add_argument("--max-new-tokens", metavar="N", type=positive_int, default=256, help="default: %(default)s")
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from ..models.bert import BERT
     from ..models.t5 import T5
     from .answers import answering
+    from .data.sentinels import sentinel_ids, sentinel_name
     from .restore import restore
     from .sampling import generate_text
 
@@ -71,16 +73,19 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(model, BERT):
         raise UserError("stoker generate: a BERT fills in hidden tokens and writes no text; use a GPT or a T5")
     logits, context, start = restored.logits, restored.context, None
+    names: dict[int, str] = {}
     if isinstance(model, T5):
         if not prompt:
             raise UserError("stoker generate: a T5 answers a text; give one with --prompt or --prompt-file")
         logits = answering(model, tokenizer, prompt, restored.precision, restored.device)
         context, start = model.max_positions[1] or args.max_new_tokens + 1, [tokenizer.pad_id]
+        names = {int(token): sentinel_name(number) for number, token in enumerate(sentinel_ids(tokenizer))}
     pieces = generate_text(
         logits,
         tokenizer,
         prompt,
         start=start,
+        names=names,
         context=context,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -115,10 +116,14 @@ class TextStream:
     Args:
         tokenizer: turns ids into bytes.
         stop: strings that end the text, which does not include them.
+        names: what is written for tokens that have no text, such as sentinels.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), names: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
         self._tokenizer = tokenizer
+        self._names = names
         self._stop = [string for string in stop if string]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
@@ -126,6 +131,8 @@ class TextStream:
 
     def feed(self, token: int) -> str:
         """The text that is certain after one more token; sets `stopped` when a stop string has appeared."""
+        if token in self._names:
+            return self._advance(self._decoder.decode(b"", final=True) + self._names[token])
         return self._advance(self._decoder.decode(self._tokenizer.decode_bytes([token])))
 
     def close(self) -> str:
@@ -170,18 +177,19 @@ def generate_text(
     stop: Sequence[str] = (),
     device: torch.device | str = "cpu",
     start: Sequence[int] | None = None,
+    names: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     """Continue a prompt, piece by piece; the prompt itself is not part of the result.
 
     Without a prompt the text starts like a document: after the eos token, or after a line break where there is none.
-    `start`, where given, are the tokens it starts from instead.
+    `start`, where given, are the tokens it starts from instead; `names` is what `TextStream` takes.
     It ends at the first stop string, at an eos token, or after `max_new_tokens`.
 
     Raises:
         UserError: the tokenizer does not know a character of the prompt.
         ValueError: an argument out of range.
     """
-    text = TextStream(tokenizer, stop)
+    text = TextStream(tokenizer, stop, names)
     ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     for token in sample(
         model,

@@ -42,7 +42,7 @@ class T5Slice:
         shared_embeddings: encoder and decoder have one table of token embeddings.
         tied: the head is the decoder's table.
         head_bias: a bias on the logits.
-        head_scale: factor of the decoder's output before the head.
+        output_scale: factor of the decoder's output before the head.
         embedding_std: deviation of the initial token embeddings.
         label_smoothing: share of a label that the other tokens get, in training.
         seed: of the initialisation.
@@ -57,7 +57,7 @@ class T5Slice:
     shared_embeddings: bool
     tied: bool
     head_bias: bool
-    head_scale: float
+    output_scale: float
     embedding_std: float
     label_smoothing: float
     seed: int
@@ -92,7 +92,7 @@ def t5_slice(keys: T5Keys, *, vocab_size: int, decoder_length: int) -> T5Slice:
         shared_embeddings=keys.share_token_embeddings,
         tied=tied,
         head_bias=keys.tokens_head_bias,
-        head_scale=decoder.stack.hidden_size**-0.5 if tied and keys.scale_tied_logits else 1.0,
+        output_scale=decoder.stack.hidden_size**-0.5 if tied and keys.scale_tied_logits else 1.0,
         embedding_std=keys.embedding_init_method_std or keys.encoder.init_method_std,
         label_smoothing=keys.label_smoothing,
         seed=keys.seed,

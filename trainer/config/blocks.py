@@ -118,7 +118,7 @@ class TokenizerBlock(Block):
     """Tokens to add to the vocabulary of a file; those it lacks get the ids after its last."""
     num_sentinel_tokens: int | None = Field(None, ge=0, le=10000)
     """T5, BERT: tokens <extra_id_0>, <extra_id_1>, ... for hidden spans, added where the vocabulary has fewer; null:
-    125 for bytes, which makes ByT5's 384 ids, and for files those they have, or 100."""
+    125 for bytes, which makes ByT5's 384 ids, and for files those they have, or 100 (BERT: none beside a mask)."""
     special_tokens: SpecialTokensBlock = nested(SpecialTokensBlock)
     """Which tokens end documents and fill up sequences."""
 

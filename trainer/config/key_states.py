@@ -203,7 +203,9 @@ class KeyStates:
             fix += f" (or {', '.join(near[1:])})"
         if group in _PACKAGES and ".yaml:" in self._origin_of(path):
             fix += f"; a file of the group {group} needs the line `# @package {_PACKAGES[group]}` at its head"
-        return Verdict(path, value, None, "", "there is no such key", fix)
+        elsewhere = [family for family in FAMILIES if path in schema_keys(family)]
+        here = f" in a model of `family: {self._family}`, only with {' or '.join(elsewhere)}" if elsewhere else ""
+        return Verdict(path, value, None, "", f"there is no such key{here}", fix)
 
     def _given(self, tree: Tree, parent: str = "") -> Iterator[tuple[str, Any]]:
         """Leaves of `tree`; a block that is the value of one key (in the table, or code) is one leaf."""

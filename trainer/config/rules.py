@@ -11,7 +11,10 @@ from dataclasses import replace
 
 from ...models.config.block import Finding
 from ...models.config.family_rules import model_rules, stacks_of_keys
+from ...models.config.position_rules import window_hides_nothing
+from ...models.config.position_slices import BOUNDED
 from ...models.config.stack import StackKeys
+from ..data.task import task_of
 from ..distributed.layout import DISTRIBUTED_OPTIMIZERS
 from .checkpoint_rules import CHECKPOINT_RULES
 from .data_rules import DATA_RULES
@@ -107,6 +110,26 @@ def cross_bias_is_for_one_pair(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def decoder_window_is_shorter_than_answers(facts: Facts) -> Iterator[Finding]:
+    """A window as long as the longest answer hides nothing; the rules of the model say so of the encoder's."""
+    model = facts.root.model
+    if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type not in BOUNDED:
+        return
+    try:
+        answer = task_of(facts.root).decoder_length
+    except ValueError:  # lengths that no text fills, which another rule tells
+        return
+    longest = max(answer, model.max_position_embeddings or 0)
+    if window_hides_nothing(model.decoder, causal=True, longest=longest):
+        yield Finding(
+            "warning",
+            ("model.decoder.window_size", "model.data.seq_length_dec", "model.max_position_embeddings"),
+            f"`decoder.window_size` ({model.decoder.window_size}) has no effect: the decoder writes no text longer "
+            f"than {longest} tokens (`data.seq_length_dec`, `max_position_embeddings`)",
+            "model.decoder.window_size=null",
+        )
+
+
 def optimizer_and_schedule(facts: Facts) -> Iterator[Finding]:
     """What the keys of `model.optim` need of each other."""
     yield from optim_rules(facts.root.model.optim, facts.own, facts.root.trainer.max_steps)
@@ -120,6 +143,7 @@ RULES: tuple[Rule, ...] = (
     centred_norms_are_centred,
     fused_names_mean_adamw,
     cross_bias_is_for_one_pair,
+    decoder_window_is_shorter_than_answers,
     *DATA_RULES,
     *TASK_RULES,
     *TOKENIZER_RULES,

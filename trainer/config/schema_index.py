@@ -170,7 +170,8 @@ def _describe_member(annotation: Any, examples: list[Any] | None) -> str:
         bounds = _bounds(annotation)
         size = f"{bounds['min_length']} " if bounds.get("min_length") == bounds.get("max_length", -1) else ""
         (item,) = get_args(bare)
-        return f"a list of {size}{_describe(item).removeprefix('a ').removeprefix('an ').replace('number', 'numbers')}"
+        one = _describe(item).removeprefix("a ").removeprefix("an ")
+        return f"a list of {size}{one.replace('number', 'numbers').replace('integer', 'integers')}"
     if get_origin(bare) is dict:
         return "a block of names and values"
     text = _NAMES.get(bare, getattr(bare, "__name__", str(bare)))

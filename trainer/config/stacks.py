@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ...models.config.block import Finding
-from ...models.config.stack import StackKeys
+from ...models.config.t5 import DecoderKeys
 from . import paths
 from .paths import Tree
 from .schema import family_of
-from .schema_index import STACKS, show_value
+from .schema_index import STACKS, schema_keys, show_value
 
 _FAMILY = "model.family"
 
@@ -21,7 +21,9 @@ def names_both_stacks(tree: Tree) -> bool:
 
 
 def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[str, str]) -> Iterator[Finding]:
-    """Give both stacks of a T5 what is written at `model`; rewrites `tree` in place.
+    """Give the stacks of a T5 what is written at `model`; rewrites `tree` in place.
+
+    A key of the decoder alone goes to the decoder, every other one to both stacks.
 
     What is typed on the command line replaces what a file says of a stack. Otherwise a stack that has a value of its
     own must have the same.
@@ -37,9 +39,11 @@ def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[st
     model = tree.get("model")
     if family_of(model) != "t5" or not isinstance(model, dict):
         return
-    for name in [name for name in model if name in StackKeys.model_fields]:
+    known = schema_keys("t5")
+    for name in [name for name in model if name in DecoderKeys.model_fields]:
         path, value = f"model.{name}", model.pop(name)
-        targets = [f"{stack}.{name}" for stack in STACKS["t5"]]
+        targets = [f"{stack}.{name}" for stack in STACKS["t5"] if f"{stack}.{name}" in known]
+        readers = "both stacks" if len(targets) > 1 else "the decoder"
         for target in targets:
             there = paths.get(tree, target, paths.MISSING)
             typed_over = kind_of(path) == "override" != kind_of(target)
@@ -50,13 +54,14 @@ def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[st
             yield Finding(
                 "error",
                 (target,),
-                f"`{path}` ({show_value(value)}) is for both stacks and contradicts `{target}` ({show_value(there)})",
+                f"`{path}` ({show_value(value)}) is for {readers} and contradicts `{target}` ({show_value(there)})",
                 f"~{path}, or set {' and '.join(targets)}",
             )
         shown = show_value(value)
         yield Finding(
             "warning",
-            (targets[0], targets[1]),
-            f"`{path}` belongs to a stack and is read for both, the encoder and the decoder",
+            tuple(targets),
+            f"`{path}` belongs to a stack and is read for "
+            + ("both, the encoder and the decoder" if len(targets) > 1 else readers),
             " ".join(f"{target}={shown}" for target in targets),
         )

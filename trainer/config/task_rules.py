@@ -15,6 +15,7 @@ _AT = "model.data"
 _TYPE = f"{_AT}.dataset_type"
 _SENTINELS = "model.tokenizer.num_sentinel_tokens"
 _FAMILIES = {"gpt": ("gpt",), "t5": ("t5", "t5_prefix_lm", "seq2seq"), "bert": ("bert",)}
+_PRESETS = {"gpt": "gpt_125m", "t5": "t5_small", "bert": "bert_base"}
 _BYTE_SENTINELS = 125
 _NGRAM_KEYS = ("max_ngram_size", "whole_word_masking", "favor_longer_ngrams")
 _DRAWN_KEYS = ("geometric_dist", "respect_document_boundaries", "short_seq_prob", "packed_sequence")
@@ -25,11 +26,13 @@ def model_learns_the_task(facts: Facts) -> Iterator[Finding]:
     model = facts.root.model
     possible = _FAMILIES[model.family]
     if task_name(model) not in possible:
+        learners = [family for family, tasks in _FAMILIES.items() if task_name(model) in tasks]
+        other = "".join(f", or model.family={family} (a preset: model={_PRESETS[family]})" for family in learners)
         yield Finding(
             "error",
             (_TYPE, "model.family"),
             f"a model of `family: {model.family}` learns {', '.join(possible)}, not `{task_name(model)}`",
-            f"~{_TYPE}, or a model of another family (model=t5_small, model=bert_base)",
+            f"~{_TYPE}{other}",
         )
 
 
@@ -51,7 +54,9 @@ def pairs_are_for_seq2seq(facts: Facts) -> Iterator[Finding]:
             "error",
             (f"{_AT}.data_impl", _TYPE),
             f"`data_impl: {source}` holds pairs, which `dataset_type: {name}` cannot learn",
-            f"{_TYPE}=seq2seq, or another data_impl",
+            f"{_TYPE}=seq2seq, or another data_impl"
+            if model.family == "t5"
+            else f"another data_impl, or a model that learns pairs (model={_PRESETS['t5']})",
         )
 
 
@@ -151,7 +156,12 @@ def mask_is_for_bert(facts: Facts) -> Iterator[Finding]:
     model = facts.root.model
     if model.tokenizer.special_tokens.mask_token is not None and model.family != "bert":
         path = "model.tokenizer.special_tokens.mask_token"
-        yield no_effect(path, "model.family", f"with `family: {model.family}`")
+        yield Finding(
+            "warning",
+            (path, "model.family"),
+            f"`mask_token` hides nothing with `family: {model.family}`: it only adds a token to the vocabulary",
+            f"~{path}",
+        )
 
 
 def _task(facts: Facts) -> Task | None:

@@ -6,6 +6,8 @@ highest; ByT5's counts up from 259. A file that has such tokens keeps its own; o
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +30,19 @@ def sentinel_ids(tokenizer: Tokenizer) -> NDArray[np.int64]:
     while len(ids) < MOST_SENTINELS and (id_ := tokenizer.token_id(sentinel_name(len(ids)))) is not None:
         ids.append(id_)
     return np.array(ids, np.int64)
+
+
+def encode_spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that a person typed, in which `<extra_id_0>` means the sentinel, with every tokenizer."""
+    ids = sentinel_ids(tokenizer)
+    tokens: list[int] = []
+    for part in re.split(r"(<extra_id_[0-9]{1,5}>)", text):
+        number = re.fullmatch(r"<extra_id_([0-9]{1,5})>", part)
+        if number and int(number[1]) < len(ids):
+            tokens.append(int(ids[int(number[1])]))
+        elif part:
+            tokens += tokenizer.encode(part).tolist()
+    return tokens
 
 
 def with_sentinels(tokenizer: Tokenizer, count: int | None) -> Tokenizer:

@@ -29,15 +29,23 @@ def tokenizer_of_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Toke
     Raises:
         UserError: it has no token that ends a text, which the task needs.
     """
+    count = root.model.tokenizer.num_sentinel_tokens
     if task.name == "gpt":
         return tokenizer
-    extended = with_sentinels(tokenizer, root.model.tokenizer.num_sentinel_tokens)
+    has_a_mask = task.name == "bert" and mask_id(tokenizer, _mask_name(root)) is not None
+    extended = tokenizer if has_a_mask and count is None else with_sentinels(tokenizer, count)
     if extended.eos_id is None:
         raise UserError(
             f"`model.data.dataset_type` ({task.name}) needs a tokenizer with a token that ends texts; name one with "
             "`model.tokenizer.special_tokens.eos_token`"
         )
     return extended
+
+
+def _mask_name(root: RootBlock) -> str | None:
+    """The token that is named to hide others; bytes have tokens of their own, and naming others changes nothing."""
+    keys = root.model.tokenizer
+    return None if keys.library == "byte-level" else keys.special_tokens.mask_token
 
 
 class TaskSamples:
@@ -52,9 +60,7 @@ class TaskSamples:
     def __init__(self, root: RootBlock, task: Task, tokenizer: Tokenizer) -> None:
         self.task = task
         self._keys = root.model.data
-        # Bytes have special tokens of their own: the rules say that naming others changes nothing.
-        named = root.model.tokenizer.library != "byte-level"
-        self._mask_token = root.model.tokenizer.special_tokens.mask_token if named else None
+        self._mask_token = _mask_name(root)
         self._seed = root.model.seed
         self._tokenizer = tokenizer
         self.shape = Shape(task.length, task.decoder_length, tokenizer.pad_id)
@@ -159,7 +165,8 @@ class TaskSamples:
             )
         with_text = np.flatnonzero(tokenizer.token_bytes() > 0)
         others = with_text if len(with_text) else np.arange(tokenizer.vocab_size)
-        return MaskTokens(hidden, tokenizer.eos_id, tokenizer.pad_id, others)
+        special = [hidden, tokenizer.eos_id, tokenizer.pad_id, *sentinel_ids(tokenizer)]
+        return MaskTokens(hidden, tokenizer.eos_id, tokenizer.pad_id, np.setdiff1d(others, special))
 
     def _masked(self, samples: Samples) -> Samples:
         """The samples without the labels that `model.data.eod_mask_loss` leaves out.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..errors import UserError
 from .seq2seq import Pair, Shape
 from .sources import SPLITS, Proportions, Split
-from .tokenizers import TokenIds, Tokenizer
+from .tokenizers import TokenIds, Tokenizer, utf8
 
 MAX_LINE_BYTES = 64 << 20
 """Of one line of a JSONL file; a longer one is no pair of texts."""
@@ -62,6 +62,9 @@ class TokenPairs:
         tokenizer: one with an end token.
         shape: of the rows.
 
+    Raises:
+        UserError: a text cannot be tokenized; with the number of its pair.
+
     Attributes:
         cut: how many inputs and how many targets were longer than their side.
     """
@@ -70,7 +73,7 @@ class TokenPairs:
         texts = list(pairs)
         sides = ([pair.input for pair in texts], [pair.target for pair in texts])
         sizes = (shape.encoder, shape.decoder)
-        whole = [tokenizer.encode_batch(side) for side in sides]
+        whole = [_encoded(side, tokenizer, name) for side, name in zip(sides, ("input", "target"), strict=True)]
         self.cut = tuple(sum(len(ids) >= size for ids in side) for side, size in zip(whole, sizes, strict=True))
         assert tokenizer.eos_id is not None
         self._encoder, self._decoder = (
@@ -91,6 +94,18 @@ class TokenPairs:
         return Pair(self._encoder[number], self._decoder[number])
 
 
+def _encoded(texts: list[str], tokenizer: Tokenizer, name: str) -> list[TokenIds]:
+    try:
+        return tokenizer.encode_batch(texts)
+    except UserError:
+        for number, text in enumerate(texts, 1):
+            try:
+                tokenizer.encode(text)
+            except UserError as error:
+                raise UserError([f"the {name} of pair {number}: {error.lines[0]}", *error.lines[1:]]) from None
+        raise
+
+
 def _ended(ids: TokenIds, eos_id: int) -> TokenIds:
     return np.append(ids, np.array(eos_id, ids.dtype))
 
@@ -103,9 +118,9 @@ def read_jsonl(
 ) -> TextPairs:
     """Pairs out of JSONL: an object in each line, with an input and a target, which are texts.
 
-    A folder that holds `train.jsonl` has its splits in files of those names (`train`, `validation`, `test`). Otherwise
-    each pair goes to a split by the hash of its input, so that equal inputs are on one side and adding lines moves none
-    of the others.
+    A folder that holds `train.jsonl` has its splits in files of those names (`train`, `validation`, `test`), and other
+    files are not read. Otherwise each pair goes to a split by the hash of its input, so that equal inputs are on one
+    side and adding lines moves none of the others.
 
     Args:
         path: a file, or a folder of .jsonl files.
@@ -125,11 +140,17 @@ def read_jsonl(
                 if file.is_file():
                     pairs[split] += _read(file, input_key, target_key)
         else:
+            held_out = [file.name for file in by_split.values() if file.is_file()]
+            if held_out and proportions[0] > 0:
+                raise UserError(
+                    f"the folder {path} holds {' and '.join(held_out)}, but no train.jsonl: what is held out would be "
+                    "trained on; rename the others to train.jsonl"
+                )
             bounds = list(itertools.accumulate(proportions))
             last = max(i for i, share in enumerate(proportions) if share > 0)
             for file in _files(path):
                 for pair in _read(file, input_key, target_key):
-                    digest = hashlib.sha256(pair.input.encode("utf-8", "surrogatepass")).digest()
+                    digest = hashlib.sha256(pair.input.encode("utf-8")).digest()
                     place = int.from_bytes(digest[:8], "big") / 2**64
                     index = next((i for i in range(last) if place < bounds[i]), last)
                     pairs[SPLITS[index]].append(pair)
@@ -171,7 +192,11 @@ def _pair(line: bytes, where: str, input_key: str, target_key: str) -> TextPair:
         if not isinstance(found.get(key), str):
             raise UserError(
                 f"{where} must have a text `{key}`; it has "
-                f"{', '.join(f'`{name}`' for name in list(found)[:10]) or 'nothing'} "
+                f"{', '.join(f'`{name[:40]}`' for name in list(found)[:10]) or 'nothing'} "
                 f"(`model.data.{option}` names it)"
             )
+        try:
+            utf8(found[key])
+        except UserError as error:
+            raise UserError(f"{where}: `{key}`: {error}") from None
     return TextPair(found[input_key], found[target_key])
