@@ -292,7 +292,8 @@ def test_unfused_attention_is_the_same_with_the_fused_softmax(case, device, monk
         name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in UNFUSED[case].items()
     }
     if case == "packed":
-        options["packed"] = PackedSequences(*(part if part is None else part.to(device) for part in options["packed"]))
+        moved: list[Any] = [part if part is None else part.to(device) for part in options["packed"]]
+        options["packed"] = PackedSequences(*moved)
     found = []
     for fusion in (True, False):
         context = UnfusedAttention(masked_softmax_fusion=fusion)(q, k, v, scale=0.4, **options)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
+from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.trainer import evaluate as evaluate_command
 from stoker.trainer import generate as generate_command
@@ -131,8 +132,10 @@ def _write_run(path: Path, text: Path, fingerprint: str | None = None, **model: 
         trusted=True,
     )
     data = build_data(config.root)
+    keys = config.root.model
+    assert isinstance(keys, GPTKeys)
     gpt = build_gpt(
-        config.root.model,
+        keys,
         vocab_size=data.vocab_size,
         device="cpu",
         dtype=torch.float32,
