@@ -25,7 +25,11 @@ def commands(kind: str) -> list[str]:
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             if language not in ("", "bash"):
                 continue
-            found += [line.split("  #")[0].strip() for line in block.splitlines() if line.startswith(kind)]
+            found += [
+                line.split("  #")[0].strip()
+                for line in block.replace("\\\n", " ").splitlines()
+                if line.startswith(kind)
+            ]
     return list(dict.fromkeys(found))
 
 
@@ -36,8 +40,9 @@ def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, c
     seen = []
     for line in commands("stoker "):
         arguments = shlex.split(line.replace("FILE", str(text)))[1:]
-        if "DIR" in arguments:
-            arguments[arguments.index("DIR")] = str(max((tmp_path / "runs").rglob("checkpoints")).parent)
+        if any(argument in ("DIR", "model.restore_from_path=DIR") for argument in arguments):
+            newest = str(max((tmp_path / "runs").rglob("checkpoints")).parent)
+            arguments = [argument.replace("DIR", newest) for argument in arguments]
         if arguments[0] == "train":
             length = "seq_length" if any("t5" in argument for argument in arguments) else "encoder_seq_length"
             arguments += [*SHORT, f"model.{length}=32"]
