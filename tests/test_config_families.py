@@ -214,6 +214,7 @@ def test_a_list_of_two_numbers_is_asked_for_in_the_plural() -> None:
     [
         (["model.share_decoder_tokens_head_embeddings=false", "model.scale_tied_logits=true"], "scale_tied_logits"),
         (["model.max_position_embeddings=64"], "max_position_embeddings"),
+        (["model.max_position_embeddings=64", "model.encoder.position_embedding_type=rope"], "max_position_embeddings"),
         (
             [
                 "model.decoder.relative_position_bias_self_attention_only=false",

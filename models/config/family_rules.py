@@ -104,6 +104,14 @@ def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
             f"`encoder.position_embedding_type` ({kinds['encoder.']}).",
             f"use model.max_position_embeddings={tokens} or null, or model.seq_length={rows}",
         )
+    elif kinds["encoder."] in BOUNDED and rows < tokens:
+        yield Finding(
+            "warning",
+            ("max_position_embeddings", "seq_length", "encoder.position_embedding_type"),
+            f"`max_position_embeddings` ({rows}) has no effect on the encoder with `encoder.position_embedding_type` "
+            f"({kinds['encoder.']}) and a longer `seq_length` ({tokens}).",
+            f"use model.max_position_embeddings=null, or {tokens} or more",
+        )
     elif rows != tokens and not any(kind in BOUNDED for kind in kinds.values()):
         yield Finding(
             "warning",

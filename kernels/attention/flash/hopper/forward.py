@@ -1,7 +1,8 @@
 """The forward kernel of flash attention on Hopper, after FlashAttention-3 (Shah et al., arXiv 2407.08608).
 
-A persistent grid. One warp group loads by TMA, two compute, 64 queries each: the scores of the next tile of keys are
-issued before the output of the last one is awaited, so that the tensor cores work while the softmax is computed.
+A persistent grid. One warp group loads by TMA, two or three compute, 64 queries each: the scores of the next tile of
+keys are issued before the output of the last one is awaited, so that the tensor cores work while the softmax is
+computed.
 """
 
 # Gluon compiles these functions, and its language is typed for itself:
@@ -30,7 +31,7 @@ def _produce(
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Load the queries of both consumers, and the tiles of keys and values from the last to the first."""
+    """Load the queries of all consumers, and the tiles of keys and values from the last to the first."""
     step = 0
     for turn in range(turns_of(order_pointer, order_width)):
         row, pair = turn_of(order_pointer, order_width, turn)
