@@ -1,6 +1,7 @@
 """The Hopper kernels: what they serve, that they compile without a GPU, and on one that they are right."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stoker.kernels import flash_attention
 from stoker.kernels.attention.flash import ops
 from stoker.kernels.attention.flash.hopper import gate
+from stoker.kernels.attention.flash.hopper.delta import delta_and_base_2
 from stoker.kernels.attention.flash.hopper.distance import bands_of, distance_gradient, distance_table
 from stoker.kernels.attention.flash.hopper.gate import as_tma_reads
 from stoker.kernels.attention.flash.hopper.order import balanced, visits_of_keys, visits_of_queries
@@ -128,6 +130,21 @@ def test_gradient_of_a_distance_bias_from_sums_of_tiles(queries: int, keys: int,
     expected.index_add_(1, distance.clamp(-reach, reach).flatten() + reach, dense.sum(0).flatten(1))
     total = dense.sum((0, 2, 3))
     assert torch.allclose(distance_gradient(sums, far, total, reach, offset), expected)
+
+
+@pytest.mark.parametrize("with_lse_gradient", [False, True])
+def test_delta_and_base_2(with_lse_gradient: bool) -> None:
+    """Of a gradient with its heads first and of one row, and an empty row of each head."""
+    for batch, rows in ((2, 70), (1, 1)):
+        out = torch.randn(batch, rows, 3, 16)
+        gradient = torch.randn(batch, 3, rows, 16).transpose(1, 2)
+        lse, lse_gradient = torch.randn(batch, 3, rows), torch.randn(batch, 3, rows)
+        lse[:, :, rows // 2] = float("-inf")
+        delta, base_2 = delta_and_base_2(out, lse, gradient, lse_gradient if with_lse_gradient else None)
+        expected = (out * gradient).sum(3).transpose(1, 2) - (lse_gradient if with_lse_gradient else 0)
+        assert torch.allclose(delta[..., :rows], expected.masked_fill(lse == float("-inf"), 0.0), atol=1e-5)
+        assert torch.allclose(base_2[..., :rows], (lse / math.log(2)).masked_fill(lse == float("-inf"), math.inf))
+        assert delta.stride(1) % 4 == 0
 
 
 def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:

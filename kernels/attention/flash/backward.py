@@ -52,15 +52,14 @@ DELTA_BLOCK = 64
 
 @jit
 def delta_kernel(
-    out_pointer, out_gradient_pointer, lse_pointer, lse_gradient_pointer, delta_pointer, base_2_pointer,
-    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, heads, rows, pitch,
+    out_pointer, out_gradient_pointer, lse_pointer, lse_gradient_pointer, delta_pointer,
+    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, heads, rows,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LSE_GRADIENT: tl.constexpr,
-    WRITE_BASE_2: tl.constexpr, ACCUMULATE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One program: delta = sum(out * dO) - dLSE of BLOCK_M rows of a head, (batch, heads, pitch); 0 in empty rows.
+    """One program: delta = sum(out * dO) - dLSE of BLOCK_M rows of a head, like the lse; 0 in empty rows.
 
-    base_2 (WRITE_BASE_2), like delta: the log-sum-exps in base 2, +inf in empty rows. A packed tensor is taken as one
-    sequence, for a row's delta needs nothing but the row.
+    A packed tensor is taken as one sequence, for a row's delta needs nothing but the row.
     """
     sequence, head, first = dense_place(tl.program_id(0), rows, heads, BLOCK_M, False)
     row = first + tl.arange(0, BLOCK_M)
@@ -74,10 +73,7 @@ def delta_kernel(
     lse = tl.load(lse_pointer + here, mask=inside, other=float("-inf"))
     if HAS_LSE_GRADIENT:
         delta -= tl.load(lse_gradient_pointer + here, mask=inside, other=0.0)
-    there = per_row_start(sequence, head, 0, heads, pitch, False) + row
-    tl.store(delta_pointer + there, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
-    if WRITE_BASE_2:
-        tl.store(base_2_pointer + there, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=inside)
+    tl.store(delta_pointer + here, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
 
 
 @jit
@@ -350,20 +346,11 @@ def prepare_backward(
 ) -> Saved:
     """Run the delta kernel. Its result folds in the gradient of the log-sum-exp: d lse / d score is the weight."""
     q, k, v, out_gradient = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v), with_plain_rows(out_gradient)
-    delta = torch.empty_like(lse)
-    launch_delta(with_plain_rows(out), lse, out_gradient, lse_gradient, delta)
-    return Saved(q, k, v, out_gradient, lse, delta)
-
-
-def launch_delta(
-    out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None, delta: Tensor,
-    base_2: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Fill `delta`, and `base_2` if given, whose last dimension may be longer than that of `lse`; see the kernel."""
+    out, delta = with_plain_rows(out), torch.empty_like(lse)
     rows, heads, head_dim = out.shape[-3:]
     batch = out.shape[0] if out.ndim == 4 else 1
     if not lse.numel():
-        return
+        return Saved(q, k, v, out_gradient, lse, delta)
     with on_device(out):
         delta_kernel[(-(-rows // DELTA_BLOCK) * heads * batch,)](
             out,
@@ -371,20 +358,18 @@ def launch_delta(
             lse,
             None if lse_gradient is None else lse_gradient.contiguous(),
             delta,
-            base_2,
             **strides("o", out),
             **strides("do", out_gradient),
             heads=heads,
             rows=rows,
-            pitch=delta.shape[-1],
             HEAD_DIM=head_dim,
             BLOCK_D=max(16, next_power_of_2(head_dim)),
             BLOCK_M=DELTA_BLOCK,
             HAS_LSE_GRADIENT=lse_gradient is not None,
-            WRITE_BASE_2=base_2 is not None,
             ACCUMULATE=tl.float64 if accumulator_dtype(out.dtype) == torch.float64 else tl.float32,
             num_warps=4,
         )
+    return Saved(q, k, v, out_gradient, lse, delta)
 
 
 def launch_dq(

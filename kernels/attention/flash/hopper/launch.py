@@ -7,10 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ..backward import launch_delta
 from ..forward import empty_results
-from ..problem import Problem, on_device, with_plain_rows
+from ..problem import Problem, on_device
 from .call import Tiles, launch
+from .delta import delta_and_base_2
 from .distance import bands_of, distance_table
 from .dkdv import hopper_dkdv
 from .dq import hopper_dq
@@ -182,11 +182,9 @@ def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
     problem: Problem,
 ) -> Prepared:  # fmt: skip
-    """Run the delta kernel; rows of its results begin at multiples of 16 bytes, as TMA wants them."""
+    """Everything both kernels share."""
     q, k, v, out_gradient = (as_tma_reads(tensor) for tensor in (q, k, v, out_gradient))
-    shape = (*lse.shape[:2], -(-lse.shape[2] // 4) * 4)
-    base_2, delta = lse.new_empty(shape), lse.new_empty(shape)
-    launch_delta(with_plain_rows(out), lse, out_gradient, lse_gradient, delta, base_2)
+    delta, base_2 = delta_and_base_2(out.contiguous(), lse, out_gradient, lse_gradient)
     return Prepared(q, k, v, out_gradient, base_2, delta, _distance(problem))
 
 

@@ -1,0 +1,83 @@
+"""What both backward kernels on Hopper read of each row: its delta and its log-sum-exp in base 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ....launch import jit, tl
+from ..problem import on_device
+from ..tile import LOG2E
+from .call import launch
+
+_ROWS = 64
+kernel: Any = jit(do_not_specialize=("stride_b", "stride_s", "stride_h", "heads", "rows", "pitch"))
+
+
+@kernel
+def hopper_delta(
+    out_pointer, out_gradient_pointer, lse_pointer, lse_gradient_pointer, delta_pointer, base_2_pointer,
+    stride_b, stride_s, stride_h, heads, rows, pitch,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_LSE_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows of a head. delta = sum(out * dO) - dLSE, base_2 = lse * log2(e); 0 and +inf in empty rows.
+
+    out: contiguous (batch, rows, heads, HEAD_DIM); the strides, of dO, count eight numbers (16 bytes). lse, and its
+    gradient: (batch, heads, rows) fp32; delta and base_2: (batch, heads, pitch) fp32.
+    """
+    blocks = tl.cdiv(rows, ROWS)
+    pair, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS
+    sequence, head = (pair // heads).to(tl.int64), pair % heads
+    row = first + tl.arange(0, ROWS)
+    inside = row < rows
+    column = tl.arange(0, HEAD_DIM)[None, :]
+    out_rows = ((sequence * rows + row) * heads + head) * HEAD_DIM
+    gradient_rows = (sequence * stride_b + row.to(tl.int64) * stride_s + head.to(tl.int64) * stride_h) * 8
+    out = tl.load(out_pointer + out_rows[:, None] + column, mask=inside[:, None], other=0.0)
+    gradient = tl.load(out_gradient_pointer + gradient_rows[:, None] + column, mask=inside[:, None], other=0.0)
+    delta = tl.sum(out.to(tl.float32) * gradient.to(tl.float32), 1)
+    here = pair.to(tl.int64) * rows + row
+    lse = tl.load(lse_pointer + here, mask=inside, other=float("-inf"))
+    if HAS_LSE_GRADIENT:
+        delta -= tl.load(lse_gradient_pointer + here, mask=inside, other=0.0)
+    there = pair.to(tl.int64) * pitch + row
+    empty = lse == float("-inf")
+    tl.store(delta_pointer + there, tl.where(empty, 0.0, delta), mask=inside)
+    tl.store(base_2_pointer + there, tl.where(empty, float("inf"), lse * LOG2E), mask=inside)
+
+
+def delta_and_base_2(
+    out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Both (batch, heads, pitch), of which `rows` count: each head begins at a multiple of 16 bytes, as TMA wants it.
+
+    Args:
+        out: contiguous (batch, rows, heads, head_dim).
+        lse: (batch, heads, rows), natural.
+        out_gradient: like `out`, as TMA reads it.
+        lse_gradient: like `lse`, None for 0.
+    """
+    batch, rows, heads, head_dim = out.shape
+    delta, base_2 = (lse.new_empty(batch, heads, -(-rows // 4) * 4) for _ in range(2))
+    # a dimension of one entry may have any stride
+    strides = [stride // 8 if size > 1 else 0 for stride, size in zip(out_gradient.stride(), out.shape, strict=True)]
+    with on_device(out):
+        launch(hopper_delta, -(-rows // _ROWS) * batch * heads, out.dtype, out.device, {
+            "out_pointer": out,
+            "out_gradient_pointer": out_gradient,
+            "lse_pointer": lse,
+            "lse_gradient_pointer": lse if lse_gradient is None else lse_gradient.contiguous(),
+            "delta_pointer": delta,
+            "base_2_pointer": base_2,
+            "stride_b": strides[0],
+            "stride_s": strides[1],
+            "stride_h": strides[2],
+            "heads": heads,
+            "rows": rows,
+            "pitch": delta.shape[2],
+            "HEAD_DIM": head_dim,
+            "ROWS": _ROWS,
+            "HAS_LSE_GRADIENT": lse_gradient is not None,
+        })  # fmt: skip
+    return delta, base_2
