@@ -1064,6 +1064,16 @@ def memory_is_recorded(lab: Lab) -> None:
         lab.run(keys)
 
 
+@story(MODEL + "enable_cuda_graph")
+def micro_batches_are_recorded(lab: Lab) -> None:
+    made: list[Any] = []
+    for part in (run, parts):
+        lab.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
+    lab.monkeypatch.setattr(module, "RecordedMicroBatches", lambda step, _: made.append(step) or step)
+    lab.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
+    assert len(made) == 1
+
+
 @story(TRAINER + "max_skipped_steps", TRAINER + "loss_spike_threshold")
 def steps_are_watched(lab: Lab) -> None:
     bad, good = (float("nan"), 1.0), (1.0, 1.0)

@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from .cuda_graph import Fields, RecordedMicroBatches, RunMicroBatch
 from .distributed.data_parallel import DataParallel
 from .distributed.ranks import Ranks
 from .feed import BatchFeed, GlobalBatch
@@ -37,6 +38,7 @@ class LanguageModule(pl.LightningModule):
         step: completed optimizer steps.
         ranks: the processes of the run.
         data_parallel: what cut the model over them; None for one process.
+        cuda_graph: run micro batches by recordings, see `cuda_graph.py`.
 
     Attributes:
         optimizer_state: the optimizer itself; Lightning keeps a wrapper of its own.
@@ -57,6 +59,7 @@ class LanguageModule(pl.LightningModule):
         step: int = 0,
         ranks: Ranks | None = None,
         data_parallel: DataParallel | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -71,6 +74,9 @@ class LanguageModule(pl.LightningModule):
         self.data_parallel = data_parallel
         if data_parallel is not None:
             data_parallel.attach(self.model, optimizer)
+        self._run: RunMicroBatch = self._loss_and_gradients
+        if cuda_graph:
+            self._run = RecordedMicroBatches(self._loss_and_gradients, model.parameters())
         self.lr = schedule(step)
         self.unread: list[tuple[Tensor, Tensor]] = []
 
@@ -99,13 +105,9 @@ class LanguageModule(pl.LightningModule):
             seed_generators(micro_batch_seed(self.seed, self.step, number), device)
             if self.data_parallel is not None:
                 self.data_parallel.before_micro_batch(first=number == first, last=number == last)
-            with self.precision.context(device):
-                loss = self.model.batch_loss(fields, targets)
-            # Not `manual_backward`: its hooks and scaling do nothing here, and cost as much as a small kernel's work.
-            loss.backward()
+            losses.append(self._run(fields, targets))
             if accumulates:
                 state.accumulate()
-            losses.append(loss.detach())
         self.lr = self.schedule(self.step)
         state.set_lr(self.lr)
         if self.data_parallel is not None:
@@ -116,6 +118,14 @@ class LanguageModule(pl.LightningModule):
         self.step += 1
         assert state.grad_norm is not None
         self.unread.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))
+
+    def _loss_and_gradients(self, fields: Fields, targets: Tensor) -> Tensor:
+        """Forward and backward of one micro batch, without a wait: its loss; gradients are added to `.grad`."""
+        with self.precision.context(targets.device):
+            loss = self.model.batch_loss(fields, targets)
+        # Not `manual_backward`: its hooks and scaling do nothing here, and cost as much as a small kernel's work.
+        loss.backward()
+        return loss.detach()
 
     def read_unread(self) -> list[tuple[float, float]]:
         """Loss and gradient norm of the steps since the last call, oldest first: the one place the host waits."""

@@ -17,6 +17,7 @@ from .checkpoint_writing import Content, apply_retention
 from .config.exp_manager import logged_name
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
+from .cuda_graph import WARM_UP, uses_cuda_graph
 from .data.build import Data
 from .data.seq2seq import AnySamples
 from .determinism import attention_flags
@@ -336,6 +337,8 @@ def describe(
     )
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
+    if uses_cuda_graph(root, device, ranks):
+        yield f"micro batches run as a CUDA graph, after {WARM_UP} that warm up"
     yield (
         f"{root.trainer.max_steps:,} steps of {keys.global_batch_size} samples in {micro_batches} micro "
         f"batch{'es' * (micro_batches != 1)}{' per process' * (ranks > 1)}, "

@@ -15,6 +15,7 @@ from .batching import BatchPlan, RankBatches, ramp_up_of
 from .checkpoint import Checkpoint, checkpoint_paths, open_checkpoint
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
+from .cuda_graph import uses_cuda_graph
 from .data.build import Data, build_data
 from .determinism import attention_flags, determinism
 from .development import overfitted, trial_of
@@ -103,6 +104,7 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     check_loggers(root.exp_manager)
     check_profiling(root, device)
+    uses_cuda_graph(root, device, ranks.world_size)
     with determinism(root.trainer.deterministic), _memory_told(device):
         check_memory(root, precision, device, layout_of(root, ranks.world_size))
         check_attention(root, precision, device)
@@ -258,6 +260,7 @@ def _train(
         step=start.step,
         ranks=ranks,
         data_parallel=data_parallel,
+        cuda_graph=uses_cuda_graph(root, device, ranks.world_size),
     )
     params = root.exp_manager.checkpoint_callback_params
     clean = build_clean(root, directory.checkpoints, stop)

@@ -96,13 +96,17 @@ PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
     "hf_eager_compiled": ("HF T5, eager attention, compiled", partial(hf_t5, attention="eager", compiled=True)),
     "hf_sdpa_compiled": ("HF T5, SDPA, compiled", partial(hf_t5, attention="sdpa", compiled=True)),
 }
-TITLES = {"stoker": "stoker: `stoker train experiment=t5_bench`", **{name: title for name, (title, _) in PEERS.items()}}
+STOKER: dict[str, tuple[str, list[str]]] = {
+    "stoker": ("stoker: `stoker train experiment=t5_bench`", []),
+    "stoker_no_graph": ("stoker, `model.enable_cuda_graph=False`", ["model.enable_cuda_graph=False"]),
+}
+TITLES = {name: title for name, (title, _) in {**STOKER, **PEERS}.items()}
 
 
 def measure(name: str, shape: Shape) -> Row:
     """Run one contender in this process."""
-    if name == "stoker":
-        seconds = stoker_windows(shape.overrides, LENGTH)
+    if name in STOKER:
+        seconds = stoker_windows([*shape.overrides, *STOKER[name][1]], LENGTH)
     else:
         seconds = time_windows(PEERS[name][1](shape), LENGTH)
     return result(name, seconds, shape.tokens)

@@ -295,7 +295,6 @@ def _precision() -> Iterator[Row]:
     yield Row(
         f"{at}.deteministic_mode", State.REFUSED, "a typo in one of NVIDIA's files; write deterministic_mode", (False,)
     )
-    yield _off(at, "enable_cuda_graph", "CUDA graphs", False)
 
 
 def _parallel() -> Iterator[Row]:

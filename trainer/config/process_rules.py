@@ -21,6 +21,18 @@ def mps_is_alone(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def recordings_are_of_one_gpu(facts: Facts) -> Iterator[Finding]:
+    """A CUDA graph holds the work of one process on a CUDA device."""
+    trainer, model = facts.root.trainer, facts.root.model
+    key = "model.enable_cuda_graph"
+    if model.enable_cuda_graph and trainer.accelerator in ("cpu", "mps"):
+        message = f"`enable_cuda_graph` (True) records work of a CUDA device, not of `{trainer.accelerator}`"
+        yield Finding("error", (key, "trainer.accelerator"), message, f"{key}=False")
+    elif model.enable_cuda_graph and processes(facts) > 1:
+        message = f"`enable_cuda_graph` (True) records no communication, which {processes(facts)} processes need"
+        yield Finding("error", (key, "trainer.devices"), message, f"{key}=False")
+
+
 def sharding_has_processes(facts: Facts) -> Iterator[Finding]:
     """Settings of several processes, where there is one, or of another layout."""
     model, trainer = facts.root.model, facts.root.trainer
@@ -115,6 +127,7 @@ def batches_divide(facts: Facts) -> Iterator[Finding]:
 
 PROCESS_RULES: tuple[Rule, ...] = (
     mps_is_alone,
+    recordings_are_of_one_gpu,
     sharding_has_processes,
     ramp_up_divides,
     batches_divide,

@@ -47,6 +47,9 @@ class RunKeys(Block):
     """In which gradients of bf16 weights are summed over several processes, sharded or not."""
     megatron_amp_O2: bool = True  # noqa: N815
     """With bf16: True keeps bf16 weights and fp32 main weights in the optimizer, False fp32 weights and autocast."""
+    enable_cuda_graph: bool | None = False
+    """Record forward and backward of a micro batch as a CUDA graph and launch them at once: for small models, which
+    keep the host busier than the GPU. One process; validation takes memory beside it. null: wherever it can be had."""
     do_layer_norm_weight_decay: bool = False
     """Apply weight decay to norm weights too."""
     tokenizer: TokenizerBlock = nested(TokenizerBlock)

@@ -1,0 +1,144 @@
+"""Micro batches by recordings: the same losses and gradients, whatever is accumulated, on a GPU bit for bit."""
+
+import pytest
+import torch
+from tiny_run import final_hashes, tiny_config, tiny_document
+from torch import nn
+
+from stoker.trainer.cli import main
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema import RootBlock
+from stoker.trainer.cuda_graph import WARM_UP, RecordedMicroBatches, Recording, record, uses_cuda_graph
+from stoker.trainer.errors import UserError
+from stoker.trainer.run import run_training
+
+
+class Line:
+    """A product with two parameters and one that takes no part, run plainly."""
+
+    def __init__(self):
+        self.weight, self.bias, self.unused = (nn.Parameter(torch.tensor(float(n))) for n in (2, 3, 4))
+        self.parameters = [self.weight, self.bias, self.unused]
+        self.recorded = 0
+
+    def run(self, fields, denominator):
+        loss = ((fields["x"] * self.weight + self.bias).sum()) / denominator
+        loss.backward()
+        return loss.detach()
+
+    def record(self, run, fields, denominator, parameters):
+        """As a CUDA graph does: fixed places for samples, loss and gradients, which a replay writes over."""
+        self.recorded += 1
+        fields = {name: field.clone() for name, field in fields.items()}
+        denominator, loss = denominator.clone(), torch.zeros(())
+        gradients = [torch.zeros(()), torch.zeros(()), None]
+
+        def replay():
+            kept = [p.grad for p in parameters]
+            for p in parameters:
+                p.grad = None
+            loss.copy_(run(fields, denominator))
+            for p, gradient, before in zip(parameters, gradients, kept, strict=True):
+                if gradient is not None:
+                    gradient.copy_(p.grad)
+                p.grad = before
+
+        return Recording(fields, denominator, replay, loss, gradients)
+
+
+def batches(count, size=3):
+    generator = torch.Generator().manual_seed(1)
+    return [({"x": torch.randn(size, generator=generator)}, torch.tensor(n + 2.0)) for n in range(count)]
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_losses_and_gradients_are_those_of_plain_runs(accumulated):
+    plain, recorded = Line(), Line()
+    run = RecordedMicroBatches(recorded.run, recorded.parameters, recorded.record)
+    losses, expected = [], []
+    for number, (fields, denominator) in enumerate(batches(12)):
+        expected.append(plain.run(fields, denominator))
+        losses.append(run(fields, denominator))
+        for ours, theirs in zip(recorded.parameters, plain.parameters, strict=True):
+            assert ours.grad == theirs.grad
+            if (number + 1) % accumulated == 0:
+                ours.grad = theirs.grad = None
+    assert losses == expected  # each its own tensor, not the place that the last replay wrote
+    assert recorded.recorded == 1
+    assert recorded.unused.grad is None
+
+
+def test_every_shape_has_its_recording_after_its_own_warm_up():
+    line = Line()
+    run = RecordedMicroBatches(line.run, line.parameters, line.record)
+    counts = []
+    for small, large in zip(batches(5, 2), batches(5, 4), strict=True):
+        run(*small)
+        run(*large)
+        counts.append(line.recorded)
+    assert counts == [0] * WARM_UP + [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "says"), [("cpu", 1, "this run is on cpu"), ("cuda", 2, "2 processes")]
+)
+def test_what_cannot_be_recorded_is_refused_before_anything_is_built(tmp_path, device, processes, says):
+    yes, perhaps, no = (
+        tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
+        for wish in (True, None, False)
+    )
+    with pytest.raises(UserError, match=rf"`model\.enable_cuda_graph` \(True\).*{says}.*enable_cuda_graph=False"):
+        uses_cuda_graph(yes, torch.device(device), processes)
+    assert not uses_cuda_graph(perhaps, torch.device(device), processes)
+    assert [uses_cuda_graph(root, torch.device("cuda"), 1) for root in (yes, perhaps, no)] == [True, True, False]
+
+
+def test_keys_that_contradict_it_are_refused(capsys):
+    on = ["config", "model=gpt_tiny", "model.enable_cuda_graph=True"]
+    for words in (["trainer=cpu"], ["trainer=gpu", "trainer.devices=2"]):
+        assert main([*on, *words]) == 2
+        assert "model.enable_cuda_graph=False" in capsys.readouterr().err
+    assert main([*on[:2], "model.enable_cuda_graph=null", "trainer=cpu"]) == 0
+
+
+SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2, "attention_backend": "triton"}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+STACK = {**SMALL, **DROPOUT, "num_layers": 2, "position_embedding_type": "relative"}
+BATCHES = {"micro_batch_size": 2, "optim": {"lr": 1e-2}}
+PACKED = {"data_impl": "mock", "reset_attention_mask": True, "reset_position_ids": True}
+GPT = {**SMALL, **DROPOUT, **BATCHES, "num_layers": 2, "encoder_seq_length": 128}
+T5_DATA = {"data_impl": "mock", "seq_length_dec": 64}
+MODELS = {
+    "gpt": {**GPT, "data": {"data_impl": "mock"}},
+    "packed": {**GPT, "data": PACKED},
+    "t5": {**BATCHES, "family": "t5", "seq_length": 128, "encoder": STACK, "decoder": STACK, "data": T5_DATA},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+@pytest.mark.parametrize("global_batch", [2, 6])
+@pytest.mark.parametrize("model", MODELS)
+def test_gpu_recorded_runs_end_in_the_same_bits(tmp_path, model, global_batch, precision):
+    """With dropout, by main weights and by autocast, one micro batch a step and three."""
+    ends = []
+    for on in (False, True):
+        directory = tmp_path / str(on)
+        document = tiny_document(directory, trainer__accelerator="gpu", trainer__precision=precision)
+        document["model"] = {**MODELS[model], "global_batch_size": global_batch, "enable_cuda_graph": on}
+        run_training(RunConfig(RootBlock.model_validate(document), document=document))
+        ends.append(final_hashes(directory, 8))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.gpu
+def test_gpu_what_waits_for_the_device_is_one_clear_error():
+    weight = nn.Parameter(torch.ones((), device="cuda"))
+
+    def waits(fields, denominator):
+        return fields["x"] * weight.item()
+
+    fields, one = {"x": torch.ones(3, device="cuda")}, torch.ones((), device="cuda")
+    with pytest.raises(UserError, match="cannot be recorded"):
+        record(waits, fields, one, [weight])
+    assert (torch.ones(2, device="cuda") + 1).sum() == 4  # the device goes on
