@@ -14,6 +14,7 @@ from .attention_calls import CallKind
 from .bert import BERT
 from .config.bert_slice import BertSlice
 from .config.families import FamilySlice
+from .config.moe_slice import MoESlice
 from .config.samples import SampleForm
 from .config.slices import AttentionSlice, GPTSlice, StackSlice
 from .config.t5_slice import T5Slice, T5StackSlice
@@ -21,6 +22,9 @@ from .cross_attention import CrossAttention
 from .gpt import GPT
 from .head import TokenPositions
 from .mlp import MLP
+from .moe.experts import Experts
+from .moe.layer import MoE
+from .moe.router import Router
 from .norms import NORMS, LayerNorm, RMSNorm
 from .positions import PositionTable, RotaryEmbedding, XPosEmbedding
 from .score_positions import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, ScorePositions
@@ -29,6 +33,7 @@ from .t5 import T5
 
 Backends = Mapping[CallKind, AttentionFunction]
 LanguageModel = GPT | T5 | BERT
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def assemble(
@@ -137,7 +142,7 @@ def _build_stack(
     cross_attention: AttentionSlice | None = None,
     cross_backends: Backends | None = None,
 ) -> Stack:
-    """A stack of equal layers.
+    """A stack of layers, equal but for their experts.
 
     Args:
         stack: what it is.
@@ -145,7 +150,7 @@ def _build_stack(
         cross_attention: the cross-attention of each layer, None without.
         cross_backends: the function of that for each kind of call.
     """
-    layers = (_build_layer(stack, backends, cross_attention, cross_backends) for _ in range(stack.num_layers))
+    layers = (_build_layer(stack, n, backends, cross_attention, cross_backends) for n in range(stack.num_layers))
     return Stack(
         layers,
         final_norm=None if stack.block == "post_ln" else _build_norm(stack),
@@ -204,8 +209,13 @@ def _build_position_table(rows: int | None, hidden_size: int, *, by_document: bo
 
 
 def _build_layer(
-    stack: StackSlice, backends: Backends, cross_attention: AttentionSlice | None, cross_backends: Backends | None
+    stack: StackSlice,
+    number: int,
+    backends: Backends,
+    cross_attention: AttentionSlice | None,
+    cross_backends: Backends | None,
 ) -> Layer:
+    """Layer `number` of a stack, from 0."""
     normformer = stack.block == "normformer"
     cross = cross_attention is not None
     return Layer(
@@ -217,17 +227,58 @@ def _build_layer(
         cross_attention=_build_cross_attention(stack, cross_attention, cross_backends or {}) if cross else None,
         cross_attention_output_norm=_build_norm(stack) if cross and normformer else None,
         mlp_norm=_build_norm(stack),
-        mlp=MLP(
-            stack.hidden_size,
-            stack.mlp.ffn_hidden_size,
-            nonlinearity=stack.mlp.nonlinearity,
-            gated=stack.mlp.gated,
-            bias=stack.mlp.bias,
-            dropout=stack.mlp.dropout,
-            inner_norm=_build_norm(stack, stack.mlp.ffn_hidden_size) if normformer else None,
-        ),
+        mlp=_build_mlp(stack) if stack.moe is None or not stack.moe.layers[number] else _build_moe(stack, stack.moe),
         dropout=stack.hidden_dropout,
     )
+
+
+def _build_mlp(stack: StackSlice, ffn_hidden_size: int | None = None) -> MLP:
+    """The MLP of a layer, or one of another width."""
+    mlp = stack.mlp
+    width = ffn_hidden_size or mlp.ffn_hidden_size
+    return MLP(
+        stack.hidden_size,
+        width,
+        nonlinearity=mlp.nonlinearity,
+        gated=mlp.gated,
+        bias=mlp.bias,
+        dropout=mlp.dropout,
+        inner_norm=_build_norm(stack, width) if stack.block == "normformer" else None,
+    )
+
+
+def _build_moe(stack: StackSlice, moe: MoESlice) -> MoE:
+    mlp = stack.mlp
+    router = Router(
+        stack.hidden_size,
+        moe.experts,
+        topk=moe.topk,
+        balancing=moe.balancing,
+        score=moe.score,
+        pre_softmax=moe.pre_softmax,
+        topk_scaling=moe.topk_scaling,
+        num_groups=moe.num_groups,
+        group_topk=moe.group_topk,
+        aux_loss=moe.aux_loss,
+        z_loss=moe.z_loss,
+        jitter=moe.jitter,
+        capacity_factor=moe.capacity_factor,
+        drop_policy=moe.drop_policy,
+        dtype=_ROUTER_DTYPES[moe.router_dtype],
+    )
+    experts = Experts(
+        moe.experts,
+        stack.hidden_size,
+        moe.ffn_hidden_size,
+        nonlinearity=mlp.nonlinearity,
+        gated=mlp.gated,
+        bias=mlp.bias,
+        dropout=moe.dropout,
+        implementation="auto" if moe.implementation == "grouped" else "sequential",
+        pad_to_capacity=moe.pad_to_capacity,
+    )
+    shared = _build_mlp(stack, moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else None
+    return MoE(router, experts, shared=shared, expert_bias=moe.bias_update_rate is not None, recompute=moe.recompute)
 
 
 def _build_norm(stack: StackSlice, width: int | None = None) -> LayerNorm | RMSNorm:

@@ -258,7 +258,9 @@ def parameter_count(model: nn.Module) -> int:
 
 def has_dropout(stack: StackSlice) -> bool:
     """Whether a layer draws random numbers in training."""
-    return bool(stack.hidden_dropout or stack.attention.dropout or stack.mlp.dropout)
+    moe = stack.moe
+    of_experts = moe is not None and (moe.dropout or moe.jitter)
+    return bool(stack.hidden_dropout or stack.attention.dropout or stack.mlp.dropout or of_experts)
 
 
 def compile_policy(

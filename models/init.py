@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from .score_positions import alibi_slopes, inverse_softplus
 
-OUTPUT_PROJECTIONS = (".attention.output.weight", ".cross_attention.output.weight", ".mlp.down.weight")
+OUTPUT_PROJECTIONS = (
+    *(".attention.output.weight", ".cross_attention.output.weight", ".mlp.down.weight"),
+    *(".mlp.experts.down", ".mlp.shared.down.weight"),
+)
 TOKEN_EMBEDDINGS = ("token_embedding.weight", "decoder_token_embedding.weight")
 
 
@@ -60,7 +63,7 @@ def initial_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
         return torch.full(shape, inverse_softplus(1.0))
     if name.endswith(".score_positions.raw_b"):
         return torch.tensor([inverse_softplus(slope) for slope in alibi_slopes(shape[0])])
-    if name.endswith((".bias", "head_bias", ".score_positions.log_a")):
+    if name.endswith((".bias", "_bias", ".score_positions.log_a")):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.full(shape, rules.norm_weight)

@@ -15,6 +15,7 @@ from .attention import SelfAttention
 from .attention_calls import CallKind
 from .cross_attention import CrossAttention, Memory
 from .mlp import MLP
+from .moe.layer import MoE
 from .norms import LayerNorm, RMSNorm
 from .positions import RotaryEmbedding, Rotation, XPosEmbedding
 from .score_positions import ScorePositions, ScoreTerms
@@ -42,7 +43,7 @@ class Layer(nn.Module):
         cross_attention_norm: norm of the cross-attention, None without one.
         cross_attention: attention over the memory, None in a stack that has none.
         mlp_norm: norm of the MLP.
-        mlp: feed-forward part.
+        mlp: feed-forward part, one for all tokens or a mixture of experts.
         dropout: dropout of what each part adds to the stream, in training.
         block: where the norms sit.
         attention_output_norm: norm of what the self-attention adds, for `normformer`.
@@ -55,7 +56,7 @@ class Layer(nn.Module):
         attention_norm: LayerNorm | RMSNorm,
         attention: SelfAttention,
         mlp_norm: LayerNorm | RMSNorm,
-        mlp: MLP,
+        mlp: MLP | MoE,
         dropout: float,
         cross_attention_norm: LayerNorm | RMSNorm | None = None,
         cross_attention: CrossAttention | None = None,
@@ -92,7 +93,8 @@ class Layer(nn.Module):
             assert memory is not None
             update = self.cross_attention(self._before(self.cross_attention_norm, hidden), memory, kind)
             hidden = self._add(hidden, update, self.cross_attention_norm, self.cross_attention_output_norm)
-        update = self.mlp(self._before(self.mlp_norm, hidden))
+        before = self._before(self.mlp_norm, hidden)
+        update = self.mlp(before, padding) if isinstance(self.mlp, MoE) else self.mlp(before)
         return self._add(hidden, update, self.mlp_norm)
 
     def _before(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.t5 import modeling_t5
 
 
@@ -26,19 +27,28 @@ def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]
     return both.cos(), both.sin()
 
 
+def _top_k_router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = nn.functional.linear(hidden_states, self.weight)
+    values, chosen = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
+    return logits, values / values.sum(dim=-1, keepdim=True), chosen
+
+
 @contextmanager
 def upcasts_lifted() -> Iterator[None]:
-    """Norms and rotary embedding compute in fp32 whatever comes in; inside, they keep the dtype of the input."""
+    """Norms, rotary embedding and routers compute in fp32 whatever comes in; inside, they keep the dtype of the input."""
     with (
         mock.patch.object(modeling_llama.LlamaRMSNorm, "forward", _rms_norm),
         mock.patch.object(modeling_llama.LlamaRotaryEmbedding, "forward", _rotary),
+        mock.patch.object(modeling_mixtral.MixtralRMSNorm, "forward", _rms_norm),
+        mock.patch.object(modeling_mixtral.MixtralRotaryEmbedding, "forward", _rotary),
+        mock.patch.object(modeling_mixtral.MixtralTopKRouter, "forward", _top_k_router),
         mock.patch.object(modeling_t5.T5LayerNorm, "forward", _rms_norm),
     ):
         yield
 
 
 def llama_names(reference: nn.Module, layers: int, of: str = "data") -> dict[str, Tensor]:
-    """Our parameter names to Llama's values (`of="data"`) or gradients (`of="grad"`)."""
+    """Our parameter names to Llama's or Mixtral's values (`of="data"`) or gradients (`of="grad"`)."""
     theirs = {name: getattr(parameter, of) for name, parameter in reference.named_parameters()}
     ours = {
         "token_embedding.weight": theirs["model.embed_tokens.weight"],
@@ -59,6 +69,10 @@ def llama_names(reference: nn.Module, layers: int, of: str = "data") -> dict[str
                 parts = [theirs[f"{source}mlp.{part}_proj.{kind}"] for part in ("gate", "up")]
                 ours[f"{target}mlp.up.{kind}"] = torch.cat(parts)
                 ours[f"{target}mlp.down.{kind}"] = theirs[f"{source}mlp.down_proj.{kind}"]
+        if f"{source}mlp.gate.weight" in theirs:
+            ours[f"{target}mlp.router.weight"] = theirs[f"{source}mlp.gate.weight"]
+            ours[f"{target}mlp.experts.up"] = theirs[f"{source}mlp.experts.gate_up_proj"]
+            ours[f"{target}mlp.experts.down"] = theirs[f"{source}mlp.experts.down_proj"]
     return ours
 
 

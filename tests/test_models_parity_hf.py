@@ -1,4 +1,4 @@
-"""Logits and every gradient equal those of transformers' GPT-2 and Llama with the same random weights."""
+"""Logits and every gradient equal those of transformers' GPT-2, Llama and Mixtral with the same random weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from hf_fp64 import gpt2_names, llama_names, upcasts_lifted
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
@@ -61,6 +69,21 @@ def llama(
         share_embeddings_and_output_weights=tied, attention_backend=backend,
     )  # fmt: skip
     return LlamaForCausalLM(config), ours, llama_names
+
+
+def mixtral(experts: int, topk: int, **changes: Any) -> tuple[PreTrainedModel, GPTKeys, Names]:
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=36, intermediate_size=50, num_hidden_layers=LAYERS, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-5, num_local_experts=experts, num_experts_per_tok=topk,
+        sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    ours = keys(
+        hidden_size=36, ffn_hidden_size=50, num_attention_heads=6, num_query_groups=2, kv_channels=10,
+        normalization="rmsnorm", activation="swiglu", bias=False, position_embedding_type="rope", rotary_base=500.0,
+        share_embeddings_and_output_weights=False, num_moe_experts=experts, moe_router_topk=topk, **changes,
+    )  # fmt: skip
+    return MixtralForCausalLM(config), ours, llama_names
 
 
 def same_weights(reference: nn.Module, ours: GPTKeys, names: Names, dtype: torch.dtype) -> GPT:
@@ -114,6 +137,11 @@ CASES = {
     "llama_mqa_tied": lambda: llama(groups=1, tied=True),
     "llama_mha_bias_unfused": lambda: llama(groups=6, tied=False, bias=True, backend="unfused"),
     "llama_gqa_math": lambda: llama(groups=3, tied=True, backend="sdpa_math"),
+    "mixtral_top2": lambda: mixtral(8, 2),
+    "mixtral_top3_sequential": lambda: mixtral(5, 3, moe_grouped_gemm=False),
+    "mixtral_room_for_all": lambda: mixtral(
+        4, 2, moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True, moe_layer_recompute=True
+    ),
 }
 
 

@@ -65,8 +65,8 @@ def xpos_is_causal(keys: StackKeys) -> Iterator[Finding]:
 def t5_rules(keys: T5Keys) -> Iterator[Finding]:
     """Everything the keys of a T5 have against each other."""
     for prefix, found in (
-        ("encoder.", [*stack_rules(keys.encoder, causal=False), *xpos_is_causal(keys.encoder)]),
-        ("decoder.", stack_rules(keys.decoder, causal=True)),
+        ("encoder.", [*stack_rules(keys.encoder, causal=False, of_t5=True), *xpos_is_causal(keys.encoder)]),
+        ("decoder.", stack_rules(keys.decoder, causal=True, of_t5=True)),
     ):
         for finding in found:
             yield replace(finding, keys=tuple(f"{prefix}{key}" for key in finding.keys))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from ...kernels.attention.support import BY_NAME
 from .block import Finding
 from .gpt import GPTKeys
+from .moe_rules import moe_rules
 from .position_rules import DIRECTION_RULES, POSITION_RULES, position_table_covers_sample, window_is_shorter_than_texts
 from .slices import mlp_slice
 from .stack import StackKeys
@@ -152,12 +153,13 @@ STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
 )
 
 
-def stack_rules(keys: StackKeys, *, causal: bool) -> Iterator[Finding]:
-    """Everything the keys of one stack have against each other, `causal` or seeing both ways."""
+def stack_rules(keys: StackKeys, *, causal: bool, of_t5: bool = False) -> Iterator[Finding]:
+    """Everything the keys of one stack, of a T5 or not, have against each other, `causal` or seeing both ways."""
     for rule in STACK_RULES:
         yield from rule(keys)
     for rule in DIRECTION_RULES:
         yield from rule(keys, causal)
+    yield from moe_rules(keys, of_t5=of_t5)
 
 
 def gpt_rules(keys: GPTKeys) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import Literal
 from .bert import BertKeys
 from .gpt import GPTKeys
 from .model import ModelKeys
+from .moe_slice import MoESlice, moe_slice
 from .position_slices import BOUNDED, DistanceSlice, RotarySlice, distance_slice, head_dim_of, rotary_slice
 from .stack import StackKeys
 
@@ -100,7 +101,8 @@ class StackSlice:
         attention: the self-attention of a layer.
         rotary: its rotary embedding, if it has one.
         norm: every norm of the stack.
-        mlp: the MLP of a layer.
+        mlp: the MLP of a layer without experts.
+        moe: the experts of the layers that have some; None in a dense stack.
         init_std: deviation of the initial weights.
         output_init_std: the same for the two projections of a layer that write to the stream.
     """
@@ -113,6 +115,7 @@ class StackSlice:
     rotary: RotarySlice | None
     norm: NormSlice
     mlp: MLPSlice
+    moe: MoESlice | None
     init_std: float
     output_init_std: float
 
@@ -218,8 +221,8 @@ def norm_slice(keys: StackKeys) -> NormSlice:
     )
 
 
-def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:
-    """The stack the keys describe, for sequences of up to `positions` tokens."""
+def stack_slice(keys: StackKeys, *, causal: bool, positions: int, of_t5: bool = False) -> StackSlice:
+    """The stack the keys describe, one of a T5 or not, for sequences of up to `positions` tokens."""
     scaled = keys.init_method_std / math.sqrt(2 * keys.num_layers)
     return StackSlice(
         num_layers=keys.num_layers,
@@ -232,6 +235,7 @@ def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:
         rotary=rotary_slice(keys, positions=positions),
         norm=norm_slice(keys),
         mlp=mlp_slice(keys),
+        moe=moe_slice(keys, of_t5=of_t5),
         init_std=keys.init_method_std,
         output_init_std=scaled if keys.use_scaled_init_method else keys.init_method_std,
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .block import Block, own
+from .moe import MoEKeys
 
 Activation = Literal[
     "gelu",
@@ -52,7 +53,7 @@ AttentionBackend = Literal[
 ]
 
 
-class StackKeys(Block):
+class DenseStackKeys(Block):
     """Geometry, norms, activation, attention, positions and dropout of one stack (nemo_semantics 1.4 and 1.5)."""
 
     num_layers: int = Field(12, ge=1)
@@ -152,3 +153,7 @@ class StackKeys(Block):
     where it is installed and fits best. The linear layers are PyTorch's in any case."""
     masked_softmax_fusion: bool = True
     """Scale, mask and softmax of unfused attention in one kernel on a GPU; False: in plain torch."""
+
+
+class StackKeys(MoEKeys, DenseStackKeys):
+    """Everything of one stack, with the experts that may stand in place of its MLPs."""

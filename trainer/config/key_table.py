@@ -389,24 +389,16 @@ def _memory() -> Iterator[Row]:
 
 def _moe() -> Iterator[Row]:
     at = "model"
-    experts = f"{at}.num_moe_experts"
-    yield Row(experts, State.NOT_YET, "mixture of experts", (1,))
-    yield from _rows(
-        State.NOT_YET,
+    yield from _history(
         at,
-        "moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
-        "moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type "
-        "moe_per_layer_logging moe_expert_capacity_factor "
-        "moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute "
-        "moe_grouped_gemm moe_router_pre_softmax "
-        "moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size "
-        "moe_shared_expert_overlap moe_extended_tp "
-        "moe_use_legacy_grouped_gemm moe_router_dtype moe_router_score_function moe_router_enable_expert_bias "
-        "moe_router_bias_update_rate moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
-        "moe_frequency moe_dropout",
-        "a setting of mixture of experts",
-        switch=experts,
+        "moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_shared_expert_overlap",
+        "a speed setting of Megatron's kernels; results do not depend on it",
+        False,
     )
+    yield _off(at, "moe_extended_tp", "expert parallelism", False)
+    yield _refused(at, "moe_router_force_load_balancing", "routes at random, which trains no router", False)
+    yield _refused(at, "moe_apply_probs_on_input", "gates are applied to what experts give", False)
+    yield _refused(at, "moe_shared_expert_gate", "the shared expert has no gate", False)
 
 
 def _optim() -> Iterator[Row]:
@@ -632,6 +624,7 @@ _FP16 = "fp16 needs loss scaling; use bf16"
 _OTHER_TOKENIZER = "use huggingface with a tokenizer.json, sentencepiece, or byte-level"
 _ADAM = "adam adds weight decay to the gradient, which its running square undoes; use adamw (equal without decay)"
 _OTHER_OPTIMIZER = "stoker keeps AdamW, Adafactor, Muon and SGD; use adamw"
+_OTHER_BALANCE = "the loss is one of each micro batch; use aux_loss, or moe_router_enable_expert_bias"
 _SCHEDULE = "a rate that depends on epochs or losses does not follow from the step; use CosineAnnealing"
 
 
@@ -654,6 +647,9 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
         ),
         "model.data.dataset_type": _values(
             State.REFUSED, "use t5, or t5_prefix_lm", "ul2", "ul2_prompt", "bart", "t5_prompt", "gpt_prompt"
+        ),
+        "model.moe_router_load_balancing_type": _values(
+            State.REFUSED, _OTHER_BALANCE, "seq_aux_loss", "global_aux_loss", "quantile"
         ),
         "model.optim.name": _values(State.REFUSED, _ADAM, "adam")
         | _values(

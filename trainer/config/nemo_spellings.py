@@ -13,7 +13,14 @@ from .schema_index import STACKS, plain_path, schema_keys
 
 _DISPATCHERS = ("allgather", "alltoall", "alltoall_seq", "flex")
 _ANY_CASE = ("normalization", "position_embedding_type", "activation")
-_NULL_IS_DEFAULT = ("hidden_dropout", "attention_dropout", "ffn_dropout")
+_NULL_IS_DEFAULT = (
+    "hidden_dropout",
+    "attention_dropout",
+    "ffn_dropout",
+    "moe_dropout",
+    "moe_aux_loss_coeff",
+    "moe_router_dtype",
+)
 
 
 def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
@@ -26,8 +33,10 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     Yields:
         What was read differently, and for the typo of NeMo's documentation also a contradiction.
     """
-    yield from _token_dispatcher(tree, moved)
     family = family_of(tree.get("model"))
+    for stack in STACKS[family]:
+        yield from _token_dispatcher(tree, stack, moved)
+        yield from _drop_policy(tree, stack)
     keys = schema_keys(family)
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _ANY_CASE):
         value = paths.get(tree, path)
@@ -44,9 +53,9 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
             yield Finding("info", (path,), f"null is read as the default, {default}", f"{path}={default}")
 
 
-def _token_dispatcher(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
+def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator[Finding]:
     """NeMo's documentation lists `moe_token_dropping` twice; the second, with a word, is the dispatcher."""
-    wrong, right = "model.moe_token_dropping", "model.moe_token_dispatcher_type"
+    wrong, right = f"{stack}.moe_token_dropping", f"{stack}.moe_token_dispatcher_type"
     value = paths.get(tree, wrong)
     if not isinstance(value, str) or value not in _DISPATCHERS:
         return
@@ -56,15 +65,23 @@ def _token_dispatcher(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
             "error",
             (wrong, right),
             f"`{value}` is a value of `moe_token_dispatcher_type`, which is `{given}`",
-            f"{right}={value}, and moe_token_dropping=false",
+            f"{right}={value}, and {wrong}=false",
         )
         return
     paths.remove(tree, wrong)
     paths.put(tree, right, value)
-    moved[right] = wrong
+    moved[right] = moved.get(wrong, wrong)
     yield Finding(
         "warning",
         (right,),
         f"`moe_token_dropping: {value}` is a typo of NeMo's documentation and is read as `moe_token_dispatcher_type`",
         f"{right}={value}",
     )
+
+
+def _drop_policy(tree: Tree, stack: str) -> Iterator[Finding]:
+    """Megatron's own default was misspelled (Megatron-LM #812)."""
+    path = f"{stack}.moe_token_drop_policy"
+    if paths.get(tree, path) == "prob":
+        paths.put(tree, path, "probs")
+        yield Finding("warning", (path,), "`prob` is read as `probs`", f"{path}=probs")

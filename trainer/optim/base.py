@@ -22,8 +22,10 @@ def decays(name: str, parameter: Tensor, *, norms_decay: bool = False) -> bool:
     """Whether weight decay applies: to matrices and tables; to norm weights only with `norms_decay`; never to biases.
 
     This is NeMo's rule (nemo_semantics 1.7, `do_layer_norm_weight_decay`), told by shape and name: a vector that is
-    not a bias is the weight of a norm.
+    not a bias is the weight of a norm. The biases of all experts of a layer are one matrix.
     """
+    if name.endswith(("up_bias", "down_bias")):
+        return False
     if parameter.ndim >= 2:
         return True
     return norms_decay and not name.endswith("bias")

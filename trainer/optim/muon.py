@@ -25,7 +25,7 @@ def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether Muon moves a parameter: a matrix that is neither a table (of embeddings, of T5's biases) nor the head."""
     parts = name.split(".")
     tables = any(part in ("head", "score_positions", "cross_positions") or part.endswith("embedding") for part in parts)
-    return len(shape) == 2 and not tables
+    return len(shape) == 2 and not tables and not name.endswith("bias")  # those of all experts are a matrix
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:

@@ -1,0 +1,101 @@
+"""Tile sizes, warps and stages of the grouped matmuls: tables per architecture, never tuned at run time."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from ..launch import INTERPRETED
+
+Kind = Literal["gated", "rows", "outer"]
+
+
+class TileConfig(NamedTuple):
+    """How a kernel is launched.
+
+    Attributes:
+        rows: height of a tile of the result; of `outer`, columns of its left operand.
+        columns: width of a tile; of `gated`, of each half.
+        depth: length of a step along the sum.
+        warps: warps of a program.
+        stages: steps whose loads are under way.
+        together: tiles one above the other that are computed at about the same time, so that they share what they
+            read in the L2 cache.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    together: int = 8
+
+
+_INTERPRETER: dict[Kind, TileConfig] = {
+    "gated": TileConfig(16, 16, 16, 4, 1, 2),
+    "rows": TileConfig(16, 32, 16, 4, 1, 2),
+    "outer": TileConfig(16, 32, 16, 4, 1, 2),
+}
+
+# Hopper and Blackwell data centre GPUs: 227 KB of shared memory, two warp groups share a tile
+_HOPPER: dict[Kind, TileConfig] = {
+    "gated": TileConfig(128, 128, 64, 8, 3),
+    "rows": TileConfig(128, 256, 64, 8, 3),
+    "outer": TileConfig(128, 256, 64, 8, 3),
+}
+
+# Ampere data centre GPUs: 163 KB, and registers hold the operands too
+_AMPERE: dict[Kind, TileConfig] = {
+    "gated": TileConfig(128, 64, 32, 8, 4),
+    "rows": TileConfig(128, 128, 32, 8, 4),
+    "outer": TileConfig(128, 128, 32, 8, 4),
+}
+
+# 99 KB: sm_86, sm_89, sm_120
+_SMALL: dict[Kind, TileConfig] = {
+    "gated": TileConfig(128, 64, 32, 8, 3),
+    "rows": TileConfig(128, 128, 32, 8, 3),
+    "outer": TileConfig(128, 128, 32, 8, 3),
+}
+
+LOW_ROWS = 64
+
+
+def device_capability(device: torch.device) -> int | None:
+    """Compute capability of a device, 90 for sm_90; None in the interpreter."""
+    if INTERPRETED:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def tile_config(kind: Kind, dtype: torch.dtype, capability: int | None, *, low: bool = False) -> TileConfig:
+    """Config of a kernel.
+
+    Args:
+        kind: `rows`, rows of an expert times its matrix; `gated`, that with the gated activation behind it; `outer`,
+            the gradient of an expert's matrix.
+        dtype: of the operands; the tiles of fp32 are smaller.
+        capability: of the GPU, 90 for sm_90; None in the interpreter.
+        low: the experts have so few rows that tiles of `LOW_ROWS` waste less.
+    """
+    if capability is None:
+        return _INTERPRETER[kind]
+    if capability in (80, 87):
+        config = _AMPERE[kind]
+    elif 90 <= capability < 120:
+        config = _HOPPER[kind]
+    else:
+        config = _SMALL[kind]
+    if low and kind != "outer":
+        config = config._replace(rows=LOW_ROWS)
+    if dtype == torch.float32:
+        columns = 32 if kind == "gated" else 64
+        config = config._replace(rows=64, columns=columns, depth=32, warps=4, stages=2)
+    return config
+
+
+def is_low(rows: int, experts: int) -> bool:
+    """Whether an expert has so few rows on average that a tile of 128 would mostly be padding."""
+    return rows < 96 * experts

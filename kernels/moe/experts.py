@@ -1,0 +1,140 @@
+"""The feed-forward networks of the experts: every token through the k experts chosen for it, weighted and summed."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import NONLINEARITIES
+from ..gated_activation import GATES
+from .sequential import sequential_experts
+
+Implementation = Literal["auto", "sequential", "grouped_mm", "triton", "padded"]
+
+
+def expert_mlp(
+    hidden: Tensor,
+    experts: Tensor,
+    gates: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    nonlinearity: str,
+    gated: bool,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    kept: Tensor | None = None,
+    capacity: int | None = None,
+    dropout: float = 0.0,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """Sum over the kept experts e of a token of gate * down_e(dropout(act(up_e(hidden)))).
+
+    T tokens, E experts, k chosen per token, h hidden width, f width between the projections.
+
+    Args:
+        hidden: (T, h), any floating dtype; under autocast, cast to its dtype with the weights.
+        experts: (T, k) int64, the experts of each token, no expert twice in a row.
+        gates: (T, k), their weights, fp32 (fp64 with fp64).
+        up: (E, f, h), or gated (E, 2 f, h) with the rows [gate | up].
+        down: (E, h, f).
+        nonlinearity: a name in `kernels.activations.NONLINEARITIES`, one of `GATES` when gated.
+        gated: multiply the activated gate with the up projection.
+        up_bias: (E, f), gated (E, 2 f); None for none.
+        down_bias: (E, h); None for none.
+        kept: (T, k) bool; an assignment that is False costs nothing and adds nothing. None keeps all.
+        capacity: only with `padded`: the rows that every expert computes. An expert must have no more kept tokens.
+        dropout: probability of dropout after the nonlinearity; 0 outside training.
+        implementation: `sequential`, a loop over the experts, is the reference and reads counts on the host; the others
+            do not.
+
+    Returns:
+        (T, h) in the dtype of `hidden`; products are summed over the k experts in fp32 (fp64 with fp64).
+        Differentiable once in `hidden`, `gates`, the weights and the biases; unused experts have zero gradients.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or an argument breaks its rule.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
+        up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
+    _check_shapes(hidden, experts, gates, up, down, gated, up_bias, down_bias, kept)
+    _check_choices(nonlinearity, gated, capacity, dropout, implementation)
+    noise = None
+    if dropout:
+        width = down.shape[-1]
+        noise = F.dropout(hidden.new_ones(*experts.shape, width), dropout)
+    return sequential_experts(
+        hidden,
+        experts,
+        gates,
+        up,
+        down,
+        nonlinearity=nonlinearity,
+        gated=gated,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        kept=kept,
+        noise=noise,
+    )
+
+
+def _check_shapes(
+    hidden: Tensor,
+    experts: Tensor,
+    gates: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gated: bool,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    kept: Tensor | None,
+) -> None:
+    """Raises ValueError, naming the argument, where shapes or dtypes do not fit."""
+    if hidden.ndim != 2 or not hidden.is_floating_point():
+        raise ValueError(f"`hidden` {tuple(hidden.shape)} of {hidden.dtype} must be (tokens, width) and floating.")
+    tokens, width = hidden.shape
+    if experts.ndim != 2 or len(experts) != tokens or experts.dtype != torch.int64:
+        raise ValueError(f"`experts` {tuple(experts.shape)} of {experts.dtype} must be ({tokens}, k) of int64.")
+    if gates.shape != experts.shape or not gates.is_floating_point():
+        raise ValueError(f"`gates` {tuple(gates.shape)} of {gates.dtype} must be floating, {tuple(experts.shape)}.")
+    if kept is not None and (kept.shape != experts.shape or kept.dtype != torch.bool):
+        raise ValueError(f"`kept` {tuple(kept.shape)} of {kept.dtype} must be bool, {tuple(experts.shape)}.")
+    if down.ndim != 3 or down.shape[1] != width or not len(down):
+        raise ValueError(f"`down` {tuple(down.shape)} must be (experts, {width}, ffn width) with an expert or more.")
+    count, _, inner = down.shape
+    rows = 2 * inner if gated else inner
+    for name, tensor, shape in (
+        ("up", up, (count, rows, width)),
+        ("up_bias", up_bias, (count, rows)),
+        ("down_bias", down_bias, (count, width)),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"`{name}` {tuple(tensor.shape)} must be {shape}, to fit `down` {tuple(down.shape)}.")
+    for name, tensor in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise ValueError(f"`{name}` ({tensor.dtype}) must have the dtype of `hidden` ({hidden.dtype}).")
+    if experts.shape[1] > count:
+        raise ValueError(f"`experts` has {experts.shape[1]} of {count} experts for each token: at most all of them.")
+
+
+def _check_choices(
+    nonlinearity: str, gated: bool, capacity: int | None, dropout: float, implementation: Implementation
+) -> None:
+    """Raises ValueError, naming the argument, where a choice is unknown or does not go with another."""
+    known = GATES if gated else tuple(NONLINEARITIES)
+    if nonlinearity not in known:
+        kind = "gated" if gated else "plain"
+        raise ValueError(f"`nonlinearity` ({nonlinearity}) must be one of {', '.join(known)} ({kind}).")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"`dropout` ({dropout}) must be at least 0 and less than 1.")
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"`implementation` ({implementation}) must be one of {', '.join(get_args(Implementation))}.")
+    if (capacity is None) == (implementation == "padded"):
+        raise ValueError(f"`capacity` ({capacity}) goes with `implementation` 'padded' only, which needs it.")
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"`capacity` ({capacity}) must be 1 row or more.")

@@ -1,0 +1,57 @@
+"""The experts one after the other in plain torch: the reference of every other implementation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import NONLINEARITIES
+
+
+def activated(projected: Tensor, nonlinearity: str, gated: bool, noise: Tensor | None) -> Tensor:
+    """What the second projection reads: the nonlinearity, times the up half when gated, times the dropout noise."""
+    if gated:
+        gate, up = projected.chunk(2, dim=-1)
+        inner = NONLINEARITIES[nonlinearity](gate) * up
+    else:
+        inner = NONLINEARITIES[nonlinearity](projected)
+    return inner if noise is None else inner * noise
+
+
+def sequential_experts(
+    hidden: Tensor,
+    experts: Tensor,
+    gates: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    nonlinearity: str,
+    gated: bool,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    kept: Tensor | None,
+    noise: Tensor | None,
+) -> Tensor:
+    """`expert_mlp` by a loop over the experts; reads the counts on the host. `noise`: dropout factors (T, k, f)."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    total = torch.zeros_like(hidden, dtype=wide)
+    no_biases = (None,) * len(up)
+    per_expert = zip(
+        up.unbind(),
+        down.unbind(),
+        no_biases if up_bias is None else up_bias.unbind(),
+        no_biases if down_bias is None else down_bias.unbind(),
+        strict=True,
+    )
+    for number, (up_weight, down_weight, up_row, down_row) in enumerate(per_expert):
+        chosen = experts == number
+        if kept is not None:
+            chosen = chosen & kept
+        tokens, slots = chosen.nonzero(as_tuple=True)
+        projected = F.linear(hidden[tokens], up_weight, up_row)
+        inner = activated(projected, nonlinearity, gated, None if noise is None else noise[tokens, slots])
+        result = F.linear(inner, down_weight, down_row)
+        # a token has an expert once at most: no two rows of one addition meet, so the sum has one order
+        total = total.index_add(0, tokens, result.to(wide) * gates[tokens, slots, None].to(wide))
+    return total.to(hidden.dtype)

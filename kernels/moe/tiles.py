@@ -1,0 +1,90 @@
+"""The tiles of rows that the programs of a grouped matmul compute, found on the device from where the experts end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..launch import jit, next_power_of_2, tl
+
+_BLOCK = 256
+
+
+class Tiles(NamedTuple):
+    """Tiles of at most `block` rows, each of one expert; all int32 on the device.
+
+    Attributes:
+        experts: (bound,), the expert of each tile; E for the rows after the last expert's.
+        rows: (bound,), the first row of each tile.
+        count: (1,), how many there are.
+        heaviest: (E,), the experts from the most rows to the fewest.
+        block: rows of a tile.
+    """
+
+    experts: Tensor
+    rows: Tensor
+    count: Tensor
+    heaviest: Tensor
+    block: int
+
+
+@jit
+def tiles_kernel(
+    ends_pointer, experts_pointer, rows_pointer, count_pointer, heaviest_pointer, experts, rows,
+    BLOCK_ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the tiles of one expert, or with the number `experts` of the rows after the last.
+
+    ends_pointer: (experts,); the others: see `Tiles`.
+    """
+    expert = tl.program_id(0)
+    other = tl.arange(0, BLOCK_E)
+    end = tl.load(ends_pointer + other, mask=other < experts, other=0)
+    start = tl.load(ends_pointer + other - 1, mask=(other > 0) & (other < experts), other=0)
+    load = end - start
+    tiles_before = tl.sum(tl.where(other < expert, (load + BLOCK_ROWS - 1) // BLOCK_ROWS, 0))
+    first = tl.load(ends_pointer + expert - 1, mask=expert > 0, other=0)
+    stop = rows
+    if expert < experts:
+        stop = tl.load(ends_pointer + expert)
+        own = stop - first
+        heavier = (load > own) | ((load == own) & (other < expert))
+        rank = tl.sum(tl.where((other < experts) & heavier, 1, 0))
+        tl.store(heaviest_pointer + rank, expert)
+    tiles = (stop - first + BLOCK_ROWS - 1) // BLOCK_ROWS
+    if expert == experts:
+        tl.store(count_pointer, tiles_before + tiles)
+    for begin in range(0, tiles, BLOCK):
+        number = begin + tl.arange(0, BLOCK)
+        inside = number < tiles
+        tl.store(experts_pointer + tiles_before + number, number * 0 + expert, mask=inside)
+        tl.store(rows_pointer + tiles_before + number, first + number * BLOCK_ROWS, mask=inside)
+
+
+def tile_bound(rows: int, experts: int, block: int) -> int:
+    """At most so many tiles: an expert, and the rows after the last one's, have one that is not full at most."""
+    return rows // block + experts + 1
+
+
+def find_tiles(ends: Tensor, rows: int, block: int) -> Tiles:
+    """Tiles of `block` rows for experts that end at `ends` (E,) among `rows` rows; launches one small kernel."""
+    experts = len(ends)
+    bound = tile_bound(rows, experts, block)
+    buffer = torch.empty(2 * bound + 1 + experts, dtype=torch.int32, device=ends.device)
+    of_tile, first_row, count, heaviest = buffer.split([bound, bound, 1, experts])
+    tiles_kernel[(experts + 1,)](
+        ends,
+        of_tile,
+        first_row,
+        count,
+        heaviest,
+        experts,
+        rows,
+        BLOCK_ROWS=block,
+        BLOCK_E=next_power_of_2(experts),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return Tiles(of_tile, first_row, count, heaviest, block)

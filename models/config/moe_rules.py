@@ -1,0 +1,386 @@
+"""Rules between the keys of a mixture of experts; paths are relative to the block of their stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .block import Finding
+from .moe import MoEKeys
+from .moe_slice import capacity_factor_of, has_experts, layers_with_experts, needs_pre_softmax, routing_of
+from .stack import StackKeys
+
+_EXPERTS = "num_moe_experts"
+_BALANCING = "moe_router_load_balancing_type"
+_AUX = "moe_aux_loss_coeff"
+_FACTOR = "moe_expert_capacity_factor"
+_PAD = "moe_pad_expert_input_to_capacity"
+_DROPPING = "moe_token_dropping"
+_SCORE = "moe_router_score_function"
+_BIAS = "moe_router_enable_expert_bias"
+_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+
+MoERule = Callable[[StackKeys, bool], Iterator[Finding]]
+"""From the keys of a stack with experts, and whether it is one of a T5, to findings."""
+
+
+def moe_rules(keys: StackKeys, *, of_t5: bool = False) -> Iterator[Finding]:
+    """Everything the keys of the experts of one stack, of a T5 or not, have against each other."""
+    if not has_experts(keys, of_t5=of_t5):
+        yield from _keys_without_experts(keys)
+        return
+    for rule in MOE_RULES:
+        yield from rule(keys, of_t5)
+
+
+def _keys_without_experts(keys: StackKeys) -> Iterator[Finding]:
+    """A dense stack hears none of the other keys."""
+    unheard = [
+        name
+        for name, field in MoEKeys.model_fields.items()
+        if name != _EXPERTS and getattr(keys, name) != field.default
+    ]
+    if not unheard:
+        return
+    listed = ", ".join(f"`{name}` ({getattr(keys, name)})" for name in unheard)
+    one = keys.num_moe_experts == 1
+    yield Finding(
+        "warning",
+        (*unheard, _EXPERTS),
+        f"{listed} {'has' if len(unheard) == 1 else 'have'} no effect "
+        + ("with `num_moe_experts` (1), which is a dense MLP in a T5." if one else "without `num_moe_experts`."),
+        f"use {_EXPERTS}=8, or leave {'it' if len(unheard) == 1 else 'them'} out",
+    )
+
+
+def _no_effect(keys: StackKeys, name: str, other: str, when: str, fix: str) -> Finding:
+    return Finding("warning", (name, other), f"`{name}` ({getattr(keys, name)}) has no effect {when}.", fix)
+
+
+# ---------------------------------------------------------------- which layers, and how many experts
+
+
+def topk_is_within_experts(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """A token goes to different experts."""
+    experts, (topk, _) = keys.num_moe_experts, routing_of(keys, of_t5=of_t5)
+    if experts is not None and topk > experts:
+        left = ", the default" if keys.moe_router_topk is None else ""
+        yield Finding(
+            "error",
+            ("moe_router_topk", _EXPERTS),
+            f"`moe_router_topk` ({topk}{left}) must not be above `num_moe_experts` ({experts}).",
+            f"use moe_router_topk={experts} or less" if experts > 1 else "use moe_router_topk=1, or null experts",
+        )
+
+
+def layers_are_named_once(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """`moe_layer_freq` and `moe_frequency` say the same thing in two ways, and name some layer."""
+    every, pattern, layers = keys.moe_frequency, keys.moe_layer_freq, keys.num_layers
+    if every != 1 and pattern != 1:
+        yield Finding(
+            "error",
+            ("moe_frequency", "moe_layer_freq"),
+            f"`moe_frequency` ({every}) and `moe_layer_freq` ({pattern}) both say which layers have experts.",
+            "use moe_frequency=1, or moe_layer_freq=1",
+        )
+    elif every > layers:
+        yield Finding(
+            "error",
+            ("moe_frequency", "num_layers"),
+            f"`moe_frequency` ({every}) must not be above `num_layers` ({layers}): no layer would have experts.",
+            f"use moe_frequency={layers} or less, or {_EXPERTS}=null",
+        )
+    elif isinstance(pattern, list) and len(pattern) != layers:
+        yield Finding(
+            "error",
+            ("moe_layer_freq", "num_layers"),
+            f"`moe_layer_freq` must have a 0 or 1 for each of the {layers} layers (`num_layers`), but has "
+            f"{len(pattern)}.",
+            f"use a list of {layers}",
+        )
+    elif not any(layers_with_experts(keys)):
+        yield Finding(
+            "error",
+            ("moe_layer_freq", _EXPERTS),
+            f"`moe_layer_freq` ({pattern}) leaves no layer for the {keys.num_moe_experts} experts of `{_EXPERTS}`.",
+            f"use a 1 for each layer with experts, or {_EXPERTS}=null",
+        )
+
+
+def experts_have_no_inner_norm(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """NormFormer's norm inside the MLP is over its whole width, which an expert has none of."""
+    if keys.transformer_block_type == "normformer":
+        yield Finding(
+            "error",
+            ("transformer_block_type", _EXPERTS),
+            f"`transformer_block_type` (normformer) must not meet `{_EXPERTS}` ({keys.num_moe_experts}): experts have "
+            "no norm inside.",
+            f"use transformer_block_type=pre_ln, or {_EXPERTS}=null",
+        )
+
+
+def dropout_of_dense_layers_has_some(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """Experts have a dropout of their own; a shared expert is an MLP like those of dense layers."""
+    nowhere = all(layers_with_experts(keys)) and keys.moe_shared_expert_intermediate_size is None
+    if keys.ffn_dropout and nowhere:
+        yield _no_effect(
+            keys,
+            "ffn_dropout",
+            _EXPERTS,
+            "where every layer has experts",
+            f"use moe_dropout={keys.ffn_dropout:g}, or ffn_dropout=0",
+        )
+
+
+# ---------------------------------------------------------------- the router
+
+
+def defaults_of_t5_are_told(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """NeMo's T5 knew one router only, which is not GPT's default."""
+    if of_t5 and keys.moe_router_topk is None and keys.moe_router_load_balancing_type is None:
+        yield Finding(
+            "info",
+            (_EXPERTS, "moe_router_topk", _BALANCING),
+            "`moe_router_topk` and `moe_router_load_balancing_type` are not given: each token goes to one expert by "
+            "`sinkhorn`, as in NeMo's T5.",
+            f"moe_router_topk=2 {_BALANCING}=aux_loss {_AUX}=0.01 is GPT's way",
+        )
+
+
+def one_expert_needs_pre_softmax(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """Softmax over one number is 1 and has no gradient: the router would learn nothing from the loss."""
+    if needs_pre_softmax(keys, of_t5=of_t5) and not keys.moe_router_pre_softmax:
+        yield Finding(
+            "warning",
+            ("moe_router_pre_softmax", "moe_router_topk"),
+            "`moe_router_topk` (1) takes the softmax over all experts: over the chosen one it would be 1 whatever the "
+            "router says, and the router would learn nothing (`moe_router_pre_softmax` is False).",
+            "use moe_router_pre_softmax=true",
+        )
+
+
+def sinkhorn_balances_alone(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """Sinkhorn is a balance of its own, with gates of its own and without a capacity."""
+    _, balancing = routing_of(keys, of_t5=of_t5)
+    if balancing != "sinkhorn":
+        return
+    left = ", the default of a T5" if keys.moe_router_load_balancing_type is None else ""
+    is_sinkhorn = f"`{_BALANCING}` (sinkhorn{left})"
+    modern = f"{_BALANCING}=aux_loss moe_router_topk=2" if left else f"{_BALANCING}=aux_loss"
+    for name, why in (
+        (_AUX, "is a balance of its own"),
+        (_FACTOR, "knows no capacity"),
+        (_PAD, "knows no capacity"),
+        (_DROPPING, "knows no capacity"),
+        (_BIAS, "is a balance of its own"),
+    ):
+        value = capacity_factor_of(keys) if name == _FACTOR else getattr(keys, name)
+        if value:
+            field = MoEKeys.model_fields[name]
+            off = "null" if field.default is None else str(field.default).lower()
+            yield Finding(
+                "error",
+                (name, _BALANCING),
+                f"`{name}` ({getattr(keys, name)}) must not meet {is_sinkhorn}, which {why}.",
+                f"use {modern}, or {name}={off}",
+            )
+    for name in ("moe_router_pre_softmax", _SCORE, "moe_router_topk_scaling_factor", *_GROUPS):
+        if getattr(keys, name) != MoEKeys.model_fields[name].default:
+            yield _no_effect(keys, name, _BALANCING, f"with {is_sinkhorn}, which has gates of its own", f"use {modern}")
+
+
+def sigmoid_has_gates_of_its_own(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """What is said of the softmax is unheard; the bias on scores is for scores between 0 and 1."""
+    _, balancing = routing_of(keys, of_t5=of_t5)
+    if balancing == "sinkhorn":
+        return
+    sigmoid = keys.moe_router_score_function == "sigmoid"
+    if sigmoid and keys.moe_router_pre_softmax:
+        yield _no_effect(
+            keys, "moe_router_pre_softmax", _SCORE, f"with `{_SCORE}` (sigmoid)", "use moe_router_pre_softmax=false"
+        )
+    if keys.moe_router_enable_expert_bias and not sigmoid:
+        yield Finding(
+            "error",
+            (_BIAS, _SCORE),
+            f"`{_BIAS}` (True) needs scores between 0 and 1 and must not meet `{_SCORE}` (softmax).",
+            f"use {_SCORE}=sigmoid",
+        )
+
+
+def bias_has_a_rate(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """The rate is that of the bias."""
+    name = "moe_router_bias_update_rate"
+    if not keys.moe_router_enable_expert_bias and getattr(keys, name) != MoEKeys.model_fields[name].default:
+        yield _no_effect(keys, name, _BIAS, f"without `{_BIAS}`", f"use {_BIAS}=true")
+
+
+def groups_are_equal(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """Groups divide the experts, and the groups of a token have enough of them."""
+    experts, groups, chosen = keys.num_moe_experts, keys.moe_router_num_groups, keys.moe_router_group_topk
+    topk, balancing = routing_of(keys, of_t5=of_t5)
+    if experts is None or balancing == "sinkhorn" or (groups is None and chosen is None):
+        return
+    if groups is None or chosen is None:
+        given, missing = _GROUPS if chosen is None else _GROUPS[::-1]
+        yield _no_effect(keys, given, missing, f"without `{missing}`", f"set both, or {given}=null")
+    elif experts % groups:
+        valid = [str(number) for number in range(2, experts) if experts % number == 0] or ["null"]
+        yield Finding(
+            "error",
+            (_GROUPS[0], _EXPERTS),
+            f"`{_EXPERTS}` ({experts}) must be a multiple of `{_GROUPS[0]}` ({groups}).",
+            f"use {_GROUPS[0]}={', '.join(valid)}",
+        )
+    elif chosen > groups:
+        yield Finding(
+            "error",
+            (_GROUPS[1], _GROUPS[0]),
+            f"`{_GROUPS[1]}` ({chosen}) must not be above `{_GROUPS[0]}` ({groups}).",
+            f"use {_GROUPS[1]}={groups} or less",
+        )
+    elif topk > chosen * (experts // groups):
+        yield Finding(
+            "error",
+            (_GROUPS[1], "moe_router_topk", _GROUPS[0], _EXPERTS),
+            f"`{_GROUPS[1]}` ({chosen}) of `{_GROUPS[0]}` ({groups}) have {chosen * (experts // groups)} experts, "
+            f"fewer than `moe_router_topk` ({topk}).",
+            f"use {_GROUPS[1]}={-(-topk * groups // experts)} or more",
+        )
+    elif chosen == groups:
+        yield _no_effect(
+            keys, _GROUPS[1], _GROUPS[0], f"with as many as there are (`{_GROUPS[0]}`)", f"use {_GROUPS[1]}=null"
+        )
+
+
+# ---------------------------------------------------------------- balance and capacity
+
+
+def balancing_has_a_coefficient(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """A loss without a coefficient balances nothing, and a coefficient without the loss does nothing."""
+    topk, balancing = routing_of(keys, of_t5=of_t5)
+    everywhere = topk == keys.num_moe_experts
+    if balancing == "none" and keys.moe_aux_loss_coeff:
+        yield _no_effect(keys, _AUX, _BALANCING, f"with `{_BALANCING}` (none)", f"use {_BALANCING}=aux_loss")
+    elif balancing == "aux_loss" and keys.moe_aux_loss_coeff and everywhere:
+        yield _no_effect(
+            keys,
+            _AUX,
+            "moe_router_topk",
+            f"where every token goes to all experts (`moe_router_topk` is `{_EXPERTS}`, {topk})",
+            f"use {_AUX}=0",
+        )
+    elif balancing == "aux_loss" and not (keys.moe_aux_loss_coeff or everywhere or keys.moe_router_enable_expert_bias):
+        left = ", the default" if keys.moe_router_load_balancing_type is None else ""
+        yield Finding(
+            "warning",
+            (_AUX, _BALANCING, _EXPERTS),
+            f"`{_BALANCING}` (aux_loss{left}) balances nothing with `{_AUX}` (0): experts may starve.",
+            f"use {_AUX}=0.01, or {_BALANCING}=none",
+        )
+
+
+def capacity_is_a_limit(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """Padding and dropping are about a capacity, which is above 0 and below all tokens."""
+    topk, balancing = routing_of(keys, of_t5=of_t5)
+    if balancing == "sinkhorn" or keys.num_moe_experts is None:
+        return
+    given, factor = keys.moe_expert_capacity_factor, capacity_factor_of(keys)
+    if given == 0:
+        yield Finding(
+            "error",
+            (_FACTOR,),
+            f"`{_FACTOR}` (0) would drop every token of every expert.",
+            f"use {_FACTOR}=1.0 for an even share, or null for no limit",
+        )
+        return
+    if given is not None and given < 0:
+        yield Finding(
+            "warning",
+            (_FACTOR,),
+            f"`{_FACTOR}` ({given:g}) is negative and read as null, as in Megatron: no limit.",
+            f"use {_FACTOR}=null",
+        )
+    padded = False
+    for name in (_PAD, _DROPPING):
+        if not getattr(keys, name):
+            continue
+        padded = True
+        if factor is None:
+            yield Finding(
+                "error",
+                (name, _FACTOR),
+                f"`{name}` (True) needs a capacity: `{_FACTOR}` ({'null' if given is None else given}) sets no limit.",
+                f"use {_FACTOR}=1.25, or {name}=false",
+            )
+    if keys.moe_token_dropping and not keys.moe_pad_expert_input_to_capacity and factor is not None:
+        yield Finding(
+            "warning",
+            (_DROPPING, _PAD),
+            f"`{_DROPPING}` (True) is read as `{_PAD}` (True): drop beyond the capacity and pad up to it.",
+            f"use {_PAD}=true",
+        )
+    if keys.moe_token_drop_policy != "probs" and factor is None:
+        yield _no_effect(keys, "moe_token_drop_policy", _FACTOR, f"without `{_FACTOR}`", f"use {_FACTOR}=1.25")
+    if factor is not None and not padded and factor * topk >= keys.num_moe_experts:
+        enough = keys.num_moe_experts / topk
+        yield _no_effect(
+            keys,
+            _FACTOR,
+            _EXPERTS,
+            f"from {enough:g} on (`{_EXPERTS}` / `moe_router_topk`): an expert could take every token",
+            f"use {_FACTOR}=null, or less than {enough:g}",
+        )
+
+
+# ---------------------------------------------------------------- how experts are calculated
+
+
+def dispatchers_are_equal(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """Every process holds all experts."""
+    if keys.moe_token_dispatcher_type is not None:
+        yield Finding(
+            "info",
+            ("moe_token_dispatcher_type",),
+            f"`moe_token_dispatcher_type` ({keys.moe_token_dispatcher_type}) changes nothing with "
+            "`expert_model_parallel_size` (1): each process has all experts, and no token is sent to another.",
+        )
+
+
+def sequential_is_the_reference(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
+    """NeMo's default of `moe_grouped_gemm` is the slow way."""
+    if keys.moe_grouped_gemm is None:
+        return
+    if keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping:
+        if keys.moe_grouped_gemm is False:
+            yield _no_effect(
+                keys,
+                "moe_grouped_gemm",
+                _PAD if keys.moe_pad_expert_input_to_capacity else _DROPPING,
+                "with experts padded to their capacity, whose rows are equally many and go through one batched matmul",
+                "use moe_grouped_gemm=null",
+            )
+    elif keys.moe_grouped_gemm is False:
+        yield Finding(
+            "info",
+            ("moe_grouped_gemm",),
+            "`moe_grouped_gemm` (False) runs one expert after the other, which is slow and gives the same results.",
+            "moe_grouped_gemm=null",
+        )
+
+
+MOE_RULES: tuple[MoERule, ...] = (
+    topk_is_within_experts,
+    layers_are_named_once,
+    experts_have_no_inner_norm,
+    dropout_of_dense_layers_has_some,
+    defaults_of_t5_are_told,
+    one_expert_needs_pre_softmax,
+    sinkhorn_balances_alone,
+    sigmoid_has_gates_of_its_own,
+    bias_has_a_rate,
+    groups_are_equal,
+    balancing_has_a_coefficient,
+    capacity_is_a_limit,
+    dispatchers_are_equal,
+    sequential_is_the_reference,
+)

@@ -1,0 +1,81 @@
+"""The feed-forward parts of all experts of a layer, as one stack of matrices."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.moe.experts import expert_mlp
+from .router import Routed
+
+
+class Experts(nn.Module):
+    """For each token the sum of its experts' outputs, times their gates.
+
+    One process holds all experts. Where they are spread over several, what stands before and after `expert_mlp` here,
+    the way of a token to its experts and back, is what changes.
+
+    Args:
+        experts: number of them.
+        hidden_size: width of the residual stream.
+        ffn_hidden_size: width between the two projections of an expert.
+        nonlinearity: a name in `kernels.activations.NONLINEARITIES`.
+        gated: multiply the activated gate with the up projection; rows of `up` are [gate | up], as in `MLP`.
+        bias: bias on both projections.
+        dropout: dropout after the nonlinearity, in training.
+        implementation: `auto`, or `sequential`, one expert after the other.
+        pad_to_capacity: every expert computes as many rows as its capacity.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        nonlinearity: str,
+        gated: bool,
+        bias: bool,
+        dropout: float,
+        implementation: Literal["auto", "sequential"],
+        pad_to_capacity: bool,
+    ) -> None:
+        super().__init__()
+        self.nonlinearity = nonlinearity
+        self.gated = gated
+        self.dropout = dropout
+        self.implementation: Literal["auto", "sequential"] = implementation
+        self.pad_to_capacity = pad_to_capacity
+        rows = ffn_hidden_size * (2 if gated else 1)
+        self.up = nn.Parameter(torch.empty(experts, rows, hidden_size))
+        self.down = nn.Parameter(torch.empty(experts, hidden_size, ffn_hidden_size))
+        self.up_bias = nn.Parameter(torch.empty(experts, rows)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(experts, hidden_size)) if bias else None
+
+    def forward(self, tokens: Tensor, routed: Routed) -> Tensor:
+        """(tokens, hidden_size) to the same shape; a token that no expert takes gets 0."""
+        weights = (self.up, self.down, self.up_bias, self.down_bias)
+        if torch.is_autocast_enabled(tokens.device.type):
+            dtype = torch.get_autocast_dtype(tokens.device.type)
+            tokens = tokens.to(dtype)
+            weights = tuple(None if weight is None else weight.to(dtype) for weight in weights)
+        up, down, up_bias, down_bias = weights
+        assert up is not None
+        assert down is not None
+        return expert_mlp(
+            tokens,
+            routed.choice.experts,
+            routed.choice.gates,
+            up,
+            down,
+            nonlinearity=self.nonlinearity,
+            gated=self.gated,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            kept=routed.kept,
+            capacity=routed.capacity if self.pad_to_capacity else None,
+            dropout=self.dropout if self.training else 0.0,
+            implementation="padded" if self.pad_to_capacity else self.implementation,
+        )

@@ -1,0 +1,95 @@
+"""The feed-forward part of a layer with experts: router, experts, a shared expert, and the sums they are watched by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..mlp import MLP
+from .experts import Experts
+from .router import SUMS, Router
+
+
+class MoE(nn.Module):
+    """Each token goes through `topk` of the experts, and through the shared one.
+
+    What is counted, in training alone, is added to buffers in place, which compiled layers and CUDA graphs can do.
+    Buffers stay in fp32 whatever the model is cast to.
+
+    Args:
+        router: chooses the experts.
+        experts: all of them.
+        shared: every token goes through it too; None without.
+        expert_bias: keep a bias on the choice of experts, which training moves (arXiv 2408.15664).
+        recompute: in training keep only the input, and run the layer again in the backward.
+
+    Attributes:
+        statistics: fp32 (experts + 6): sums of `Routed.sums` since somebody zeroed them; not saved.
+        loss_share: fp32 scalar: the share of a micro batch in its global batch, which the gradients of the losses are
+            multiplied with; not saved.
+        expert_bias: fp32 (experts,), saved; None without.
+        step_counts: fp32 (experts,): tokens of each expert since the last optimizer step; None without `expert_bias`.
+    """
+
+    statistics: Tensor
+    loss_share: Tensor
+    expert_bias: Tensor | None
+    step_counts: Tensor | None
+
+    def __init__(
+        self, router: Router, experts: Experts, *, shared: MLP | None, expert_bias: bool, recompute: bool
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.recompute = recompute
+        number = len(router.weight)
+        self.register_buffer("statistics", torch.zeros(number + len(SUMS)), persistent=False)
+        self.register_buffer("loss_share", torch.ones(()), persistent=False)
+        self.register_buffer("expert_bias", torch.zeros(number) if expert_bias else None)
+        self.register_buffer("step_counts", torch.zeros(number) if expert_bias else None, persistent=False)
+
+    def forward(self, hidden: Tensor, padding: Tensor | None = None) -> Tensor:
+        """(batch, tokens, hidden_size) to the same shape.
+
+        Args:
+            hidden: normed stream.
+            padding: bool (batch, tokens), True for real tokens; others go to no expert and count nowhere.
+        """
+        tokens, real = hidden.flatten(0, 1), None if padding is None else padding.flatten()
+        if self.training and self.recompute and torch.is_grad_enabled():
+            # the counts come out of the part that runs twice, so that they are added once
+            output, sums = checkpoint(self._run, tokens, real, use_reentrant=False)
+        else:
+            output, sums = self._run(tokens, real)
+        if self.training:
+            with torch.no_grad():
+                self.statistics.add_(sums)
+                if self.step_counts is not None:
+                    self.step_counts.add_(sums[: len(self.step_counts)])
+        return output.view_as(hidden)
+
+    def _run(self, tokens: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        routed = self.router(tokens, self.expert_bias, self.loss_share, real)
+        output = self.experts(tokens, routed)
+        if self.shared is not None:
+            output = output + self.shared(tokens)
+        return output, routed.sums
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """A cast would lose counts, a move from the meta device leaves them empty: they are made anew, the bias kept."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        device, number = self.router.weight.device, len(self.router.weight)
+        self.statistics = torch.zeros(number + len(SUMS), device=device)
+        self.loss_share = torch.ones((), device=device)
+        if bias is not None:
+            was_empty = bias.is_meta and device.type != "meta"
+            self.expert_bias = torch.zeros(number, device=device) if was_empty else bias.to(device)
+            self.step_counts = torch.zeros(number, device=device)
+        return self
