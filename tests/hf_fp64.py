@@ -35,7 +35,7 @@ def _top_k_router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Ten
 
 @contextmanager
 def upcasts_lifted() -> Iterator[None]:
-    """Norms, rotary embedding and routers compute in fp32 whatever comes in; inside, they keep the dtype of the input."""
+    """Norms, rotary embedding and routers compute in fp32; inside, they keep the dtype of the input."""
     with (
         mock.patch.object(modeling_llama.LlamaRMSNorm, "forward", _rms_norm),
         mock.patch.object(modeling_llama.LlamaRotaryEmbedding, "forward", _rotary),

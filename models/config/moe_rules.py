@@ -68,7 +68,7 @@ def topk_is_within_experts(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
             "error",
             ("moe_router_topk", _EXPERTS),
             f"`moe_router_topk` ({topk}{left}) must not be above `num_moe_experts` ({experts}).",
-            f"use moe_router_topk={experts} or less" if experts > 1 else "use moe_router_topk=1, or null experts",
+            f"use moe_router_topk={experts} or less" if experts > 1 else f"use moe_router_topk=1, or {_EXPERTS}=null",
         )
 
 
@@ -176,7 +176,7 @@ def sinkhorn_balances_alone(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
         value = capacity_factor_of(keys) if name == _FACTOR else getattr(keys, name)
         if value:
             field = MoEKeys.model_fields[name]
-            off = "null" if field.default is None else str(field.default).lower()
+            off = "null" if field.default is None else str(field.default or 0).lower()
             yield Finding(
                 "error",
                 (name, _BALANCING),
@@ -258,7 +258,7 @@ def groups_are_equal(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
 def balancing_has_a_coefficient(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
     """A loss without a coefficient balances nothing, and a coefficient without the loss does nothing."""
     topk, balancing = routing_of(keys, of_t5=of_t5)
-    everywhere = topk == keys.num_moe_experts
+    everywhere = topk >= (keys.num_moe_experts or 0)
     if balancing == "none" and keys.moe_aux_loss_coeff:
         yield _no_effect(keys, _AUX, _BALANCING, f"with `{_BALANCING}` (none)", f"use {_BALANCING}=aux_loss")
     elif balancing == "aux_loss" and keys.moe_aux_loss_coeff and everywhere:

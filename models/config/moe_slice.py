@@ -93,7 +93,7 @@ def layers_with_experts(keys: StackKeys) -> tuple[bool, ...]:
 
 
 def needs_pre_softmax(keys: StackKeys, *, of_t5: bool) -> bool:
-    """Whether a softmax over the chosen experts would be over one, 1 whatever the logits: no gradient (Megatron #894)."""
+    """Whether the chosen experts are one, of which a softmax is 1 and has no gradient (Megatron-LM #894)."""
     topk, balancing = routing_of(keys, of_t5=of_t5)
     return topk == 1 and balancing != "sinkhorn" and keys.moe_router_score_function == "softmax"
 

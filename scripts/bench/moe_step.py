@@ -1,0 +1,116 @@
+"""Training-step benchmark with experts: `experiment=moe_bench` beside transformers' Mixtral; see `rounds.py` for how.
+
+    python scripts/bench/moe_step.py [--rounds 3] [--only stoker hf_grouped_compiled ...]
+        [--results FILE.jsonl] [--report FILE.md]
+
+Shape (`conf/model/gpt_moe_8x.yaml`): 16 layers, hidden 1024, 16 heads / 8 groups, 8 experts top-2 of width 3584,
+vocabulary 32000, sequence 4096, micro batch 4: 1.5 B parameters. Random tokens, AdamW, clipping to 1.0.
+
+Mixtral is in pure bf16, moments included, which is its fastest and smallest: its grouped matmul knows no autocast.
+stoker keeps fp32 main weights and moments, and as `stoker_bf16` none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peers import optimizer_of
+from rounds import Length, Row, result, run_rounds, stoker_windows, table, time_windows
+from torch import nn
+
+MICRO_BATCH, SEQUENCE, VOCAB = 4, 4096, 32000
+TOKENS = MICRO_BATCH * SEQUENCE
+LENGTH = Length(warm_up=10, windows=4, window=5)
+Step = Callable[[], object]
+
+
+def hf_mixtral(*, experts: str, compiled: bool) -> Step:
+    """transformers' MixtralForCausalLM in bf16, its experts by one loop (`eager`) or `grouped_mm`."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    facts: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": SEQUENCE,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "experts_implementation": experts,
+    }
+    with torch.device("cuda"):
+        model = MixtralForCausalLM(MixtralConfig(**facts)).to(torch.bfloat16).train()
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile()
+    optimizer = optimizer_of(model)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def step() -> object:
+        drawn = torch.randint(0, VOCAB, (MICRO_BATCH, SEQUENCE + 1), device="cuda", generator=generator)
+        logits = model(input_ids=drawn[:, :-1].contiguous()).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), drawn[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+STOKER: dict[str, tuple[str, list[str]]] = {
+    "stoker": ("stoker: `stoker train experiment=moe_bench`", []),
+    "stoker_bf16": ("stoker, `trainer.precision=bf16-true`", ["trainer.precision=bf16-true"]),
+}
+PEERS: dict[str, tuple[str, Callable[[], Step]]] = {
+    "hf_grouped_compiled": (
+        "HF Mixtral, grouped_mm, compiled",
+        partial(hf_mixtral, experts="grouped_mm", compiled=True),
+    ),
+    "hf_grouped": ("HF Mixtral, grouped_mm", partial(hf_mixtral, experts="grouped_mm", compiled=False)),
+    "hf_eager": ("HF Mixtral, eager", partial(hf_mixtral, experts="eager", compiled=False)),
+}
+TITLES = {name: title for name, (title, _) in {**STOKER, **PEERS}.items()}
+
+
+def measure(name: str) -> Row:
+    """Run one contender in this process."""
+    if name in STOKER:
+        seconds = stoker_windows(["experiment=moe_bench", *STOKER[name][1]], LENGTH)
+    else:
+        seconds = time_windows(PEERS[name][1](), LENGTH)
+    return result(name, seconds, TOKENS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=sorted(TITLES), default=sorted(TITLES))
+    parser.add_argument("--results", type=Path, default=Path("moe_step.jsonl"))
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--one", choices=sorted(TITLES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one)))
+        return
+    report = table(run_rounds(__file__, [], arguments.only, arguments.results, arguments.rounds), TITLES, TOKENS)
+    print(report)
+    if arguments.report:
+        arguments.report.write_text(report)
+
+
+if __name__ == "__main__":
+    main()
