@@ -142,7 +142,6 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
     "override",
     [
         "model.tensor_model_parallel_size=2",
-        "model.num_moe_experts=8",
         "model.activations_checkpoint_granularity=full",
         "model.cpu_offloading=True",
         "model.fp8=True",
@@ -157,10 +156,8 @@ def test_what_is_not_yet_there_says_so(override: str) -> None:
 
 
 def test_settings_of_a_feature_share_one_error() -> None:
-    (problem,) = problems(
-        "+model.num_moe_experts=8", "+model.moe_router_topk=2", "+model.moe_aux_loss_coeff=1e-2"
-    ).values()
-    assert problem.key == "model.num_moe_experts"
+    (problem,) = problems("+model.fp8=True", "+model.fp8_hybrid=True", "+model.fp8_margin=2").values()
+    assert problem.key == "model.fp8"
     (problem,) = problems(*(f"+model.data.train_ds.k{i}=1" for i in range(9))).values()
     assert len(problem.also) == 6
 
@@ -258,7 +255,7 @@ def test_wrong_types_and_ranges(override: str, fix: str) -> None:
 
 
 def test_spelling_of_the_documentation() -> None:
-    config = load("+model.moe_token_dropping=alltoall")
+    config = load("+model.moe_token_dropping=alltoall", "+model.num_moe_experts=8", "model.moe_aux_loss_coeff=1e-2")
     (warning,) = [finding for finding in config.findings if finding.level == "warning"]
     assert "moe_token_dispatcher_type" in warning.message
     assert (

@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_losses_added_up(
     monkeypatch: pytest.MonkeyPatch, recompute: bool, compiled: bool
 ) -> None:
     """The loss that is told is the model's own; the gradient is that of all three, each with its coefficient."""
-    keys = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
+    keys: dict[str, Any] = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
     ours = gpt(**keys, moe_layer_recompute=recompute, compile=compiled)
     added: list[Tensor] = []
     plain = gpt(**keys)
@@ -132,6 +132,7 @@ def test_noise_and_counts_belong_to_training() -> None:
     model.train()
     train(model)
     for layer in moe_layers(model).values():
+        assert layer.step_counts is not None
         assert torch.equal(layer.step_counts, layer.statistics[:EXPERTS])
         assert layer.statistics[:EXPERTS].sum() == 2 * 2 * TOKENS
     with torch.no_grad():

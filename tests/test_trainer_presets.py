@@ -13,6 +13,7 @@ from stoker.trainer.sample_form import sample_form
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))
 SIZES = {"gpt_tiny": 0.9e6, "gpt_125m": 87e6, "gpt2_124m": 124e6, "llama_1b": 1.2e9, "gpt3_1b": 1.3e9}
+SIZES |= {"gpt_moe_8x": 1.525e9, "mixtral_tiny": 2.66e6, "t5_moe_base": 644e6}
 """Parameters; `gpt_125m` has bytes for a vocabulary, which leaves little of the embeddings of its name."""
 EXACT = {
     "t5_tiny": 1_280_384,

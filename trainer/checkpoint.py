@@ -1,7 +1,7 @@
 """Checkpoints: a directory `step-N` of safetensors and JSON that is there completely or not at all.
 
     step-1000/
-        model.safetensors      the parameters, by name
+        model.safetensors      the parameters and the biases of experts, by name
         optimizer.safetensors  parameter name + .main (fp32 main weight) and the optimizer's own, as .exp_avg
         ema.safetensors        the moving average of the weights, where there is one
         state.json             step, consumed samples, seed, data fingerprint, validation loss, versions
@@ -27,9 +27,10 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from ..models.config.block import Block
+from ..models.moe.layers import moe_layers
 from .distributed.pieces import Piece, piece_of
 from .errors import UserError
 from .loop_state import LoopState
@@ -108,13 +109,13 @@ class Checkpoint:
         """Copy the weights into a model of the same geometry.
 
         Args:
-            model: filled in place; parameters may be DTensors.
+            model: its `weights_of` are filled in place; parameters may be DTensors.
             cast: accept other dtypes than the model's, and convert.
 
         Raises:
             UserError: the weights do not fit the model; lists what differs.
         """
-        self._fill(WEIGHTS, {name: piece_of(p) for name, p in model.named_parameters()}, cast=cast)
+        self._fill(WEIGHTS, {name: piece_of(tensor) for name, tensor in weights_of(model).items()}, cast=cast)
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
         """Copy main weights and state into an optimizer over a model with the same parameters.
@@ -148,6 +149,15 @@ class Checkpoint:
                     f"use the geometry, precision and optimizer it was trained with: {self.path / CONFIG}",
                 ]
             ) from None
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model, by name: its parameters, and the biases on the choice of experts.
+
+    Such a bias follows no gradient (`expert_balance`), so it is none of the optimizer's.
+    """
+    biases = {f"{name}.expert_bias": layer.expert_bias for name, layer in moe_layers(model).items()}
+    return dict(model.named_parameters()) | {name: bias for name, bias in biases.items() if bias is not None}
 
 
 def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = True) -> Checkpoint:

@@ -6,6 +6,7 @@ The layers add up in training alone (`models.moe.layer.MoE.statistics`), so vali
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from .errors import EXIT_IO, UserError
 from .expert_balance import stack_keys_of
 from .load_map import LoadMap, can_draw, variation
 
+_PART_FOR_PICTURES = 0.02
+"""Of the time of a run: a picture takes a second."""
 _NAME = re.compile(r"(?P<stack>\w+)\.layers\.(?P<number>\d+)\.mlp")
 
 Sums = Sequence[Sequence[float]]
@@ -60,9 +63,8 @@ class ExpertLoad:
         self._load_map = load_map
         self._say = say
         self._draws = load_map is not None and can_draw()
-        self._logged = {
-            index: label for index, name in enumerate(layers) if name in per_layer for label in [_label(name, layers)]
-        }
+        self._next_picture = 0.0
+        self._logged = {index: _label(name, layers) for index, name in enumerate(layers) if name in per_layer}
         sizes = [experts + len(SUMS) for experts in self._experts]
         self.sums: Sums = state if [len(sums) for sums in state] == sizes else ()
 
@@ -82,11 +84,12 @@ class ExpertLoad:
         self.sums = () if restart else total
         return self._figures(total)
 
-    def keep(self, *, draw: bool) -> None:
+    def keep(self, *, draw: bool, last: bool = False) -> None:
         """Write the load over all steps to its files.
 
         Args:
-            draw: the picture too, where it can be had.
+            draw: the picture too, where it can be had; not so often that it takes more than `_PART_FOR_PICTURES`.
+            last: nothing comes after this: draw in any case.
 
         Raises:
             UserError: the disk is full or not ours (exit code 74).
@@ -95,8 +98,10 @@ class ExpertLoad:
             return
         try:
             self._load_map.write()
-            if draw and self._draws:
+            begin = time.monotonic()
+            if draw and self._draws and (last or begin >= self._next_picture):
                 self._load_map.draw()
+                self._next_picture = begin + (time.monotonic() - begin) / _PART_FOR_PICTURES
         except OSError as error:
             where = f"{error.filename or ''} {error.strerror or error}".strip()
             raise UserError(f"cannot write the load of the experts: {where}", EXIT_IO) from error

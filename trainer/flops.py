@@ -7,6 +7,7 @@ import re
 from ..models.config.bert import BertKeys
 from ..models.config.families import FamilyKeys
 from ..models.config.gpt import GPTKeys
+from ..models.config.moe_slice import moe_slice
 from ..models.config.position_slices import head_dim_of
 from ..models.config.samples import SampleForm
 from ..models.config.slices import mlp_slice, window_of
@@ -41,7 +42,7 @@ _BF16_PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def matmul_parameters(keys: GPTKeys, vocab_size: int) -> int:
-    """Weights every token is multiplied with: attention, MLP and the head; no embedding table, biases or norms.
+    """Weights a token is multiplied with: attention, MLP or its experts, head; no embedding table, biases or norms.
 
     Args:
         keys: the model.
@@ -78,7 +79,8 @@ def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: SampleFor
             query, key_value = _attention_widths(decoder)
             asked = 2 * decoder.num_layers * decoder.hidden_size * query * answer
             read = 2 * decoder.num_layers * decoder.hidden_size * key_value * length
-            weights = _stack_parameters(encoder) * length + _stack_parameters(decoder) * answer + asked + read
+            weights = _stack_parameters(encoder, of_t5=True) * length + asked + read
+            weights += _stack_parameters(decoder, of_t5=True) * answer
             pairs = 12.0 * decoder.num_layers * query * answer * length
             pairs += _both_ways(encoder, length) + _one_way(decoder, answer) * answer
             return 6.0 * (weights + vocab_size * decoder.hidden_size * answer) + pairs
@@ -96,12 +98,23 @@ def _attention_widths(keys: StackKeys) -> tuple[int, int]:
     return keys.num_attention_heads * head_dim_of(keys), groups * head_dim_of(keys)
 
 
-def _stack_parameters(keys: StackKeys) -> int:
-    """Weights of a stack that every token is multiplied with."""
+def _stack_parameters(keys: StackKeys, *, of_t5: bool = False) -> int:
+    """Weights of a stack that a token is multiplied with: of experts those it goes to, as far as they may take it.
+
+    Rows that fill an expert up to its capacity do not count, as recomputed FLOPs do not.
+    """
     query, key_value = _attention_widths(keys)
     attention = keys.hidden_size * (query + 2 * key_value) + query * keys.hidden_size
-    mlp = (3 if mlp_slice(keys).gated else 2) * keys.hidden_size * keys.ffn_hidden_size
-    return keys.num_layers * (attention + mlp)
+    per_channel = (3 if mlp_slice(keys).gated else 2) * keys.hidden_size
+    dense = per_channel * keys.ffn_hidden_size
+    moe = moe_slice(keys, of_t5=of_t5)
+    if moe is None:
+        return keys.num_layers * (attention + dense)
+    taken = moe.topk * min(1.0, moe.capacity_factor or 1.0)
+    of_experts = round(taken * per_channel * moe.ffn_hidden_size) + per_channel * (moe.shared_ffn_hidden_size or 0)
+    sparse = sum(moe.layers)
+    router = moe.experts * keys.hidden_size
+    return keys.num_layers * attention + (keys.num_layers - sparse) * dense + sparse * (router + of_experts)
 
 
 def _one_way(keys: StackKeys, tokens: int) -> float:

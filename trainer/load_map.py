@@ -82,6 +82,7 @@ class LoadMap:
         self._stride = 1
         self._rows: list[LoadRow] = []
         self._last = resumed_at
+        self._drawn: int | None = None
         known = _read(path) if resumed_at else None
         if known is not None and (known.layers, known.experts) == (self._layers, self._experts):
             self._stride = known.stride
@@ -121,12 +122,13 @@ class LoadMap:
         replace_file(self._path, text.encode() + b"\n")
 
     def draw(self) -> None:
-        """Draw the picture, for which `can_draw` must hold.
+        """Draw the picture, unless it is there; `can_draw` must hold.
 
         Raises:
             OSError: it cannot be written.
         """
-        if self._rows:
+        if self._rows and self._drawn != self._last:
+            self._drawn = self._last
             replace_file(self._path.with_suffix(".png"), picture(self.document))
 
 
@@ -142,7 +144,7 @@ def variation(tokens: np.ndarray) -> float:
 
 def picture(document: LoadDocument) -> bytes:
     """A PNG: above, the variation of the load of each layer; below, the load of each expert; both over steps."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     rows = document.rows
     layers = [np.array([row.tokens[n] for row in rows], dtype=float) for n in range(len(document.layers))]
@@ -155,10 +157,9 @@ def picture(document: LoadDocument) -> bytes:
     curves = np.array([[variation(row) for row in layer] for layer in layers])
     for curve in curves:
         above.plot(middles, curve, color="0.75", linewidth=0.8)
-    above.plot(middles, curves.mean(axis=0), color="black", linewidth=1.5, label="mean of the layers")
-    above.set_ylabel("load CV")
+    above.plot(middles, curves.mean(axis=0), color="black", linewidth=1.5)
+    above.set_ylabel("load CV\n(black: mean)")
     above.set_ylim(bottom=0)
-    above.legend(frameon=False, loc="upper right")
 
     shares = [layer / np.maximum(layer.mean(axis=1, keepdims=True), 1e-9) for layer in layers]
     image: Any = below.pcolormesh(

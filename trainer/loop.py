@@ -27,6 +27,7 @@ from .early_stopping import EarlyStopping
 from .ema import EMA
 from .errors import UserError
 from .evaluation import EvaluationResult, StoppedError
+from .expert_load import ExpertLoad
 from .loop_state import LoopState
 from .metrics import Journal, StepReport, peak_memory_gib
 from .module import LanguageModule
@@ -75,6 +76,7 @@ class RunLoop(pl.Callback):
         answers_late: what it returns is the answer to the call before.
         average: a moving average of the weights, or None.
         observers: profilers.
+        expert_load: what reports the load of the experts; None without experts.
 
     Attributes:
         validation: the last validation result.
@@ -101,6 +103,7 @@ class RunLoop(pl.Callback):
         answers_late: bool = False,
         average: EMA | None = None,
         observers: Observers | None = None,
+        expert_load: ExpertLoad | None = None,
     ) -> None:
         keys, manager = root.trainer, root.exp_manager
         state = state or LoopState.model_validate({})
@@ -119,6 +122,7 @@ class RunLoop(pl.Callback):
         self._average = average
         self._validates_average = average is not None and not manager.ema.validate_original_weights
         self._observers = observers or Observers([], journal.say)
+        self._expert_load = expert_load
         self._policy = StepPolicy(keys.max_skipped_steps, keys.loss_spike_threshold, state)
         self._early: EarlyStopping | None = None
         if manager.create_early_stopping_callback:
@@ -215,8 +219,9 @@ class RunLoop(pl.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have the profilers write what they have."""
+        """Have the profilers and the load of the experts written."""
         self._observers.close()
+        self._keep_load(draw=True, last=True)
 
     def _ask(self, step: int) -> int:
         """What all processes know together; another process's knowledge may come a step late."""
@@ -269,6 +274,7 @@ class RunLoop(pl.Callback):
                     tokens_per_second=tokens_per_second,
                     mfu=tokens_per_second * self._rates.flops_per_token / peak if tokens_per_second and peak else None,
                     memory_gib=peak_memory_gib(module.device),
+                    experts=self._expert_load.read(step, restart=restart) if self._expert_load is not None else {},
                 )
             )
         # The first step of a process compiles and allocates, so the clock starts after it.
@@ -296,6 +302,7 @@ class RunLoop(pl.Callback):
             raise self._diverged(f"training diverged at step {step}: validation loss {val_loss}")
         figures = {"val_loss": val_loss} | ({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})
         self._journal.report_validation(step, figures)
+        self._keep_load(draw=True)
         return figures
 
     def _is_told_to_stop(self) -> bool:
@@ -330,11 +337,18 @@ class RunLoop(pl.Callback):
         state = self._policy.state().model_copy(update={"validation_due": self.owes_validation})
         if self._early is not None:
             state = state.model_copy(update={"patience": self._early.state})
+        if self._expert_load is not None:
+            state = state.model_copy(update={"expert_load": self._expert_load.sums})
+            self._keep_load(draw=False)
         finite = {name: value for name, value in figures.items() if math.isfinite(value)}
         with self._observers.phase("checkpoint"):
             self.checkpoint = self._save(module.step, finite, state)
         self._saved_at = time.monotonic()
         self._saved_just_now = True
+
+    def _keep_load(self, *, draw: bool, last: bool = False) -> None:
+        if self._expert_load is not None:
+            self._expert_load.keep(draw=draw, last=last)
 
     def _diverged(self, what: str) -> UserError:
         saved = checkpoint_paths(self._checkpoints)

@@ -43,5 +43,7 @@ class LoopState(Block):
     validation_due: bool = False
     """Whether a signal left no time for the validation of this step: it is the first thing that a process does which
     goes on from here."""
+    expert_load: Annotated[tuple[Annotated[tuple[float, ...], Field(strict=False)], ...], Field(strict=False)] = ()
+    """For each layer with experts what it counted since the last regular report; empty right after one."""
     patience: Patience = Patience.model_validate({})
     """Where early stopping stands."""

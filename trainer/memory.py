@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from ..kernels.moe.routing import capacity_of
 from ..models.build import plan_model
 from ..models.config.counting import count_parameters
 from ..models.config.families import family_slice
+from ..models.config.slices import StackSlice
 from ..models.config.t5 import T5Keys
 from .config.schema import AnyModelBlock, RootBlock
 from .determinism import attention_flags
@@ -23,6 +25,8 @@ from .precision import PrecisionPlan
 from .sample_form import sample_form
 
 _GIB = 2**30
+_EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+_EXPERT_ROWS = ("moe_router_topk", "moe_expert_capacity_factor", "ffn_hidden_size", "moe_ffn_hidden_size")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -31,9 +35,9 @@ def check_memory(
 ) -> None:
     """Refuse a run that needs more memory than its device, or its host, has.
 
-    The bound holds for any run: weights, gradients and the optimizer's state; the input of each layer, which the
-    backward pass needs; the mask that keeps packed documents apart; the prepared batches. A run that passes may still
-    be too large.
+    The bound holds for any run: weights, gradients and the optimizer's state; the input of each layer and what goes
+    through its experts, which the backward pass needs; the mask that keeps packed documents apart; the prepared
+    batches. A run that passes may still be too large.
 
     Args:
         root: the keys.
@@ -61,8 +65,10 @@ def check_memory(
     weights = parameters * 2 * width // (1 if layout is None or layout.whole_weights else shards)
     state = weights + (parameters * main + kept * (main or width) + averaged) // shards + table
     narrow = (precision.autocast or precision.weights).itemsize
-    kept_inputs = sum(stack.hidden_size * stack.num_layers * n for stack, n in zip(stacks, lengths, strict=True))
-    activations = keys.micro_batch_size * kept_inputs * narrow
+    tokens = [keys.micro_batch_size * length for length in lengths]
+    kept_inputs = sum(stack.hidden_size * stack.num_layers * n for stack, n in zip(stacks, tokens, strict=True))
+    kept_in_experts = sum(_kept_in_experts(stack, n) for stack, n in zip(stacks, tokens, strict=True))
+    activations = (kept_inputs + kept_in_experts) * narrow
     mask = _mask_bytes(root, precision, device)
     # tokens and labels in int64, and the numbers of documents in int32
     numbers = 4 * (form.packed or form.restart)
@@ -74,23 +80,27 @@ def check_memory(
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
     each = " in each process" if ranks > 1 else ""
     if isinstance(keys, T5Keys):
-        length, packs = "seq_length data.seq_length_dec", "packed_sequence"
-        sizes = ("num_layers", "hidden_size", "ffn_hidden_size")
-        stacked = " ".join(f"{stack}.{size}" for stack in ("encoder", "decoder") for size in sizes)
+        length, packs, places = "seq_length data.seq_length_dec", "packed_sequence", ("encoder.", "decoder.")
     else:
-        length, packs, stacked = "encoder_seq_length", "reset_attention_mask", "num_layers hidden_size ffn_hidden_size"
+        length, packs, places = "encoder_seq_length", "reset_attention_mask", ("",)
+    depth, width, rows = [], [], []
+    for place, stack in zip(places, stacks, strict=True):
+        depth += [f"{place}num_layers", f"{place}hidden_size"]
+        width += [f"{place}ffn_hidden_size", *(f"{place}{size}" for size in _EXPERT_SIZES if stack.moe)]
+        rows += [f"{place}{size}" for size in _EXPERT_ROWS if stack.moe]
     for need, has, what, names in (
         (
             state,
             available,
             f"{parameters:,} parameters with their gradients and optimizer state need{each}",
-            f"{stacked} {length} max_position_embeddings override_vocab_size make_vocab_size_divisible_by",
+            f"{' '.join(depth + width)} {length} max_position_embeddings override_vocab_size "
+            "make_vocab_size_divisible_by",
         ),
         (
             state + activations,
             available,
             "the model and the activations of one micro batch need",
-            f"micro_batch_size {length} {stacked.replace('ffn_hidden_size', '')}",
+            f"micro_batch_size {length} {' '.join(depth + rows)}",
         ),
         (
             state + activations + mask,
@@ -108,6 +118,22 @@ def check_memory(
                     f"    it follows from {values} below `model`; use smaller ones",
                 ]
             )
+
+
+def _kept_in_experts(stack: StackSlice, tokens: int) -> int:
+    """Numbers that the layers with experts keep of a micro batch at least: what comes out of the first projections.
+
+    Each of the `topk` experts of a token has a row, as far as their capacity allows; with padding every expert has as
+    many rows as its capacity.
+    """
+    moe = stack.moe
+    if moe is None or moe.recompute:
+        return 0
+    rows = tokens * moe.topk
+    if moe.capacity_factor is not None:
+        capacity = capacity_of(tokens, moe.experts, moe.topk, moe.capacity_factor)
+        rows = capacity * moe.experts if moe.pad_to_capacity else min(rows, capacity * moe.experts)
+    return sum(moe.layers) * rows * moe.ffn_hidden_size * (2 if stack.mlp.gated else 1)
 
 
 def _mask_bytes(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> int:

@@ -6,8 +6,9 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ class StepReport:
         tokens_per_second: the same as a rate.
         mfu: model FLOPs over the dense bf16 peak of all cards of the run.
         memory_gib: peak memory of the device, or of the process on a CPU.
+        experts: the load of the experts since the last regular report (`ExpertLoad.read`); empty without experts.
     """
 
     step: int
@@ -46,12 +48,13 @@ class StepReport:
     tokens_per_second: float | None = None
     mfu: float | None = None
     memory_gib: float | None = None
+    experts: Mapping[str, float] = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
         """Name to value, of those that were measured."""
         fields = ("loss", "grad_norm", "lr", "consumed_samples", "skipped_steps", "step_seconds", "tokens_per_second")
         values = {name: getattr(self, name) for name in (*fields, "mfu", "memory_gib")}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None} | dict(self.experts)
 
 
 class Journal:

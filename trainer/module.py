@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .cuda_graph import Fields, RecordedMicroBatches, RunMicroBatch
 from .distributed.data_parallel import DataParallel
 from .distributed.ranks import Ranks
+from .expert_balance import ExpertBalance
 from .feed import BatchFeed, GlobalBatch
 from .optim.base import Optimizer
 from .precision import PrecisionPlan
@@ -39,6 +40,7 @@ class LanguageModule(pl.LightningModule):
         ranks: the processes of the run.
         data_parallel: what cut the model over them; None for one process.
         cuda_graph: run micro batches by recordings, see `cuda_graph.py`.
+        experts: goes with the steps of a model with experts.
 
     Attributes:
         optimizer_state: the optimizer itself; Lightning keeps a wrapper of its own.
@@ -60,6 +62,7 @@ class LanguageModule(pl.LightningModule):
         ranks: Ranks | None = None,
         data_parallel: DataParallel | None = None,
         cuda_graph: bool = False,
+        experts: ExpertBalance | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -77,6 +80,7 @@ class LanguageModule(pl.LightningModule):
         self._run: RunMicroBatch = self._loss_and_gradients
         if cuda_graph:
             self._run = RecordedMicroBatches(self._loss_and_gradients, model.parameters())
+        self.experts = experts
         self.lr = schedule(step)
         self.unread: list[tuple[Tensor, Tensor]] = []
 
@@ -98,6 +102,8 @@ class LanguageModule(pl.LightningModule):
         state = self.optimizer_state
         device = batch.labels.device
         targets = self.ranks.sum_(batch.targets).clamp(min=1)
+        if self.experts is not None:
+            self.experts.before_step(self.step)
         losses: list[Tensor] = []
         first, last = min(batch.numbers), max(batch.numbers)
         accumulates = len(batch.numbers) > 1 and not (self.data_parallel and self.data_parallel.takes_gradients)
@@ -117,6 +123,8 @@ class LanguageModule(pl.LightningModule):
             self.data_parallel.after_update()
         self.step += 1
         assert state.grad_norm is not None
+        if self.experts is not None:
+            self.experts.after_update(state.grad_norm)
         self.unread.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))
 
     def _loss_and_gradients(self, fields: Fields, targets: Tensor) -> Tensor:

@@ -101,8 +101,10 @@ class Panel:
             "" if report.mfu is None else f"MFU {report.mfu:.1%}",
             f"memory {_optional(report.memory_gib, '.2f')} GiB",
         ]
-        grid.add_row(*cells[:4])
-        grid.add_row(*cells[4:])
+        if "load_cv" in report.experts:
+            cells.append(f"load CV {report.experts['load_cv']:.2f}")
+        for first in range(0, len(cells), 4):
+            grid.add_row(*cells[first : first + 4])
         outer = Table.grid()
         outer.add_row(grid)
         outer.add_row(ProgressBar(total=self._max_steps, completed=report.step))
@@ -119,6 +121,8 @@ def step_line(report: StepReport, max_steps: int, remaining: float | None) -> st
         f"lr {report.lr:.2e}",
         f"grad norm {report.grad_norm:6.3f}",
     ]
+    if "load_cv" in report.experts:
+        parts.append(f"load CV {report.experts['load_cv']:5.2f}")
     if report.step_seconds is not None:
         parts.append(f"{report.step_seconds * 1e3:7.1f} ms/step")
     if report.tokens_per_second is not None:

@@ -12,7 +12,7 @@ from ..models.build import build_model as build_from_keys
 from ..models.config.families import family_slice
 from ..models.config.family_rules import stacks_of_keys
 from .batching import BatchPlan
-from .checkpoint import AVERAGE, OPTIMIZER, WEIGHTS, RunState
+from .checkpoint import AVERAGE, OPTIMIZER, WEIGHTS, RunState, weights_of
 from .checkpoint_writing import Content, apply_retention
 from .config.exp_manager import logged_name
 from .config.run_config import RunConfig
@@ -265,7 +265,7 @@ def build_save(
             }
         )
         tensors = {
-            WEIGHTS: {name: piece_of(parameter) for name, parameter in module.model.named_parameters()},
+            WEIGHTS: {name: piece_of(tensor) for name, tensor in weights_of(module.model).items()},
             OPTIMIZER: module.optimizer_state.pieces(),
         }
         if average is not None:

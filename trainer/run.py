@@ -22,6 +22,8 @@ from .development import overfitted, trial_of
 from .distributed.ranks import Ranks, describe_process
 from .errors import EXIT_DONE, UserError
 from .evaluation import EvaluationResult
+from .expert_balance import build_expert_balance
+from .expert_load import build_expert_load
 from .feed import BatchFeed
 from .fit import fit
 from .initial_weights import load_initial_weights
@@ -261,6 +263,7 @@ def _train(
         ranks=ranks,
         data_parallel=data_parallel,
         cuda_graph=uses_cuda_graph(root, device, ranks.world_size),
+        experts=build_expert_balance(root, model, lambda step: plan.size(step) // keys.micro_batch_size, ranks),
     )
     params = root.exp_manager.checkpoint_callback_params
     clean = build_clean(root, directory.checkpoints, stop)
@@ -281,6 +284,15 @@ def _train(
         answers_late=ranks.world_size > 1,
         average=average,
         observers=observers,
+        expert_load=build_expert_load(
+            root,
+            model,
+            directory.path,
+            ranks,
+            resumed_at=start.step,
+            state=start.loop.expert_load,
+            say=journal.say,
+        ),
     )
     if start.step >= root.trainer.max_steps and not loop.owes_validation:
         journal.say(

@@ -22,6 +22,7 @@ class TileConfig(NamedTuple):
         stages: steps whose loads are under way.
         together: tiles one above the other that are computed at about the same time, so that they share what they
             read in the L2 cache.
+        resident: programs that a multiprocessor holds at once.
     """
 
     rows: int
@@ -30,6 +31,7 @@ class TileConfig(NamedTuple):
     warps: int
     stages: int
     together: int = 8
+    resident: int = 1
 
 
 _INTERPRETER: dict[Kind, TileConfig] = {
@@ -47,19 +49,20 @@ _HOPPER: dict[Kind, TileConfig] = {
 
 # Ampere data centre GPUs: 163 KB, and registers hold the operands too
 _AMPERE: dict[Kind, TileConfig] = {
-    "gated": TileConfig(128, 64, 32, 8, 4),
-    "rows": TileConfig(128, 128, 32, 8, 4),
-    "outer": TileConfig(128, 128, 32, 8, 4),
+    "gated": TileConfig(128, 64, 32, 8, 4, resident=2),
+    "rows": TileConfig(128, 128, 32, 8, 4, resident=2),
+    "outer": TileConfig(128, 128, 32, 8, 4, resident=2),
 }
 
 # 99 KB: sm_86, sm_89, sm_120
 _SMALL: dict[Kind, TileConfig] = {
-    "gated": TileConfig(128, 64, 32, 8, 3),
-    "rows": TileConfig(128, 128, 32, 8, 3),
-    "outer": TileConfig(128, 128, 32, 8, 3),
+    "gated": TileConfig(128, 64, 32, 8, 3, resident=2),
+    "rows": TileConfig(128, 128, 32, 8, 3, resident=2),
+    "outer": TileConfig(128, 128, 32, 8, 3, resident=2),
 }
 
 LOW_ROWS = 64
+"""Height of a tile of `gated` and `rows` where experts have few rows; a table gives both the same height."""
 
 
 def device_capability(device: torch.device) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,17 @@ from torch import Tensor
 
 from ..activations import NONLINEARITIES
 from ..gated_activation import GATES
+from ..launch import triton_runs_on
+from .assignments import sorted_assignments
+from .fused import fused_experts
+from .grouped_matmul import Backend, why_not
+from .rows import by_triton
 from .sequential import sequential_experts
+from .written_out import padded_experts, written_out_experts
 
 Implementation = Literal["auto", "sequential", "grouped_mm", "triton", "padded"]
+
+_BACKENDS: dict[str, Backend] = {"triton": "triton", "grouped_mm": "torch", "sequential": "loop"}
 
 
 def expert_mlp(
@@ -48,8 +56,9 @@ def expert_mlp(
         kept: (T, k) bool; an assignment that is False costs nothing and adds nothing. None keeps all.
         capacity: only with `padded`: the rows that every expert computes. An expert must have no more kept tokens.
         dropout: probability of dropout after the nonlinearity; 0 outside training.
-        implementation: `sequential`, a loop over the experts, is the reference and reads counts on the host; the others
-            do not.
+        implementation: `triton`, our grouped matmuls, and `grouped_mm`, torch's (bf16, sm_90 or later), read nothing
+            on the host; `padded`, batched matmuls of `capacity` rows, neither; `sequential`, a loop over the experts,
+            the reference, reads counts on the host. `auto`: `triton` where it runs, else `sequential`.
 
     Returns:
         (T, h) in the dtype of `hidden`; products are summed over the k experts in fp32 (fp64 with fp64).
@@ -64,23 +73,33 @@ def expert_mlp(
         up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
     _check_shapes(hidden, experts, gates, up, down, gated, up_bias, down_bias, kept)
     _check_choices(nonlinearity, gated, capacity, dropout, implementation)
-    noise = None
-    if dropout:
-        width = down.shape[-1]
-        noise = F.dropout(hidden.new_ones(*experts.shape, width), dropout)
-    return sequential_experts(
-        hidden,
-        experts,
-        gates,
-        up,
-        down,
-        nonlinearity=nonlinearity,
-        gated=gated,
-        up_bias=up_bias,
-        down_bias=down_bias,
-        kept=kept,
-        noise=noise,
-    )
+    if implementation == "auto":
+        implementation = best_implementation(hidden)
+    noise = F.dropout(hidden.new_ones(*experts.shape, down.shape[-1]), dropout) if dropout else None
+    shared: Any = {
+        "nonlinearity": nonlinearity,
+        "gated": gated,
+        "up_bias": up_bias,
+        "down_bias": down_bias,
+    }
+    if capacity is not None:
+        return padded_experts(hidden, experts, gates, up, down, **shared, kept=kept, noise=noise, capacity=capacity)
+    # the loop's counts cannot be read in a compiled graph: there it is within an operation
+    if implementation == "sequential" and not torch.compiler.is_compiling():
+        return sequential_experts(hidden, experts, gates, up, down, **shared, kept=kept, noise=noise)
+    backend = _BACKENDS[implementation]
+    reason = why_not(backend, hidden, *up.shape[1:], down.shape[2])
+    if reason:
+        raise ValueError(f"`implementation` ({implementation}) {reason}; `sequential` runs everywhere.")
+    assignments = sorted_assignments(experts, len(up), kept)
+    if backend == "loop" or noise is not None or not by_triton(hidden):
+        return written_out_experts(hidden, gates, up, down, assignments, **shared, noise=noise, backend=backend)
+    return fused_experts(hidden, experts, gates, up, down, assignments, **shared, by_torch=backend == "torch")
+
+
+def best_implementation(hidden: Tensor) -> Implementation:
+    """What `auto` means for these tokens: our kernels where they run, else the loop."""
+    return "triton" if triton_runs_on(hidden) else "sequential"
 
 
 def _check_shapes(
@@ -95,8 +114,10 @@ def _check_shapes(
     kept: Tensor | None,
 ) -> None:
     """Raises ValueError, naming the argument, where shapes or dtypes do not fit."""
-    if hidden.ndim != 2 or not hidden.is_floating_point():
-        raise ValueError(f"`hidden` {tuple(hidden.shape)} of {hidden.dtype} must be (tokens, width) and floating.")
+    if hidden.ndim != 2 or not hidden.numel() or not hidden.is_floating_point():
+        raise ValueError(
+            f"`hidden` {tuple(hidden.shape)} of {hidden.dtype} must be (tokens, width), floating, not empty."
+        )
     tokens, width = hidden.shape
     if experts.ndim != 2 or len(experts) != tokens or experts.dtype != torch.int64:
         raise ValueError(f"`experts` {tuple(experts.shape)} of {experts.dtype} must be ({tokens}, k) of int64.")

@@ -39,11 +39,7 @@ def _tile_place(tile, row_tiles, column_tiles, TOGETHER: tl.constexpr):
 @jit
 def _loaded(pointers, first, stop, inside, MASKED: tl.constexpr):
     """A tile; where it may reach beyond its matrix (MASKED), zeros there."""
-    if MASKED:
-        tile = tl.load(pointers, mask=(first < stop) & inside, other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
+    return tl.load(pointers, mask=(first < stop) & inside, other=0.0) if MASKED else tl.load(pointers)
 
 
 @jit
@@ -78,7 +74,7 @@ def rows_kernel(
         inside = row < stop
         # rows beyond the tile read its first row; they are not stored
         if GATHER:
-            source = tl.load(order_pointer + row, mask=inside & used, other=0) // topk
+            source = tl.load(order_pointer + row, mask=row < tl.where(used, stop, 0), other=0) // topk
         else:
             source = tl.where(inside, row, first)
         column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -105,10 +101,11 @@ def rows_kernel(
         stored = inside[:, None] & in_width[None, :]
         element = out_pointer.dtype.element_ty
         if BIAS:
-            bias = bias_pointer + expert.to(tl.int64) * out_width + column
-            total += tl.load(bias, mask=in_width & used, other=0.0).to(tl.float32)[None, :]
+            bias = bias_pointer + tl.where(used, expert, 0).to(tl.int64) * out_width + column
+            taken = tl.where(used, 1.0, 0.0)
+            total += tl.load(bias, mask=in_width, other=0.0).to(tl.float32)[None, :] * taken
             if GATED:
-                up_total += tl.load(bias + width, mask=in_width & used, other=0.0).to(tl.float32)[None, :]
+                up_total += tl.load(bias + width, mask=in_width, other=0.0).to(tl.float32)[None, :] * taken
         out = out_pointer + row.to(tl.int64)[:, None] * out_width + column[None, :]
         result = rounded(total, element)
         tl.store(out, result, mask=stored)
@@ -131,7 +128,7 @@ def outer_kernel(
     EVEN_HEIGHT: tl.constexpr, EVEN_WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = sum over the rows r of expert e of left[r]^T right[r], 0 without rows; one program: a tile of one expert.
+    """out[e] = sum over the rows r of expert e of left[r]^T right[r], 0 without rows; one program: a tile of an expert.
 
     The programs of the experts with the most rows come first: what is left for the end is short.
     left_pointer: (rows, height), or with GATHER_LEFT (tokens, height), of which a row reads order[r] // topk.

@@ -172,30 +172,45 @@ def sinkhorn_choice(logits: Tensor, topk: int, *, training: bool, real: Tensor |
     return Choice(experts, scores.gather(1, experts))
 
 
-@torch.library.custom_op("stoker::sinkhorn_column_factors", mutates_args=())
-def _column_factors(logits: Tensor, real: Tensor | None) -> Tensor:
-    """The factor of each column that `sinkhorn_choice` needs, (E,): finite and above 0 for any logits.
+def sinkhorn_column_factors(logits: Tensor, real: Tensor | None = None) -> Tensor:
+    """The factors (E,) of the columns of exp(logits) in `sinkhorn_choice`: finite and above 0 whatever the logits.
 
-    One operation for the compiler, which would unroll the iteration. A row's maximum is subtracted first: the factor
-    of the row takes it up, and exp cannot overflow. On CUDA all iterations are run, without effect after the one that
-    a loop would have ended with: to ask would be to wait for the device.
+    From factors of 1, rows and columns are scaled in turn, until the column factors change by 1e-4 or less in the mean,
+    100 times at most. A row's maximum is subtracted first: the factor of the row takes it up, and exp cannot overflow.
+
+    Args:
+        logits: fp32 or fp64 (T, E).
+        real: bool (T,), False for rows that take no part; None where all do.
     """
     matrix = (logits - logits.amax(dim=1, keepdim=True)).exp()
-    tokens: Tensor | int = len(matrix) if real is None else real.sum().clamp(min=1)
+    tokens: Tensor | int = len(matrix)
+    if real is not None:
+        matrix = matrix.masked_fill(~real[:, None], 0.0)
+        tokens = real.sum().clamp(min=1)
     columns = matrix.new_ones(matrix.shape[1])
     done = torch.zeros((), dtype=torch.bool, device=matrix.device)
     for _ in range(SINKHORN_ITERATIONS):
         rows = 1.0 / (tokens * ((matrix * columns).sum(dim=1, keepdim=True) + SINKHORN_FLOOR))
-        counted = matrix * (rows if real is None else rows.masked_fill(~real[:, None], 0.0))
-        update = 1.0 / (len(columns) * (counted.sum(dim=0) + SINKHORN_FLOOR))
+        update = 1.0 / (len(columns) * ((matrix * rows).sum(dim=0) + SINKHORN_FLOOR))
         change = (update - columns).abs().mean()
         # numbers that are not finite, of logits that are not, end it with the last factors that were
         stop = done | ~change.isfinite()
         columns = torch.where(stop, columns, update)
         done = stop | (change <= SINKHORN_TOLERANCE)
-        if not done.is_cuda and done:
+        if _is_known(done):
             break
     return columns
+
+
+def _is_known(done: Tensor) -> bool:
+    """Whether `done` is seen without waiting for a device. Elsewhere iterations go on, without effect."""
+    return done.device.type == "cpu" and bool(done)
+
+
+@torch.library.custom_op("stoker::sinkhorn_column_factors", mutates_args=())
+def _column_factors(logits: Tensor, real: Tensor | None) -> Tensor:
+    """One operation for the compiler, which would unroll the iteration."""
+    return sinkhorn_column_factors(logits, real)
 
 
 @_column_factors.register_fake
@@ -350,9 +365,9 @@ class _WithLossGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
-        return gradient, scale.expand(()), None
+        return gradients[0], scale, None
 
 
 def with_loss_gradient(tensor: Tensor, loss: Tensor, scale: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class MoE(nn.Module):
         return output, routed.sums
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Counts begin anew, for a cast loses some and a move from the meta device leaves them empty; the bias is kept."""
+        """Counts begin anew: a cast loses some, and a move from the meta device leaves them empty. The bias is kept."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         device, number = self.router.weight.device, len(self.router.weight)

@@ -51,7 +51,8 @@ def hf_mixtral(*, experts: str, compiled: bool) -> Step:
         "experts_implementation": experts,
     }
     with torch.device("cuda"):
-        model = MixtralForCausalLM(MixtralConfig(**facts)).to(torch.bfloat16).train()
+        model: Any = MixtralForCausalLM(MixtralConfig(**facts))
+    model.to(torch.bfloat16).train()
     if compiled:
         for layer in model.model.layers:
             layer.compile()
