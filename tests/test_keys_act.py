@@ -21,6 +21,7 @@ import pytest
 import torch
 from config_helpers import gpt, load, problems
 from tiny_run import tiny_document
+from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.call import AttentionCall, Installed
 from stoker.kernels.attention.dispatch import choose
@@ -30,6 +31,8 @@ from stoker.models.build import compile_policy
 from stoker.models.config.block import Block
 from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
+from stoker.models.moe import experts as experts_module
+from stoker.models.moe.layers import moe_layers
 from stoker.models.stack import Layer
 from stoker.trainer import cli, feed, loggers, module, parts, profiling, run, saving
 from stoker.trainer.checkpoint import find_checkpoint
@@ -169,6 +172,52 @@ def training_loss(lab: Lab, changes: Changes) -> Any:
     tokens = torch.arange(8).repeat(2, 1)
     module.seed_generators(module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
     return model.loss(tokens, tokens, 1.0).item()
+
+
+def gradients(lab: Lab, changes: Changes) -> Any:
+    """Of one micro batch, seeded as in training."""
+    model = lab.model(changes)
+    tokens = torch.arange(8).repeat(2, 1)
+    module.seed_generators(module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
+    model.loss(tokens, tokens, 1.0).backward()
+    return {name: fingerprint(value.grad) for name, value in model.named_parameters() if value.grad is not None}
+
+
+def flops(lab: Lab, changes: Changes) -> Any:
+    """Of matrices, in a forward pass."""
+    model = lab.model(changes).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(8).repeat(2, 1))
+    return counter.get_total_flops()
+
+
+def routings(lab: Lab, changes: Changes) -> Any:
+    """How often the router of the first layer runs in a training step, and in which dtype."""
+    model = lab.model(changes)
+    (router, *_) = (layer.router for layer in moe_layers(model).values())
+    seen: list[torch.dtype] = []
+    router.register_forward_hook(lambda _module, _arguments, routed: seen.append(routed.choice.gates.dtype))
+    model.loss(torch.arange(8)[None], torch.arange(8)[None], 1.0).backward()
+    return seen
+
+
+def expert_implementation(lab: Lab, changes: Changes) -> Any:
+    """What the experts are calculated with."""
+    seen: list[str] = []
+    calculate = experts_module.expert_mlp
+
+    def note(*arguments: Any, implementation: Any, **more: Any) -> torch.Tensor:
+        seen.append(implementation)
+        return calculate(*arguments, implementation=implementation, **more)
+
+    with lab.monkeypatch.context() as patch:
+        patch.setattr(experts_module, "expert_mlp", note)
+        training_loss(lab, changes)
+    return seen
+
+
+def logged_names(lab: Lab, changes: Changes) -> Any:
+    return {name for row in lab.metrics(changes) for name in row}
 
 
 def attention_backends(lab: Lab, changes: Changes) -> Any:
@@ -454,6 +503,11 @@ class Row:
         return f"{self.key}-{self.observable.__name__}"
 
 
+MOE = {MODEL + "num_moe_experts": 4, MODEL + "num_layers": 2}
+LIMITED = {**MOE, MODEL + "moe_expert_capacity_factor": 0.5}
+ROOMY = {**MOE, MODEL + "moe_expert_capacity_factor": 1.5}
+SIGMOID = {**MOE, MODEL + "moe_router_score_function": "sigmoid"}
+NUDGED = {**SIGMOID, MODEL + "moe_router_enable_expert_bias": True}
 ROPE = {"model.position_embedding_type": "rope"}
 STRETCHED = {**ROPE, "model.rotary_scaling": "llama3", "model.rotary_original_length": 8}
 YARN = {**ROPE, "model.rotary_scaling": "yarn", "model.rotary_original_length": 1000}
@@ -474,6 +528,28 @@ STOPS = {**EVERY, "exp_manager.create_early_stopping_callback": True}
 AVERAGES = {**VALIDATES, "exp_manager.ema.enable": True, "exp_manager.ema.decay": 0.9}
 
 ROWS = [
+    Row(MODEL + "num_moe_experts", 4, shapes),
+    Row(MODEL + "moe_router_topk", 3, logits, MOE),
+    Row(MODEL + "moe_aux_loss_coeff", 0.5, gradients, MOE),
+    Row(MODEL + "moe_z_loss_coeff", 0.5, gradients, MOE),
+    Row(MODEL + "moe_input_jitter_eps", 0.5, gradients, MOE),
+    Row(MODEL + "moe_token_dropping", True, flops, ROOMY),
+    Row(MODEL + "moe_per_layer_logging", True, logged_names, MOE),
+    Row(MODEL + "moe_expert_capacity_factor", 0.5, logits, MOE),
+    Row(MODEL + "moe_pad_expert_input_to_capacity", True, flops, ROOMY),
+    Row(MODEL + "moe_layer_recompute", True, routings, MOE),
+    Row(MODEL + "moe_grouped_gemm", False, expert_implementation, MOE),
+    Row(MODEL + "moe_router_pre_softmax", True, logits, MOE),
+    Row(MODEL + "moe_ffn_hidden_size", 8, shapes, MOE),
+    Row(MODEL + "moe_layer_freq", [0, 1], shapes, MOE),
+    Row(MODEL + "moe_frequency", 2, shapes, MOE),
+    Row(MODEL + "moe_dropout", 0.5, gradients, MOE),
+    Row(MODEL + "moe_shared_expert_intermediate_size", 8, shapes, MOE),
+    Row(MODEL + "moe_router_enable_expert_bias", True, trained, SIGMOID),
+    Row(MODEL + "moe_router_bias_update_rate", 0.5, trained, NUDGED),
+    Row(MODEL + "moe_router_topk_scaling_factor", 2.0, logits, MOE),
+    Row(MODEL + "moe_router_num_groups", 2, logits, {**MOE, MODEL + "moe_router_group_topk": 1}),
+    Row(MODEL + "moe_router_group_topk", 1, logits, {**MOE, MODEL + "moe_router_num_groups": 2}),
     Row("name", "other", place),
     Row(TRAINER + "max_steps", 2, reported_steps),
     Row(TRAINER + "max_steps", 3, learning_rates),
@@ -774,6 +850,13 @@ VALUES = {
     MODEL + "normalization": Values(normalization, {}),
     MODEL + "activation": Values(activation, {f"fast-{name}": name for name in ("geglu", "swiglu", "reglu")}),
     MODEL + "position_embedding_type": Values(logits, {}),
+    MODEL + "moe_router_load_balancing_type": Values(gradients, {}, {**MOE, MODEL + "moe_aux_loss_coeff": 0.5}),
+    MODEL + "moe_token_dispatcher_type": Values(  # each process has all experts; `test_config_moe.py` has what is said
+        logits, dict.fromkeys(("alltoall", "alltoall_seq", "flex"), "allgather"), MOE
+    ),
+    MODEL + "moe_token_drop_policy": Values(logits, {}, LIMITED),
+    MODEL + "moe_router_dtype": Values(routings, {}, MOE),
+    MODEL + "moe_router_score_function": Values(logits, {}, MOE),
     MODEL + "rotary_scaling": Values(logits, {}, {**ROPE, MODEL + "rotary_original_length": 8}),
     MODEL + "attention_backend": Values(
         hopper_backend, {"auto": "sdpa_cudnn", "fused": "sdpa_cudnn", "flash": "triton"}

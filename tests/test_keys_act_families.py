@@ -35,6 +35,7 @@ BERT: dict[str, Any] = COMMON | STACK | {"family": "bert", "encoder_seq_length":
 ROPE = {"position_embedding_type": "rope"}
 LLAMA3 = ROPE | {"rotary_scaling": "llama3"}
 RELATIVE = {"position_embedding_type": "relative"}
+MOE = {"num_moe_experts": 4}
 
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "num_layers": (2, {}),
@@ -79,10 +80,35 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "attention_backend": ("unfused", {}),
     "transformer_engine": (False, {}),
     "masked_softmax_fusion": (False, {}),
+    "num_moe_experts": (8, {}),
+    "moe_router_topk": (3, MOE),
+    "moe_router_load_balancing_type": ("none", MOE),
+    "moe_aux_loss_coeff": (0.1, MOE | {"moe_router_topk": 2}),
+    "moe_z_loss_coeff": (0.1, MOE),
+    "moe_input_jitter_eps": (0.1, MOE),
+    "moe_token_dropping": (True, MOE),
+    "moe_expert_capacity_factor": (2.0, MOE),
+    "moe_pad_expert_input_to_capacity": (True, MOE),
+    "moe_token_drop_policy": ("position", MOE),
+    "moe_layer_recompute": (True, MOE),
+    "moe_grouped_gemm": (False, MOE),
+    "moe_router_pre_softmax": (True, MOE),
+    "moe_ffn_hidden_size": (8, MOE),
+    "moe_layer_freq": (2, MOE | {"num_layers": 2}),
+    "moe_frequency": (2, MOE | {"num_layers": 2}),
+    "moe_dropout": (0.1, MOE),
+    "moe_shared_expert_intermediate_size": (8, MOE),
+    "moe_router_dtype": ("fp64", MOE),
+    "moe_router_score_function": ("sigmoid", MOE),
+    "moe_router_enable_expert_bias": (True, MOE),
+    "moe_router_bias_update_rate": (0.1, MOE | {"moe_router_enable_expert_bias": True}),
+    "moe_router_topk_scaling_factor": (2.0, MOE),
+    "moe_router_num_groups": (2, MOE | {"moe_router_group_topk": 1}),
+    "moe_router_group_topk": (1, MOE | {"moe_router_num_groups": 2}),
 }
 """Another value for each key of a stack, and what must be set for it to act."""
-WITHOUT_EFFECT = {"apply_query_key_layer_scaling"}
-"""Warned of, by test_config_rules.py."""
+ELSEWHERE = {"apply_query_key_layer_scaling", "moe_token_dispatcher_type", "moe_per_layer_logging"}
+"""Not about the model: the first two change nothing, which is told, the third is about what is logged."""
 
 
 def root_of(model: dict[str, Any], changes: dict[str, Any]) -> RootBlock:
@@ -100,7 +126,7 @@ def sliced(changes: dict[str, Any]) -> T5Slice:
 
 
 def test_every_key_of_a_stack_is_tried() -> None:
-    assert set(OTHER) | WITHOUT_EFFECT == set(StackKeys.model_fields)
+    assert set(OTHER) | ELSEWHERE == set(StackKeys.model_fields)
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -182,5 +208,5 @@ def test_a_key_around_the_stacks_acts(
 @pytest.mark.parametrize("family", ["t5", "bert"])
 def test_no_key_is_left_out(family: Family) -> None:
     own = set(schema_keys(family)) - set(schema_keys())
-    stacks = {f"model.{stack}.{name}" for stack in ("encoder", "decoder") for name in (*OTHER, *WITHOUT_EFFECT)}
+    stacks = {f"model.{stack}.{name}" for stack in ("encoder", "decoder") for name in (*OTHER, *ELSEWHERE)}
     assert own <= {row[0] for row in AROUND[family]} | stacks

@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..models.config.family_rules import stacks_of_keys
+from ..models.config.moe_slice import moe_slice
+from ..models.config.stack import StackKeys
+from ..models.config.t5 import T5Keys
 from .config.schema import RootBlock
 from .errors import UserError
 from .memory import is_out_of_memory
@@ -46,16 +50,25 @@ def uses_cuda_graph(root: RootBlock, device: torch.device, processes: int) -> bo
     """Whether micro batches are recorded: `model.enable_cuda_graph`, where null means wherever they can be.
 
     Raises:
-        UserError: they shall be, but the device is not CUDA, or there are several processes.
+        UserError: they shall be, but the device is not CUDA, there are several processes, or the host has to wait.
     """
     wish, reason = root.model.enable_cuda_graph, None
     if device.type != "cuda":
         reason = f"records work of a CUDA device, but this run is on {device.type}"
     elif processes > 1:
         reason = f"records no communication, but this run has {processes} processes"
+    elif any(
+        _reads_counts(stack, of_t5=isinstance(root.model, T5Keys)) for stack in stacks_of_keys(root.model).values()
+    ):
+        reason = "records no waits of the host, which `moe_grouped_gemm` (False) needs"
     if wish and reason:
         raise UserError(f"`model.enable_cuda_graph` (True) {reason}; use model.enable_cuda_graph=False")
     return wish is not False and reason is None
+
+
+def _reads_counts(keys: StackKeys, *, of_t5: bool) -> bool:
+    moe = moe_slice(keys, of_t5=of_t5)
+    return moe is not None and moe.reads_counts
 
 
 def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: list[nn.Parameter]) -> Recording:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ _PART_FOR_PICTURES = 0.02
 """Of the time of a run: a picture takes a second."""
 _NAME = re.compile(r"(?P<stack>\w+)\.layers\.(?P<number>\d+)\.mlp")
 
-Sums = Sequence[Sequence[float]]
+Sums = tuple[tuple[float, ...], ...]
 """For each layer what `MoE.statistics` holds, added up over reports and ranks."""
 
 
@@ -79,8 +80,8 @@ class ExpertLoad:
         if self._load_map is not None:
             tokens = [sums[:experts] for sums, experts in zip(fresh, self._experts, strict=True)]
             self._load_map.add(step, tokens, regular=restart)
-        known = self.sums or [[0.0] * len(sums) for sums in fresh]
-        total = [[a + b for a, b in zip(old, new, strict=True)] for old, new in zip(known, fresh, strict=True)]
+        known = self.sums or tuple((0.0,) * len(sums) for sums in fresh)
+        total = tuple(tuple(map(add, old, new)) for old, new in zip(known, fresh, strict=True))
         self.sums = () if restart else total
         return self._figures(total)
 
@@ -121,13 +122,13 @@ class ExpertLoad:
             together = together.double()  # counts of all ranks may be beyond the integers of fp32
         values = self._ranks.sum_(together).cpu().split([len(layer) for layer in statistics])
         torch._foreach_zero_(statistics)  # pyright: ignore[reportPrivateImportUsage]
-        return [layer.tolist() if layer.isfinite().all() else [0.0] * len(layer) for layer in values]
+        return tuple(tuple(layer.tolist()) if layer.isfinite().all() else (0.0,) * len(layer) for layer in values)
 
     def _figures(self, total: Sums) -> dict[str, float]:
         layers = {
             index: _figures_of(np.array(sums[:experts]), dict(zip(SUMS, sums[experts:], strict=True)))
             for index, (sums, experts) in enumerate(zip(total, self._experts, strict=True))
-            if sums[-1]
+            if any(sums[:experts])  # else nothing but padding came by, or nothing at all
         }
         if not layers:
             return {}

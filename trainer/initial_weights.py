@@ -19,6 +19,9 @@ _KEY = "model.restore_from_path"
 _SAME_FUNCTION = {
     *("hidden_dropout", "attention_dropout", "ffn_dropout", "init_method_std", "use_scaled_init_method"),
     *("use_flash_attention", "attention_backend", "transformer_engine", "masked_softmax_fusion"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_dropout", "moe_router_bias_update_rate"),
+    *("moe_layer_recompute", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_per_layer_logging"),
+    "moe_router_dtype",
 }
 """Keys of a stack that leave it the same function of its weights."""
 

@@ -9,6 +9,7 @@ import torch
 
 from ..models.build import LanguageModel, parameter_count, plan_model
 from ..models.build import build_model as build_from_keys
+from ..models.config.counting import count_parameters
 from ..models.config.families import family_slice
 from ..models.config.family_rules import stacks_of_keys
 from .batching import BatchPlan
@@ -330,7 +331,17 @@ def describe(
     stacks = stacks_of_keys(keys)
     layers = " and ".join(str(stack.num_layers) for stack in stacks.values())
     width = next(iter(stacks.values())).hidden_size
-    yield f"model {parameter_count(model):,} parameters, {layers} layers, hidden size {width}"
+    parameters, active = parameter_count(model), count_parameters(keys, data.vocab_size, form, active=True)
+    each = f" ({active:,} for each token)" if active < parameters else ""
+    yield f"model {parameters:,} parameters{each}, {layers} layers, hidden size {width}"
+    described = family_slice(keys, vocab_size=data.vocab_size, form=form)
+    for at, stack in zip(stacks, described.stacks, strict=True):
+        if (moe := stack.moe) is not None:
+            yield (
+                f"experts {f'of the {at[:-1]} ' if at else ''}{moe.experts}, {moe.topk} for each token, in "
+                f"{sum(moe.layers)} of {stack.num_layers} layers; balancing {moe.balancing}"
+                f"{f' times {moe.aux_loss:g}' if moe.balancing == 'aux_loss' else ''}"
+            )
     attention = ", ".join(
         f"{kind} {decision.backend}{' (packed)' * decision.call.packed}"
         for kind, decision in model.attention_decisions.items()

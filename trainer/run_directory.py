@@ -33,7 +33,7 @@ class RunDirectory:
 
     Attributes:
         path: holds config.resolved.json, environment.json, metrics.jsonl, run.log, and what the keys ask for:
-            tensorboard/, metrics.csv, files/, profile/.
+            tensorboard/, metrics.csv, files/, profile/, expert_load.json.
         checkpoints: holds the `step-N` directories.
         locks: keep other processes out of the run directory, and of a `checkpoints` elsewhere, for as long as they are
             open; None where files cannot be locked.

@@ -8,7 +8,7 @@ import torch
 
 from ..launch import INTERPRETED
 
-Kind = Literal["gated", "rows", "outer"]
+Kind = Literal["gated", "activated", "rows", "outer"]
 
 
 class TileConfig(NamedTuple):
@@ -34,31 +34,45 @@ class TileConfig(NamedTuple):
     resident: int = 1
 
 
-_INTERPRETER: dict[Kind, TileConfig] = {
+_Table = dict[Kind, TileConfig]  # all kinds but `outer` have tiles of the same height
+
+_INTERPRETER: _Table = {
     "gated": TileConfig(16, 16, 16, 4, 1, 2),
+    "activated": TileConfig(16, 32, 16, 4, 1, 2),
     "rows": TileConfig(16, 32, 16, 4, 1, 2),
     "outer": TileConfig(16, 32, 16, 4, 1, 2),
 }
 
 # Hopper and Blackwell data centre GPUs: 227 KB of shared memory, two warp groups share a tile
-_HOPPER: dict[Kind, TileConfig] = {
+_HOPPER: _Table = {
     "gated": TileConfig(128, 128, 64, 8, 3),
+    "activated": TileConfig(128, 128, 64, 8, 4),
     "rows": TileConfig(128, 256, 64, 8, 3),
     "outer": TileConfig(128, 256, 64, 8, 3),
 }
 
 # Ampere data centre GPUs: 163 KB, and registers hold the operands too
-_AMPERE: dict[Kind, TileConfig] = {
-    "gated": TileConfig(128, 64, 32, 8, 4, resident=2),
-    "rows": TileConfig(128, 128, 32, 8, 4, resident=2),
-    "outer": TileConfig(128, 128, 32, 8, 4, resident=2),
+_AMPERE: _Table = {
+    "gated": TileConfig(128, 64, 32, 8, 4),
+    "activated": TileConfig(128, 128, 32, 8, 4),
+    "rows": TileConfig(128, 256, 32, 8, 4),
+    "outer": TileConfig(128, 128, 32, 8, 5),
 }
 
 # 99 KB: sm_86, sm_89, sm_120
-_SMALL: dict[Kind, TileConfig] = {
-    "gated": TileConfig(128, 64, 32, 8, 3, resident=2),
-    "rows": TileConfig(128, 128, 32, 8, 3, resident=2),
-    "outer": TileConfig(128, 128, 32, 8, 3, resident=2),
+_SMALL: _Table = {
+    "gated": TileConfig(128, 64, 32, 8, 4),
+    "activated": TileConfig(128, 128, 32, 8, 4),
+    "rows": TileConfig(128, 128, 32, 8, 4),
+    "outer": TileConfig(128, 128, 32, 8, 5),
+}
+
+# fp32, and rows that do not start at multiples of 16 elements, which are read one by one
+_FP32: _Table = {
+    "gated": TileConfig(64, 32, 32, 8, 2),
+    "activated": TileConfig(64, 64, 32, 8, 2),
+    "rows": TileConfig(64, 64, 32, 8, 2),
+    "outer": TileConfig(64, 64, 32, 8, 2),
 }
 
 LOW_ROWS = 64
@@ -73,18 +87,30 @@ def device_capability(device: torch.device) -> int | None:
     return 10 * major + minor
 
 
-def tile_config(kind: Kind, dtype: torch.dtype, capability: int | None, *, low: bool = False) -> TileConfig:
+def tile_config(
+    kind: Kind,
+    dtype: torch.dtype,
+    capability: int | None,
+    *,
+    low: bool = False,
+    aligned: bool = True,
+    erf: bool = False,
+) -> TileConfig:
     """Config of a kernel.
 
     Args:
-        kind: `rows`, rows of an expert times its matrix; `gated`, that with the gated activation behind it; `outer`,
-            the gradient of an expert's matrix.
-        dtype: of the operands; the tiles of fp32 are smaller.
+        kind: `rows`, rows of an expert times its matrix; `activated` and `gated`, that with an activation or a gated
+            one behind it; `outer`, the gradient of an expert's matrix.
+        dtype: of the operands.
         capability: of the GPU, 90 for sm_90; None in the interpreter.
         low: the experts have so few rows that tiles of `LOW_ROWS` waste less.
+        aligned: all widths and strides are multiples of 16 elements.
+        erf: the activation is the exact GELU, whose numbers need the registers of half a gated tile.
     """
     if capability is None:
         return _INTERPRETER[kind]
+    if dtype == torch.float32 or not aligned:
+        return _FP32[kind]
     if capability in (80, 87):
         config = _AMPERE[kind]
     elif 90 <= capability < 120:
@@ -93,12 +119,16 @@ def tile_config(kind: Kind, dtype: torch.dtype, capability: int | None, *, low: 
         config = _SMALL[kind]
     if low and kind != "outer":
         config = config._replace(rows=LOW_ROWS)
-    if dtype == torch.float32:
-        columns = 32 if kind == "gated" else 64
-        config = config._replace(rows=64, columns=columns, depth=32, warps=4, stages=2)
+    if erf and kind == "gated" and config.columns > 64:
+        config = config._replace(columns=64, stages=config.stages + 1)
     return config
 
 
 def is_low(rows: int, experts: int) -> bool:
     """Whether an expert has so few rows on average that a tile of 128 would mostly be padding."""
     return rows < 96 * experts
+
+
+def is_aligned(*numbers: int) -> bool:
+    """Whether widths and strides are all multiples of 16 elements, but for the stride 1."""
+    return all(number == 1 or number % 16 == 0 for number in numbers)

@@ -54,7 +54,7 @@ def expert_mlp(
         up_bias: (E, f), gated (E, 2 f); None for none.
         down_bias: (E, h); None for none.
         kept: (T, k) bool; an assignment that is False costs nothing and adds nothing. None keeps all.
-        capacity: only with `padded`: the rows that every expert computes. An expert must have no more kept tokens.
+        capacity: only with `padded`: the rows that every expert computes; what an expert has above them is dropped.
         dropout: probability of dropout after the nonlinearity; 0 outside training.
         implementation: `triton`, our grouped matmuls, and `grouped_mm`, torch's (bf16, sm_90 or later), read nothing
             on the host; `padded`, batched matmuls of `capacity` rows, neither; `sequential`, a loop over the experts,

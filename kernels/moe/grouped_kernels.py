@@ -83,9 +83,8 @@ def rows_kernel(
         matrix += step.to(tl.int64)[:, None] * stride_depth + column.to(tl.int64)[None, :] * stride_width
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         in_width = column < width
-        if GATED:
-            up_total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            to_up = tl.cast(width, tl.int64) * stride_width
+        up_total = total
+        to_up = tl.cast(width, tl.int64) * stride_width
         for number in range(steps):
             place = number * BLOCK_K + step
             a = _loaded(left, place[None, :], depth, True, MASKED=not EVEN_DEPTH)
@@ -146,12 +145,15 @@ def outer_kernel(
     in_height = down < height
     in_width = across < width
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    step = tl.arange(0, BLOCK_K)
+    row = first + step
+    source = row
+    # the tokens of the next rows are looked up a step ahead: a load whose address waits for another is not pipelined
+    if GATHER_LEFT or GATHER_RIGHT:
+        source = tl.load(order_pointer + row, mask=row < stop, other=0) // topk
     for begin in range(first, stop, BLOCK_K):
-        row = begin + tl.arange(0, BLOCK_K)
+        row = begin + step
         inside = row < stop
-        source = row
-        if GATHER_LEFT or GATHER_RIGHT:
-            source = tl.load(order_pointer + row, mask=inside, other=0) // topk
         left_row = (source if GATHER_LEFT else row).to(tl.int64)
         right_row = (source if GATHER_RIGHT else row).to(tl.int64)
         in_left = inside[:, None] if EVEN_HEIGHT else inside[:, None] & in_height[None, :]
@@ -159,5 +161,7 @@ def outer_kernel(
         left = tl.load(left_pointer + left_row[:, None] * stride_left + down[None, :], mask=in_left, other=0.0)
         right = tl.load(right_pointer + right_row[:, None] * stride_right + across[None, :], mask=in_right, other=0.0)
         total = dot(tl.trans(left), right, total, PRECISION)
+        if GATHER_LEFT or GATHER_RIGHT:
+            source = tl.load(order_pointer + row + BLOCK_K, mask=row + BLOCK_K < stop, other=0) // topk
     out = out_pointer + (expert.to(tl.int64) * height + down.to(tl.int64)[:, None]) * width + across[None, :]
     tl.store(out, rounded(total, out_pointer.dtype.element_ty), mask=in_height[:, None] & in_width[None, :])

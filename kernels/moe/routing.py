@@ -16,13 +16,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .sinkhorn import column_factors
+
 Score = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["probs", "position"]
 
 NORMALISER_FLOOR = 1e-20  # added to the sum that sigmoid scores are divided by, as in Megatron
-SINKHORN_TOLERANCE = 1e-4  # mean change of the column factors that ends the iteration
-SINKHORN_FLOOR = 1e-8  # added to the sums it divides by
-SINKHORN_ITERATIONS = 100
 
 
 class Choice(NamedTuple):
@@ -166,56 +165,10 @@ def sinkhorn_choice(logits: Tensor, topk: int, *, training: bool, real: Tensor |
     logits = _wide(logits)
     ranked = logits.detach()
     if training:
-        ranked = ranked + _column_factors(ranked, real).log()
+        ranked = ranked + column_factors(ranked, real).log()
     experts = _best(ranked, topk)
     scores = logits.sigmoid() if topk == 1 else logits.softmax(dim=-1)
     return Choice(experts, scores.gather(1, experts))
-
-
-def sinkhorn_column_factors(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """The factors (E,) of the columns of exp(logits) in `sinkhorn_choice`: finite and above 0 whatever the logits.
-
-    From factors of 1, rows and columns are scaled in turn, until the column factors change by 1e-4 or less in the mean,
-    100 times at most. A row's maximum is subtracted first: the factor of the row takes it up, and exp cannot overflow.
-
-    Args:
-        logits: fp32 or fp64 (T, E).
-        real: bool (T,), False for rows that take no part; None where all do.
-    """
-    matrix = (logits - logits.amax(dim=1, keepdim=True)).exp()
-    tokens: Tensor | int = len(matrix)
-    if real is not None:
-        matrix = matrix.masked_fill(~real[:, None], 0.0)
-        tokens = real.sum().clamp(min=1)
-    columns = matrix.new_ones(matrix.shape[1])
-    done = torch.zeros((), dtype=torch.bool, device=matrix.device)
-    for _ in range(SINKHORN_ITERATIONS):
-        rows = 1.0 / (tokens * ((matrix * columns).sum(dim=1, keepdim=True) + SINKHORN_FLOOR))
-        update = 1.0 / (len(columns) * ((matrix * rows).sum(dim=0) + SINKHORN_FLOOR))
-        change = (update - columns).abs().mean()
-        # numbers that are not finite, of logits that are not, end it with the last factors that were
-        stop = done | ~change.isfinite()
-        columns = torch.where(stop, columns, update)
-        done = stop | (change <= SINKHORN_TOLERANCE)
-        if _is_known(done):
-            break
-    return columns
-
-
-def _is_known(done: Tensor) -> bool:
-    """Whether `done` is seen without waiting for a device. Elsewhere iterations go on, without effect."""
-    return done.device.type == "cpu" and bool(done)
-
-
-@torch.library.custom_op("stoker::sinkhorn_column_factors", mutates_args=())
-def _column_factors(logits: Tensor, real: Tensor | None) -> Tensor:
-    """One operation for the compiler, which would unroll the iteration."""
-    return sinkhorn_column_factors(logits, real)
-
-
-@_column_factors.register_fake
-def _(logits: Tensor, real: Tensor | None) -> Tensor:
-    return logits.new_empty(logits.shape[1])
 
 
 # ---------------------------------------------------------------- capacity

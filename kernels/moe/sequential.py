@@ -7,15 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import NONLINEARITIES
+from ..gated_activation import gated_activation
 
 
 def activated(projected: Tensor, nonlinearity: str, gated: bool, noise: Tensor | None) -> Tensor:
     """What the second projection reads: the nonlinearity, times the up half when gated, times the dropout noise."""
-    if gated:
-        gate, up = projected.chunk(2, dim=-1)
-        inner = NONLINEARITIES[nonlinearity](gate) * up
-    else:
-        inner = NONLINEARITIES[nonlinearity](projected)
+    inner = gated_activation(projected, nonlinearity) if gated else NONLINEARITIES[nonlinearity](projected)
     return inner if noise is None else inner * noise
 
 

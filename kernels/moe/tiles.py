@@ -18,14 +18,14 @@ class Tiles(NamedTuple):
     Attributes:
         experts: (bound,), the expert of each tile; E for the rows after the last expert's.
         rows: (bound,), the first row of each tile.
-        count: (1,), how many there are.
+        number: (1,), how many there are.
         heaviest: (E,), the experts from the most rows to the fewest.
         block: rows of a tile.
     """
 
     experts: Tensor
     rows: Tensor
-    count: Tensor
+    number: Tensor
     heaviest: Tensor
     block: int
 
@@ -46,9 +46,8 @@ def tiles_kernel(
     load = end - start
     tiles_before = tl.sum(tl.where(other < expert, (load + BLOCK_ROWS - 1) // BLOCK_ROWS, 0))
     first = tl.load(ends_pointer + expert - 1, mask=expert > 0, other=0)
-    stop = rows
+    stop = tl.load(ends_pointer + expert, mask=expert < experts, other=rows)
     if expert < experts:
-        stop = tl.load(ends_pointer + expert)
         own = stop - first
         heavier = (load > own) | ((load == own) & (other < expert))
         rank = tl.sum(tl.where((other < experts) & heavier, 1, 0))
@@ -86,5 +85,6 @@ def find_tiles(ends: Tensor, rows: int, block: int) -> Tiles:
         BLOCK_E=next_power_of_2(experts),
         BLOCK=_BLOCK,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return Tiles(of_tile, first_row, count, heaviest, block)

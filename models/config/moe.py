@@ -47,8 +47,8 @@ class MoEKeys(Block):
     moe_layer_recompute: bool = False
     """Run the router and the experts again in the backward pass instead of keeping what they calculated."""
     moe_grouped_gemm: bool | None = None
-    """True and null: the matrices of all experts in one kernel. False: one expert after the other, the slow reference.
-    The results are the same."""
+    """True and null: the matrices of all experts in one kernel, on a GPU. False: one expert after the other, the slow
+    reference. The results are the same."""
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the top-k are chosen, whose gates then add up to less than 1; False: softmax over
     the chosen ones (Mixtral)."""

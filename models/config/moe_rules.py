@@ -176,7 +176,7 @@ def sinkhorn_balances_alone(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
         value = capacity_factor_of(keys) if name == _FACTOR else getattr(keys, name)
         if value:
             field = MoEKeys.model_fields[name]
-            off = "null" if field.default is None else str(field.default or 0).lower()
+            off = "null" if field.default is None else f"{field.default:g}" if name == _AUX else "false"
             yield Finding(
                 "error",
                 (name, _BALANCING),
@@ -258,7 +258,7 @@ def groups_are_equal(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
 def balancing_has_a_coefficient(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
     """A loss without a coefficient balances nothing, and a coefficient without the loss does nothing."""
     topk, balancing = routing_of(keys, of_t5=of_t5)
-    everywhere = topk >= (keys.num_moe_experts or 0)
+    everywhere = topk == keys.num_moe_experts
     if balancing == "none" and keys.moe_aux_loss_coeff:
         yield _no_effect(keys, _AUX, _BALANCING, f"with `{_BALANCING}` (none)", f"use {_BALANCING}=aux_loss")
     elif balancing == "aux_loss" and keys.moe_aux_loss_coeff and everywhere:

@@ -61,6 +61,11 @@ class MoESlice:
     shared_ffn_hidden_size: int | None
     layers: tuple[bool, ...]
 
+    @property
+    def reads_counts(self) -> bool:
+        """Whether the host reads how many tokens each expert has, and waits for the device to know."""
+        return self.implementation == "sequential" and not self.pad_to_capacity
+
 
 def has_experts(keys: StackKeys, *, of_t5: bool) -> bool:
     """Whether the keys ask for experts; NeMo's T5 says 1 for none."""

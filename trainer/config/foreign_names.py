@@ -126,13 +126,39 @@ FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
         ),
         **_each(
             "model.moe_router_topk",
-            "num_experts_per_tok num_experts_per_token top_k n_expert_per_token "
+            "num_experts_per_tok num_experts_per_token top_k n_expert_per_token n_activated_experts "
             "moe_top_k moe_router_top_k topk moe_topk",
         ),
-        **_each("model.moe_aux_loss_coeff", "router_aux_loss_coef aux_loss_coef load_balance_coeff"),
-        **_each("model.moe_z_loss_coeff", "router_z_loss_coef z_loss_coeff"),
-        **_each("model.moe_expert_capacity_factor", "capacity_factor expert_capacity_factor"),
-        **_each("model.moe_ffn_hidden_size", "moe_intermediate_size"),
+        **_each("model.moe_router_load_balancing_type", "load_balancing_type topk_method"),
+        **_each(
+            "model.moe_aux_loss_coeff",
+            "router_aux_loss_coef aux_loss_coef load_balance_coeff aux_loss_alpha moe_loss_weight",
+        ),
+        **_each("model.moe_z_loss_coeff", "router_z_loss_coef z_loss_coeff moe_zloss_weight"),
+        **_each("model.moe_input_jitter_eps", "router_jitter_noise jitter_noise moe_jitter_eps jitter_eps"),
+        **_each(
+            "model.moe_expert_capacity_factor",
+            "capacity_factor expert_capacity_factor moe_capacity_factor moe_train_capacity_factor",
+        ),
+        **_each("model.moe_ffn_hidden_size", "moe_intermediate_size moe_inter_dim moe_hidden_dim expert_hidden_size"),
+        **_each(
+            "model.moe_layer_freq",
+            "first_k_dense_replace decoder_sparse_step interleave_moe_layer_step mlp_only_layers moe_layers "
+            "num_dense_layers n_dense_layers",
+        ),
+        **_each(
+            "model.moe_shared_expert_intermediate_size",
+            "n_shared_experts num_shared_experts shared_expert_intermediate_size moe_shared_experts",
+        ),
+        **_each("model.moe_router_pre_softmax", "norm_topk_prob normalize_topk_prob route_norm"),
+        **_each("model.moe_router_score_function", "scoring_func score_func"),
+        **_each("model.moe_router_topk_scaling_factor", "routed_scaling_factor route_scale"),
+        **_each("model.moe_router_num_groups", "n_group n_expert_groups num_expert_groups"),
+        **_each("model.moe_router_group_topk", "topk_group n_limited_groups num_limited_groups"),
+        **_each("model.moe_router_enable_expert_bias", "use_routing_bias moe_use_aux_free_bias"),
+        **_each("model.moe_router_bias_update_rate", "bias_update_speed bias_update_rate"),
+        **_each("model.moe_router_dtype", "router_dtype"),
+        **_each("model.moe_grouped_gemm", "use_grouped_mm use_grouped_gemm experts_implementation"),
         **_each(
             "model.tensor_model_parallel_size", "tp tp_size tensor_parallel_degree tensor_parallel_size tensor_parallel"
         ),

@@ -67,6 +67,7 @@ def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator
             f"`{value}` is a value of `moe_token_dispatcher_type`, which is `{given}`",
             f"{right}={value}, and {wrong}=false",
         )
+        paths.remove(tree, wrong)  # told once; its type would be wrong too
         return
     paths.remove(tree, wrong)
     paths.put(tree, right, value)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ...models.config.block import Finding
 from ...models.config.family_rules import model_rules, stacks_of_keys
+from ...models.config.moe_slice import moe_slice
 from ...models.config.position_rules import window_hides_nothing
 from ...models.config.position_slices import BOUNDED
 from ...models.config.stack import StackKeys
@@ -64,6 +65,21 @@ def main_weights_are_for_bf16(facts: Facts) -> Iterator[Finding]:
             "the choice between main weights and autocast goes with bf16",
             "trainer.precision=bf16, or ~model.megatron_amp_O2",
         )
+
+
+def recordings_read_no_counts(facts: Facts) -> Iterator[Finding]:
+    """A recorded micro batch cannot ask how many tokens an expert has, as experts one after the other do."""
+    model = facts.root.model
+    for at, stack in _stacks(facts):
+        moe = moe_slice(stack, of_t5=isinstance(model, T5ModelBlock))
+        if model.enable_cuda_graph and moe is not None and moe.reads_counts:
+            yield Finding(
+                "error",
+                (f"{at}moe_grouped_gemm", "model.enable_cuda_graph"),
+                "`moe_grouped_gemm` (False) must not meet `enable_cuda_graph` (True): experts that run one after the "
+                "other wait for the number of their tokens, which a recording cannot",
+                f"{at}moe_grouped_gemm=null, or model.enable_cuda_graph=False",
+            )
 
 
 def centred_norms_are_centred(facts: Facts) -> Iterator[Finding]:
@@ -140,6 +156,7 @@ RULES: tuple[Rule, ...] = (
     optimizer_and_schedule,
     query_key_scaling_is_for_fp16,
     main_weights_are_for_bf16,
+    recordings_read_no_counts,
     centred_norms_are_centred,
     fused_names_mean_adamw,
     cross_bias_is_for_one_pair,

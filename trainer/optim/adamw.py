@@ -66,7 +66,8 @@ class AdamW(Optimizer):
             piece = self.piece_of(parameter)
             weight = state["main"] if state["main"].dtype == parameter.dtype else piece.local
             whole = _Tensors(weight, state["main"], gradient, state["exp_avg"], state["exp_avg_sq"])
-            parts = self._parts(name, piece.rows) if self.scale_parameter else [piece.rows]
+            is_cut = self.scale_parameter and parameter.ndim < 3  # the experts of a layer have one size together
+            parts = self._parts(name, piece.rows) if is_cut else [piece.rows]
             for rows, part in _cut(whole, piece.start, parts):
                 tensors.append(part)
                 counts.append(parameter.numel() * rows // piece.rows)

@@ -11,7 +11,7 @@ from torch import nn
 from ...models.config.counting import count_parameters, count_stack
 from ...models.config.families import family_slice, sample_length_of
 from ...models.config.samples import SampleForm
-from ...models.config.slices import AttentionSlice, MLPSlice
+from ...models.config.slices import StackSlice
 from ...models.config.t5_slice import T5Slice
 from ..config.optim import OptimBlock, optimizer_kind, optimizer_settings
 from ..config.schema import AnyModelBlock
@@ -56,22 +56,27 @@ def fused_rows(keys: AnyModelBlock) -> dict[str, tuple[int, ...]]:
     """The weights that hold several projections one below the other: end of their names to the rows of each part."""
     model = family_slice(keys, vocab_size=1, form=SampleForm(length=sample_length_of(keys)))
     if not isinstance(model, T5Slice):
-        return _fused_rows("", model.stack.attention, model.stack.mlp)
+        return _fused_rows("", model.stack)
     rows: dict[str, tuple[int, ...]] = {}
     for name, stack in zip(("encoder", "decoder"), model.stacks, strict=True):
         for layer in range(stack.num_layers):  # each stack has heads of its own, so whole names
-            rows |= _fused_rows(f"{name}.layers.{layer}.", stack.attention, stack.mlp)
+            rows |= _fused_rows(f"{name}.layers.{layer}.", stack)
     key_rows = model.cross_attention.groups * model.cross_attention.head_dim
     return rows | {"cross_attention.kv.weight": (key_rows, key_rows)}
 
 
-def _fused_rows(prefix: str, attention: AttentionSlice, mlp: MLPSlice) -> dict[str, tuple[int, ...]]:
+def _fused_rows(prefix: str, stack: StackSlice) -> dict[str, tuple[int, ...]]:
+    attention, mlp, moe = stack.attention, stack.mlp, stack.moe
     key_rows = attention.groups * attention.head_dim
     rows: dict[str, tuple[int, ...]] = {
         f"{prefix}attention.qkv.weight": (attention.heads * attention.head_dim, key_rows, key_rows)
     }
     if mlp.gated:
         rows[f"{prefix}mlp.up.weight"] = (mlp.ffn_hidden_size, mlp.ffn_hidden_size)
+    if mlp.gated and moe is not None:
+        rows[f"{prefix}mlp.experts.up"] = (moe.ffn_hidden_size, moe.ffn_hidden_size)
+        if moe.shared_ffn_hidden_size is not None:
+            rows[f"{prefix}mlp.shared.up.weight"] = (moe.shared_ffn_hidden_size, moe.shared_ffn_hidden_size)
     return rows
 
 

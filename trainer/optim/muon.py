@@ -22,27 +22,33 @@ EPS = 1e-7
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether Muon moves a parameter: a matrix that is neither a table (of embeddings, of T5's biases) nor the head."""
+    """Whether Muon moves a parameter: a matrix that is neither a table (of embeddings, of T5's biases) nor the head.
+
+    Or a stack of matrices, one of each expert of a layer. The biases of all experts of a layer are no matrix.
+    """
     parts = name.split(".")
     tables = any(part in ("head", "score_positions", "cross_positions") or part.endswith("embedding") for part in parts)
-    return len(shape) == 2 and not tables and not name.endswith("bias")  # those of all experts are a matrix
+    return len(shape) in (2, 3) and not tables and not name.endswith("bias")
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Bring all singular values of a matrix near 1 (between about 0.7 and 1.2) by Newton-Schulz iteration.
 
     Args:
-        matrix: (rows, columns); the arithmetic is in its dtype.
+        matrix: (rows, columns), or a stack (matrices, rows, columns); the arithmetic is in its dtype.
         steps: iterations.
     """
     a, b, c = COEFFICIENTS
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    wide = wide / wide.norm().clamp(min=EPS)
+    is_stack, is_tall = matrix.ndim == 3, matrix.shape[-2] > matrix.shape[-1]
+    wide = matrix.mT if is_tall else matrix
+    norm = wide.flatten(1).norm(dim=1)[:, None, None] if is_stack else wide.norm()
+    wide = wide / norm.clamp(min=EPS)
+    add_product = torch.baddbmm if is_stack else torch.addmm
     for _ in range(steps):
-        gram = wide @ wide.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        wide = torch.addmm(wide, polynomial, wide, beta=a)
-    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+        gram = wide @ wide.mT
+        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        wide = add_product(wide, polynomial, wide, beta=a)
+    return wide.mT if is_tall else wide
 
 
 def rate_factor(rule: str, rows: int, columns: int) -> float:
@@ -66,7 +72,8 @@ class Muon(AdamW):
     were a weight of its own: together they would share their singular values, and one would press the others down.
 
     Where parameters are cut over ranks, each matrix is gathered whole, orthogonalised by every rank, and each rank
-    keeps its rows. The iteration is in bf16, as torch's, and in fp64 for fp64 weights.
+    keeps its rows; of experts every rank has whole ones, and moves those. The iteration is in bf16, as torch's, and in
+    fp64 for fp64 weights.
 
     Args:
         named_parameters: name and parameter.
@@ -134,12 +141,15 @@ class Muon(AdamW):
         direction = torch.lerp(gradient, mean, self.momentum) if self.nesterov else mean
         narrow = direction.to(torch.float64 if dtype == torch.float64 else torch.bfloat16)
 
-        rows = parameter.shape[0]
-        parts = self.gather_rows(narrow, rows).split(self._parts(name, rows))
+        is_stack, rows = parameter.ndim == 3, parameter.shape[-2]
+        whole = narrow if is_stack else self.gather_rows(narrow, rows)
         steps = [
-            orthogonalize(part, self.ns_steps).to(dtype) * rate_factor(self.adjust_lr_fn, *part.shape) for part in parts
+            orthogonalize(part, self.ns_steps).to(dtype) * rate_factor(self.adjust_lr_fn, *part.shape[-2:])
+            for part in whole.split(self._parts(name, rows), dim=-2)
         ]
         piece = self.piece_of(parameter)
-        step = torch.cat(steps)[piece.start : piece.start + main.shape[0]]
+        step = torch.cat(steps, dim=-2)
+        if not is_stack:
+            step = step[piece.start : piece.start + main.shape[0]]
         lr, weight_decay = group["lr"], group["weight_decay"]
         write_weight(piece.local, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)

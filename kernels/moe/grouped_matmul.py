@@ -1,0 +1,327 @@
+"""Matmul of rows sorted by expert with the matrix of their expert, and its gradients, without waiting for the device.
+
+Three backends: our Triton kernels, which also gather and activate; torch's grouped matmul (CUTLASS on sm_90 and
+later); a loop over the experts, which reads their ends on the host and serves every device and dtype.
+R rows, E experts; the rows of expert e are from ends[e - 1] to ends[e].
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..launch import INTERPRETED, triton, triton_runs_on
+from .configs import device_capability, is_aligned, is_low, tile_config
+from .grouped_kernels import outer_kernel, rows_kernel
+from .tiles import Tiles, find_tiles
+
+Backend = Literal["triton", "torch", "loop"]
+
+torch_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+"""torch's grouped matmul, public from 2.10 on."""
+
+_NO_CUTLASS = (70, 72, 75, 80, 86, 87, 89)
+"""There torch loops over the experts and waits for the device."""
+
+
+# ---------------------------------------------------------------- Triton
+
+
+def _programs(device: torch.device, tiles: int, resident: int) -> int:
+    """Programs of a persistent launch: as many as the device holds at once."""
+    if INTERPRETED:
+        return min(tiles, 3)
+    return min(tiles, resident * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """How fp32 operands are multiplied: as torch's setting for matmuls says."""
+    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+
+
+def row_tiles(ends: Tensor, rows: int, dtype: torch.dtype, *widths: int) -> Tiles:
+    """Tiles for the launches of `triton_rows` with these ends and operands of these widths."""
+    low, aligned = is_low(rows, len(ends)), is_aligned(*widths)
+    config = tile_config("rows", dtype, device_capability(ends.device), low=low, aligned=aligned)
+    return find_tiles(ends, rows, config.rows)
+
+
+def triton_rows(
+    left: Tensor,
+    matrices: Tensor,
+    ends: Tensor,
+    tiles: Tiles,
+    *,
+    order: Tensor | None = None,
+    topk: int = 1,
+    bias: Tensor | None = None,
+    activation: str = "",
+    gated: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows times the matrix of their expert; 0 in the rows after the last expert's.
+
+    Args:
+        left: (R, K); with `order` (T, K), of which row r reads order[r] // topk.
+        matrices: (E, K, N), any strides.
+        ends: (E,) int32.
+        tiles: of these ends, from `row_tiles`.
+        order: (R,) int32, the assignment of each row.
+        topk: k.
+        bias: (E, N), added in fp32.
+        activation: a nonlinearity whose result is wanted too, "" for none.
+        gated: the result is [gate | up], and the activated one act(gate) * up.
+
+    Returns:
+        (R, N), and with `activation` the activated rows, (R, N), gated (R, N / 2).
+    """
+    left = left if left.stride(-1) == 1 else left.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    experts, depth, wide = matrices.shape
+    width = wide // 2 if gated else wide
+    rows = len(left) if order is None else len(order)
+    out = left.new_empty(rows, wide)
+    active = left.new_empty(rows, width) if activation else None
+    if not out.numel():
+        return out, active
+    config = tile_config(
+        "gated" if gated else "activated" if activation else "rows",
+        left.dtype,
+        device_capability(left.device),
+        aligned=is_aligned(depth, width, left.stride(0)),
+        erf=activation == "gelu",
+    )
+    most = len(tiles.experts) * triton.cdiv(width, config.columns)
+    grid = (_programs(left.device, most, config.resident),)
+    rows_kernel[grid](
+        left,
+        order,
+        matrices,
+        bias,
+        out,
+        active,
+        ends,
+        tiles.experts,
+        tiles.rows,
+        tiles.number,
+        rows,
+        experts,
+        width,
+        depth,
+        topk,
+        left.stride(0),
+        *matrices.stride(),
+        GATHER=order is not None,
+        BIAS=bias is not None,
+        GATED=gated,
+        ACTIVATION=activation,
+        PRECISION=_precision(left.dtype),
+        EVEN_DEPTH=depth % config.depth == 0,
+        EVEN_WIDTH=width % config.columns == 0,
+        TOGETHER=config.together,
+        BLOCK_M=tiles.block,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.depth,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        enable_fp_fusion=True,
+    )
+    return out, active
+
+
+def triton_outer(
+    left: Tensor,
+    right: Tensor,
+    ends: Tensor,
+    tiles: Tiles,
+    *,
+    order: Tensor | None = None,
+    topk: int = 1,
+    gather: Literal["left", "right", ""] = "",
+) -> Tensor:
+    """Sum over the rows r of each expert of left[r]^T right[r]: (E, M, N), 0 for an expert without rows.
+
+    Args:
+        left: (R, M).
+        right: (R, N).
+        ends: (E,) int32.
+        tiles: of these ends, from `row_tiles`.
+        order: (R,) int32, the assignment of each row.
+        topk: k.
+        gather: which operand is (T, ...) instead, of which row r reads order[r] // topk.
+    """
+    left, right = (x if x.stride(-1) == 1 else x.contiguous() for x in (left, right))
+    height, width = left.shape[1], right.shape[1]
+    out = left.new_empty(len(ends), height, width)
+    if not out.numel():
+        return out
+    aligned = is_aligned(height, width, left.stride(0), right.stride(0))
+    config = tile_config("outer", left.dtype, device_capability(left.device), aligned=aligned)
+    grid = (len(ends) * triton.cdiv(height, config.rows) * triton.cdiv(width, config.columns),)
+    outer_kernel[grid](
+        left,
+        right,
+        order,
+        out,
+        ends,
+        tiles.heaviest,
+        height,
+        width,
+        topk,
+        left.stride(0),
+        right.stride(0),
+        GATHER_LEFT=gather == "left",
+        GATHER_RIGHT=gather == "right",
+        PRECISION=_precision(left.dtype),
+        EVEN_HEIGHT=height % config.rows == 0,
+        EVEN_WIDTH=width % config.columns == 0,
+        TOGETHER=config.together,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.depth,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+# ---------------------------------------------------------------- torch
+
+
+def loop_rows(left: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """`triton_rows` of plain rows, expert by expert; reads the ends on the host."""
+    out = left.new_zeros(len(left), matrices.shape[2])
+    first = 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(left[first:end], matrices[expert], out=out[first:end])
+        first = end
+    return out
+
+
+def loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`triton_outer` of plain rows, expert by expert; reads the ends on the host."""
+    out = left.new_zeros(len(ends), left.shape[1], right.shape[1])
+    first = 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(left[first:end].t(), right[first:end], out=out[expert])
+        first = end
+    return out
+
+
+def _zero_after(out: Tensor, ends: Tensor) -> Tensor:
+    rows = torch.arange(len(out), device=out.device, dtype=ends.dtype)
+    return torch.where((rows < ends[-1])[:, None], out, 0)
+
+
+# ---------------------------------------------------------------- custom operations
+
+
+@torch.library.custom_op("stoker::grouped_matmul", mutates_args=())
+def _grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, backend: str) -> Tensor:
+    if backend == "triton":
+        widths = matrices.shape[1:]
+        return triton_rows(left, matrices, ends, row_tiles(ends, len(left), left.dtype, *widths))[0]
+    if backend == "torch":
+        return _zero_after(torch_grouped_mm(left.contiguous(), matrices, offs=ends), ends)
+    return loop_rows(left, matrices, ends)
+
+
+@_grouped_matmul.register_fake
+def _(left: Tensor, matrices: Tensor, ends: Tensor, backend: str) -> Tensor:
+    return left.new_empty(left.shape[0], matrices.shape[2])
+
+
+@torch.library.custom_op("stoker::grouped_outer", mutates_args=())
+def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> Tensor:
+    if backend == "triton":
+        widths = left.shape[1], right.shape[1]
+        return triton_outer(left, right, ends, row_tiles(ends, len(left), left.dtype, *widths))
+    if backend == "torch":
+        return torch_grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends).contiguous()
+    return loop_outer(left, right, ends)
+
+
+@_grouped_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    left, matrices, ends = ctx.saved_tensors
+    left_gradient = _grouped_matmul(gradient, matrices.transpose(1, 2), ends, ctx.backend)
+    if matrices.stride(1) == 1:  # a transposed parameter: its gradient comes in the layout of the parameter
+        matrix_gradient = _grouped_outer(gradient, left, ends, ctx.backend).transpose(1, 2)
+    else:
+        matrix_gradient = _grouped_outer(left, gradient, ends, ctx.backend)
+    return left_gradient, matrix_gradient, None, None
+
+
+_grouped_matmul.register_autograd(_backward, setup_context=_save)
+
+
+# ---------------------------------------------------------------- public function
+
+
+def grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, *, backend: Backend) -> Tensor:
+    """Every row times the matrix of its expert.
+
+    Args:
+        left: (R, K), the rows sorted by expert.
+        matrices: (E, K, N), same dtype, any strides.
+        ends: (E,) int32, the row after the last one of each expert, ascending; ends[-1] may be less than R.
+        backend: `triton` (16 bits and fp32 on CUDA), `torch` (what its grouped matmul takes), `loop` (any).
+
+    Returns:
+        (R, N), summed in fp32 (fp64) and rounded once; 0 in the rows after ends[-1], whatever `left` has there.
+        Differentiable once in `left` and `matrices`; the gradient of a matrix without rows is 0.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the backend cannot run here.
+    """
+    if left.ndim != 2 or matrices.ndim != 3 or left.shape[1] != matrices.shape[1]:
+        shapes = f"{tuple(left.shape)} and {tuple(matrices.shape)}"
+        raise ValueError(f"`left` and `matrices` must be (R, K) and (E, K, N), but are {shapes}.")
+    if matrices.dtype != left.dtype:
+        raise ValueError(f"`matrices` ({matrices.dtype}) must have the dtype of `left` ({left.dtype}).")
+    if ends.shape != matrices.shape[:1] or ends.dtype != torch.int32:
+        raise ValueError(f"`ends` {tuple(ends.shape)} of {ends.dtype} must be ({len(matrices)},) of int32.")
+    reason = why_not(backend, left, matrices.shape[1], matrices.shape[2])
+    if reason:
+        raise ValueError(f"`backend` ({backend}) {reason}.")
+    return _grouped_matmul(left, matrices, ends, backend)
+
+
+def _loops_in_torch(device: torch.device) -> bool:
+    """Whether torch has no grouped kernel for a device; a compiled graph cannot ask, and takes it that it has."""
+    return not torch.compiler.is_compiling() and device_capability(device) in _NO_CUTLASS
+
+
+def why_not(backend: Backend, tensor: Tensor, *widths: int) -> str | None:
+    """Why a backend cannot multiply tensors like this one, None if it can.
+
+    Args:
+        backend: see `grouped_matmul`.
+        tensor: an operand, of which device and dtype count.
+        widths: lengths of the rows of all operands and results.
+    """
+    if backend == "triton":
+        served = triton_runs_on(tensor) or (INTERPRETED and tensor.is_cpu and tensor.dtype != torch.float64)
+        return None if served else f"needs Triton and fp32, bf16 or fp16 on CUDA, not {tensor.dtype} on {tensor.device}"
+    if backend == "torch":
+        if torch_grouped_mm is None:
+            return "needs a torch with a grouped matmul"
+        if tensor.dtype == torch.float64:
+            return f"cannot multiply {tensor.dtype}"
+        if tensor.is_cuda and (tensor.dtype != torch.bfloat16 or _loops_in_torch(tensor.device)):
+            return f"needs bf16 on a GPU of sm_90 or later, not {tensor.dtype} on {tensor.device}"
+        odd = [width for width in widths if width * tensor.itemsize % 16]
+        return f"needs rows of a multiple of 16 bytes, not {odd[0]} of {tensor.dtype}" if odd else None
+    return None if backend == "loop" else "must be one of triton, torch, loop"
