@@ -17,6 +17,7 @@ from stoker.models import head as head_module
 from stoker.models.build import build_gpt, compile_policy
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
+from stoker.models.mlp import MLP
 from stoker.models.stack import Layer
 
 VOCAB, TOKENS = 50, 12
@@ -243,6 +244,7 @@ def test_hidden_dropout_falls_on_embeddings_and_both_parts_of_a_layer() -> None:
     hidden = torch.zeros(3, TOKENS, 2048)
     dropped: list[float] = []
     layer.attention.output.register_forward_hook(lambda *_: torch.ones_like(hidden))
+    assert isinstance(layer.mlp, MLP)
     layer.mlp.down.register_forward_hook(lambda *_: torch.full_like(hidden, 100.0))
     output = layer(hidden, None, "training")
     for value in (0.0, 2.0, 200.0, 202.0):

@@ -19,6 +19,7 @@ from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.slices import gpt_slice
 from stoker.models.gpt import GPT
+from stoker.models.mlp import MLP
 from stoker.models.score_positions import Kerple, RelativeBias, Sandwich, alibi_slopes
 from stoker.models.stack import Layer
 
@@ -201,6 +202,7 @@ def test_order_of_norms(block: str) -> None:
         return layer.attention(of, None, "training")
 
     def mlp(of: Tensor) -> Tensor:
+        assert isinstance(layer.mlp, MLP)
         inner = F.gelu(layer.mlp.up(of))
         return layer.mlp.down(norm("mlp.inner_norm", inner) if block == "normformer" else inner)
 
