@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.activations import NONLINEARITIES
 from stoker.kernels.gated_activation import GATES
@@ -169,6 +170,18 @@ def test_dropped_tokens_reach_nothing(implementation):
     assert not got["out"][5].any()
     assert not got["hidden"][5].any()
     assert not got["gates"][5].any()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "padded", "sequential"])
+def test_a_checkpoint_gives_the_same_gradients(implementation):
+    """What is saved for backward is read once, as non-reentrant checkpoints want it."""
+    case = make(8, 3, 2, 16, 16)
+    options: dict[str, Any] = {"nonlinearity": "silu", "gated": True, "implementation": implementation}
+    options |= {"capacity": 8} if implementation == "padded" else {}
+    plain, again = (case | {"hidden": case["hidden"].clone().requires_grad_()} for _ in range(2))
+    expert_mlp(**plain, **options).sum().backward()
+    checkpoint(lambda: expert_mlp(**again, **options), use_reentrant=False).sum().backward()
+    assert torch.equal(plain["hidden"].grad, again["hidden"].grad)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "padded"])

@@ -16,6 +16,7 @@ from stoker.models.config.samples import SampleForm
 from stoker.models.config.slices import stack_slice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
+from stoker.models.moe import layer as layer_module
 from stoker.models.moe import router as router_module
 from stoker.models.moe.layer import MoE
 from stoker.models.moe.layers import moe_layers
@@ -107,6 +108,20 @@ def test_recompute_draws_the_same_noise_and_counts_once(compiled: bool) -> None:
         assert sums_of(second)["calls"] == 1
         assert sums_of(second)["assignments"] == 2 * 2 * TOKENS
         assert sums_of(second)["dropped"] > 0
+
+
+def test_recompute_asks_for_the_state_of_generators_only_where_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph cannot hold it."""
+    asked: list[bool] = []
+    run = layer_module.checkpoint
+    monkeypatch.setattr(
+        layer_module, "checkpoint", lambda *given, **how: asked.append(how["preserve_rng_state"]) or run(*given, **how)
+    )
+    noises: list[dict[str, Any]] = [{}, {"moe_input_jitter_eps": 0.1}, {"moe_dropout": 0.1}]
+    noises += [{"moe_shared_expert_intermediate_size": 8, "ffn_dropout": 0.1}, {"ffn_dropout": 0.1}]
+    for noise in noises:
+        train(gpt(num_layers=1, moe_layer_recompute=True, **noise))
+    assert asked == [False, True, True, True, False]
 
 
 def test_recompute_runs_the_experts_again_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:

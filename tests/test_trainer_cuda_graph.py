@@ -93,6 +93,32 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_built(tmp_path, d
     assert [uses_cuda_graph(root, torch.device("cuda"), 1) for root in (yes, perhaps, no)] == [True, True, False]
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model__moe_grouped_gemm": False}, "waits of the host"),
+        ({"trainer__precision": "64"}, "waits of the host"),
+        ({"model__moe_layer_recompute": True, "model__moe_input_jitter_eps": 0.1}, "generators"),
+        ({"model__moe_layer_recompute": True, "model__moe_dropout": 0.1}, "generators"),
+        ({"model__moe_layer_recompute": True}, None),
+        ({"model__moe_input_jitter_eps": 0.1}, None),
+    ],
+)
+def test_experts_that_cannot_be_recorded(tmp_path, settings, says):
+    keys = {f"model__{name}": value for name, value in EXPERTS.items()} | {"trainer__accelerator": "auto"} | settings
+    yes, perhaps = (tiny_config(tmp_path, **keys, model__enable_cuda_graph=wish).root for wish in (True, None))
+    cuda = torch.device("cuda")
+    assert uses_cuda_graph(perhaps, cuda, 1) == (says is None)
+    if says is None:
+        assert uses_cuda_graph(yes, cuda, 1)
+        return
+    with pytest.raises(UserError, match=says):
+        uses_cuda_graph(yes, cuda, 1)
+
+
 def test_keys_that_contradict_it_are_refused(capsys):
     on = ["config", "model=gpt_tiny", "model.enable_cuda_graph=True"]
     for words in (["trainer=cpu"], ["trainer=gpu", "trainer.devices=2"]):

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.launch import HAS_TRITON
 from ..models.config.family_rules import stacks_of_keys
 from ..models.config.moe_slice import moe_slice
-from ..models.config.stack import StackKeys
 from ..models.config.t5 import T5Keys
 from .config.schema import RootBlock
 from .errors import UserError
@@ -57,18 +57,30 @@ def uses_cuda_graph(root: RootBlock, device: torch.device, processes: int) -> bo
         reason = f"records work of a CUDA device, but this run is on {device.type}"
     elif processes > 1:
         reason = f"records no communication, but this run has {processes} processes"
-    elif any(
-        _reads_counts(stack, of_t5=isinstance(root.model, T5Keys)) for stack in stacks_of_keys(root.model).values()
-    ):
-        reason = "records no waits of the host, which `moe_grouped_gemm` (False) needs"
+    else:
+        reason = _what_experts_need(root)
     if wish and reason:
         raise UserError(f"`model.enable_cuda_graph` (True) {reason}; use model.enable_cuda_graph=False")
     return wish is not False and reason is None
 
 
-def _reads_counts(keys: StackKeys, *, of_t5: bool) -> bool:
-    moe = moe_slice(keys, of_t5=of_t5)
-    return moe is not None and moe.reads_counts
+def _what_experts_need(root: RootBlock) -> str | None:
+    """Why a micro batch with such experts cannot be recorded; None where it can, or has none."""
+    for keys in stacks_of_keys(root.model).values():
+        moe = moe_slice(keys, of_t5=isinstance(root.model, T5Keys))
+        if moe is None:
+            continue
+        one_by_one = not HAS_TRITON or str(root.trainer.precision).startswith("64")
+        if moe.reads_counts or (one_by_one and not moe.pad_to_capacity):
+            return (
+                "records no waits of the host, as experts need that run one after the other: those of "
+                "`moe_grouped_gemm` (False), of fp64, and without Triton"
+            )
+        if moe.recompute and (moe.jitter or moe.dropout or (moe.shared_ffn_hidden_size and keys.ffn_dropout)):
+            return (
+                "records no state of random generators, which `moe_layer_recompute` (True) needs with noise or dropout"
+            )
+    return None
 
 
 def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: list[nn.Parameter]) -> Recording:

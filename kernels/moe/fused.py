@@ -208,8 +208,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
         return (None,) * 13
-    gradients = _experts_backward(gradient, *ctx.saved_tensors, *ctx.how)
-    present = (x if saved is not None else None for x, saved in zip(gradients, ctx.saved_tensors[1:7], strict=True))
+    saved = ctx.saved_tensors  # once: a checkpoint unpacks each of them a single time
+    gradients = _experts_backward(gradient, *saved, *ctx.how)
+    present = (x if given is not None else None for x, given in zip(gradients, saved[1:7], strict=True))
     return *present, *(None,) * 7
 
 

@@ -119,7 +119,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _best(scores: Tensor, number: int) -> Tensor:
     """Indices of the largest scores of each row, the largest first, of equals the lower; `torch.topk` takes any."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :number]
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :number]
+    return best.contiguous()  # else what is saved for backward is the order of all
 
 
 def _within_best_groups(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:

@@ -48,6 +48,7 @@ class MoE(nn.Module):
         self.experts = experts
         self.shared = shared
         self.recompute = recompute
+        self.draws = router.jitter is not None or experts.dropout > 0 or (shared is not None and shared.dropout > 0)
         number = len(router.weight)
         self.register_buffer("statistics", torch.zeros(number + len(SUMS)), persistent=False)
         self.register_buffer("loss_share", torch.ones(()), persistent=False)
@@ -63,8 +64,9 @@ class MoE(nn.Module):
         """
         tokens, real = hidden.flatten(0, 1), None if padding is None else padding.flatten()
         if self.training and self.recompute and torch.is_grad_enabled():
-            # the counts come out of the part that runs twice, so that they are added once
-            output, sums = checkpoint(self._run, tokens, real, use_reentrant=False)
+            # the counts come out of the part that runs twice, so that they are added once; generators are asked for
+            # their state only where they are used, for a CUDA graph cannot hold that
+            output, sums = checkpoint(self._run, tokens, real, use_reentrant=False, preserve_rng_state=self.draws)
         else:
             output, sums = self._run(tokens, real)
         if self.training:
