@@ -6,8 +6,9 @@
 Shape (`conf/model/gpt_moe_8x.yaml`): 16 layers, hidden 1024, 16 heads / 8 groups, 8 experts top-2 of width 3584,
 vocabulary 32000, sequence 4096, micro batch 4: 1.5 B parameters. Random tokens, AdamW, clipping to 1.0.
 
-Mixtral is in pure bf16, moments included, which is its fastest and smallest: its grouped matmul knows no autocast.
-stoker keeps fp32 main weights and moments, and as `stoker_bf16` none.
+Mixtral is in pure bf16, moments included, which is its fastest and smallest: its grouped matmul knows no autocast. It
+routes in bf16, without auxiliary losses or counts. stoker routes in fp32, has both losses and counts, and keeps fp32
+main weights and moments, as `stoker_bf16` none.
 """
 
 from __future__ import annotations
