@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ...kernels.moe.routing import (
     Choice,
+    DropPolicy,
+    Score,
     capacity_of,
     choose_experts,
     load_balancing_loss,
@@ -74,7 +76,7 @@ class Router(nn.Module):
         *,
         topk: int,
         balancing: Balancing,
-        score: Literal["softmax", "sigmoid"],
+        score: Score,
         pre_softmax: bool,
         topk_scaling: float | None,
         num_groups: int | None,
@@ -83,13 +85,13 @@ class Router(nn.Module):
         z_loss: float,
         jitter: float | None,
         capacity_factor: float | None,
-        drop_policy: Literal["probs", "position"],
+        drop_policy: DropPolicy,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.topk = topk
         self.balancing: Balancing = balancing
-        self.score: Literal["softmax", "sigmoid"] = score
+        self.score: Score = score
         self.pre_softmax = pre_softmax
         self.topk_scaling = topk_scaling
         self.num_groups = num_groups
@@ -98,7 +100,7 @@ class Router(nn.Module):
         self.z_loss = z_loss
         self.jitter = jitter
         self.capacity_factor = capacity_factor
-        self.drop_policy: Literal["probs", "position"] = drop_policy
+        self.drop_policy: DropPolicy = drop_policy
         self.dtype = dtype
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
 

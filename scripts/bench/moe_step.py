@@ -13,17 +13,14 @@ main weights and moments, as `stoker_bf16` none.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from peers import optimizer_of
-from rounds import Length, Row, result, run_rounds, stoker_windows, table, time_windows
+from rounds import Length, Row, main_of_one_shape, result, stoker_windows, time_windows
 from torch import nn
 
 MICRO_BATCH, SEQUENCE, VOCAB = 4, 4096, 32000
@@ -97,22 +94,5 @@ def measure(name: str) -> Row:
     return result(name, seconds, TOKENS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=sorted(TITLES), default=sorted(TITLES))
-    parser.add_argument("--results", type=Path, default=Path("moe_step.jsonl"))
-    parser.add_argument("--report", type=Path)
-    parser.add_argument("--one", choices=sorted(TITLES), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(measure(arguments.one)))
-        return
-    report = table(run_rounds(__file__, [], arguments.only, arguments.results, arguments.rounds), TITLES, TOKENS)
-    print(report)
-    if arguments.report:
-        arguments.report.write_text(report)
-
-
 if __name__ == "__main__":
-    main()
+    main_of_one_shape(__file__, __doc__, TITLES, measure, TOKENS)

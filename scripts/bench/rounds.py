@@ -7,6 +7,7 @@ several sittings; contenders are compared within a round only.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import statistics
@@ -125,3 +126,32 @@ def table(rows: list[Row], titles: Mapping[str, str], tokens: int) -> str:
         milliseconds = 1e3 * tokens / median[name]
         lines.append(f"| {titles[name]} | {median[name]:,.0f} | {milliseconds:.1f} | {peak:.1f} | {ratio} |")
     return "\n".join(lines) + "\n"
+
+
+def main_of_one_shape(
+    script: str, description: str | None, titles: Mapping[str, str], measure: Callable[[str], Row], tokens: int
+) -> None:
+    """The command line of a benchmark of one shape: run the rounds, print the table.
+
+    Args:
+        script: its file, which is run again for each contender.
+        description: for `--help`.
+        titles: of the contenders, by name.
+        measure: runs one contender in this process.
+        tokens: of a step.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=sorted(titles), default=sorted(titles))
+    parser.add_argument("--results", type=Path, default=Path(f"{Path(script).stem}.jsonl"))
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--one", choices=sorted(titles), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one)))
+        return
+    rows = run_rounds(script, [], arguments.only, arguments.results, arguments.rounds)
+    report = table(rows, titles, tokens)
+    print(report)
+    if arguments.report:
+        arguments.report.write_text(report)
