@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.activations import NONLINEARITIES
 from stoker.kernels.gated_activation import GATES
-from stoker.kernels.moe.experts import best_implementation, expert_mlp
+from stoker.kernels.moe.experts import expert_mlp
 
 FLOATS = ("hidden", "gates", "up", "down", "up_bias", "down_bias")
 
@@ -272,7 +272,8 @@ def test_autocast_is_followed():
 
 
 def test_auto_is_the_loop_without_a_gpu():
-    assert best_implementation(torch.zeros(1, 1)) == "sequential"
+    case, options = make(6, 2, 1, 8, 8), {"nonlinearity": "silu", "gated": True}
+    assert torch.equal(expert_mlp(**case, **options), expert_mlp(**case, **options, implementation="sequential"))
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ MOE = {
 
 def lines(directory):
     kept = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "step_seconds", "tokens_per_second", "memory_gib")
+    clocks = ("time", "step_seconds", "tokens_per_second", "memory_gib", "mfu")
     return [{name: value for name, value in line.items() if name not in clocks} for line in kept]
 
 

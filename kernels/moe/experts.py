@@ -20,7 +20,7 @@ from .written_out import padded_experts, written_out_experts
 
 Implementation = Literal["auto", "sequential", "grouped_mm", "triton", "padded"]
 
-_BACKENDS: dict[str, Backend] = {"triton": "triton", "grouped_mm": "torch", "sequential": "loop"}
+_BACKENDS: dict[str, Backend] = {"auto": "auto", "triton": "triton", "grouped_mm": "torch", "sequential": "loop"}
 
 
 def expert_mlp(
@@ -58,7 +58,8 @@ def expert_mlp(
         dropout: probability of dropout after the nonlinearity; 0 outside training.
         implementation: `triton`, our grouped matmuls, and `grouped_mm`, torch's (bf16, sm_90 or later), read nothing
             on the host; `padded`, batched matmuls of `capacity` rows, neither; `sequential`, a loop over the experts,
-            the reference, reads counts on the host. `auto`: `triton` where it runs, else `sequential`.
+            the reference, reads counts on the host. `auto`: `grouped_mm` where it runs on CUDA, which is the fastest
+            there, else `triton` where that runs, else `sequential`.
 
     Returns:
         (T, h) in the dtype of `hidden`; products are summed over the k experts in fp32 (fp64 with fp64).
@@ -73,8 +74,8 @@ def expert_mlp(
         up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
     _check_shapes(hidden, experts, gates, up, down, gated, up_bias, down_bias, kept)
     _check_choices(nonlinearity, gated, capacity, dropout, implementation)
-    if implementation == "auto":
-        implementation = best_implementation(hidden)
+    if implementation == "auto" and not triton_runs_on(hidden):
+        implementation = "sequential"
     noise = F.dropout(hidden.new_ones(*experts.shape, down.shape[-1]), dropout) if dropout else None
     shared: Any = {
         "nonlinearity": nonlinearity,
@@ -94,12 +95,7 @@ def expert_mlp(
     assignments = sorted_assignments(experts, len(up), kept)
     if backend == "loop" or noise is not None or not by_triton(hidden):
         return written_out_experts(hidden, gates, up, down, assignments, **shared, noise=noise, backend=backend)
-    return fused_experts(hidden, experts, gates, up, down, assignments, **shared, by_torch=backend == "torch")
-
-
-def best_implementation(hidden: Tensor) -> Implementation:
-    """What `auto` means for these tokens: our kernels where they run, else the loop."""
-    return "triton" if triton_runs_on(hidden) else "sequential"
+    return fused_experts(hidden, experts, gates, up, down, assignments, **shared, backend=backend)
 
 
 def _check_shapes(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .assignments import Assignments
-from .grouped_matmul import row_tiles, torch_grouped_mm, triton_outer, triton_rows
+from .grouped_matmul import Backend, resolved, row_tiles, torch_grouped_mm, triton_outer, triton_rows
 from .rows import activation_backward, triton_combine, triton_gather
 from .sequential import activated
 from .tiles import Tiles
@@ -30,12 +30,16 @@ class _Rows(NamedTuple):
     topk: int
     by_torch: bool
 
-    def times(self, tokens: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Rows of `tokens` (T, K) times (E, K, N)."""
+    def read(self, tokens: Tensor) -> Tensor:
+        """(T, K) as `times` and `outer` take it: torch's matmuls read it row by row, ours by token."""
+        return triton_gather(tokens, self.order, self.topk) if self.by_torch else tokens
+
+    def times(self, read: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
+        """What `read` gave times (E, K, N)."""
         if self.by_torch:
-            return self.sorted_times(triton_gather(tokens, self.order, self.topk), matrices, bias)
+            return self.sorted_times(read, matrices, bias)
         more: Any = {"order": self.order, "topk": self.topk, "bias": bias}
-        return triton_rows(tokens, matrices, self.ends, self.tiles, **more)[0]
+        return triton_rows(read, matrices, self.ends, self.tiles, **more)[0]
 
     def sorted_times(self, rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
         """Sorted rows (R, K) times (E, K, N)."""
@@ -50,19 +54,17 @@ class _Rows(NamedTuple):
         return torch.searchsorted(self.ends, rows, right=True).clamp(max=len(self.ends) - 1)
 
     def outer(self, left: Tensor, right: Tensor, gather: str = "") -> Tensor:
-        """Sum over the rows of each expert of left^T right; `gather` names the operand that is given by token."""
+        """Sum over the rows of each expert of left^T right; `gather` names the operand that `read` gave."""
         if self.by_torch:
-            left, right = (
-                triton_gather(x, self.order, self.topk) if gather == side else x
-                for side, x in (("left", left), ("right", right))
-            )
             return torch_grouped_mm(left.t(), right, offs=self.ends).contiguous()
         more: Any = {"order": self.order, "topk": self.topk, "gather": gather}
         return triton_outer(left, right, self.ends, self.tiles, **more)
 
 
-def _rows(order: Tensor, ends: Tensor, topk: int, down: Tensor, by_torch: bool) -> _Rows:
-    return _Rows(order, ends, row_tiles(ends, len(order), down.dtype, *down.shape[1:]), topk, by_torch)
+def _rows(order: Tensor, ends: Tensor, topk: int, up: Tensor, down: Tensor, backend: str) -> _Rows:
+    tiles = row_tiles(ends, len(order), down.dtype, *down.shape[1:])
+    by_torch = resolved(backend, down, *up.shape[1:], down.shape[2]) == "torch"
+    return _Rows(order, ends, tiles, topk, by_torch)
 
 
 @torch.library.custom_op("stoker::moe_experts", mutates_args=())
@@ -79,12 +81,12 @@ def _experts(
     places: Tensor,
     nonlinearity: str,
     gated: bool,
-    by_torch: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     hidden = hidden.contiguous()
-    rows = _rows(order, ends, places.shape[1], down, by_torch)
-    if by_torch:
-        projected = rows.times(hidden, up.transpose(1, 2), up_bias)
+    rows = _rows(order, ends, places.shape[1], up, down, backend)
+    if rows.by_torch:
+        projected = rows.times(rows.read(hidden), up.transpose(1, 2), up_bias)
         inner = activated(projected, nonlinearity, gated, None)
     else:
         projected, inner = triton_rows(
@@ -117,7 +119,7 @@ def _(
     places: Tensor,
     nonlinearity: str,
     gated: bool,
-    by_torch: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     return hidden.new_empty(hidden.shape), hidden.new_empty(order.shape[0], up.shape[1])
 
@@ -138,18 +140,19 @@ def _experts_backward(
     places: Tensor,
     nonlinearity: str,
     gated: bool,
-    by_torch: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of hidden, gates, up, down, up_bias, down_bias; empty where there is no bias."""
     hidden, gradient = hidden.contiguous(), gradient.contiguous()
-    rows = _rows(order, ends, places.shape[1], down, by_torch)
-    inner_gradient = rows.times(gradient, down)
+    rows = _rows(order, ends, places.shape[1], up, down, backend)
+    read = rows.read(gradient)
+    inner_gradient = rows.times(read, down)
     projected_gradient, weighted, gate_gradient = activation_backward(
         projected, inner_gradient, order, gates, gated=gated, nonlinearity=nonlinearity
     )
     del inner_gradient
-    down_gradient = rows.outer(gradient, weighted, gather="left")
-    del weighted
+    down_gradient = rows.outer(read, weighted, gather="left")
+    del read, weighted
     down_bias_gradient = gradient.new_empty(0)
     if down_bias is not None:
         # by token instead of by row: a token has an expert once at most
@@ -158,7 +161,7 @@ def _experts_backward(
         shares = torch.where(places >= 0, gates.float(), 0)
         of_expert = torch.zeros(len(gradient), len(ends), device=gradient.device).scatter(1, experts, shares)
         down_bias_gradient = (of_expert.t() @ gradient.float()).to(down_bias.dtype)
-    up_gradient = rows.outer(projected_gradient, hidden, gather="right")
+    up_gradient = rows.outer(projected_gradient, rows.read(hidden), gather="right")
     up_bias_gradient = gradient.new_empty(0)
     if up_bias is not None:  # a sum over rows is a product with ones
         ones = projected_gradient.new_ones(1, 16).expand(len(order), 16)
@@ -191,7 +194,7 @@ def _(
     places: Tensor,
     nonlinearity: str,
     gated: bool,
-    by_torch: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     none = gradient.new_empty(0)
     first, second = (none.new_empty(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
@@ -229,10 +232,10 @@ def fused_experts(
     gated: bool,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    by_torch: bool,
+    backend: Backend,
 ) -> Tensor:
-    """`expert_mlp` without dropout where Triton runs; `by_torch`: the matmuls are torch's grouped ones."""
+    """`expert_mlp` without dropout where Triton runs, its matmuls by a `backend` of `grouped_matmul` but `loop`."""
     order, ends, places = assignments
     return _experts(
-        hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, nonlinearity, gated, by_torch
+        hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, nonlinearity, gated, backend
     )[0]

@@ -1,7 +1,8 @@
 """Matmul of rows sorted by expert with the matrix of their expert, and its gradients, without waiting for the device.
 
 Three backends: our Triton kernels, which also gather and activate; torch's grouped matmul (CUTLASS on sm_90 and
-later); a loop over the experts, which reads their ends on the host and serves every device and dtype.
+later, where it is the fastest for bf16: docs/benchmarks.md); a loop over the experts, which reads their ends on the
+host and serves every device and dtype.
 R rows, E experts; the rows of expert e are from ends[e - 1] to ends[e].
 """
 
@@ -18,7 +19,7 @@ from .configs import device_capability, is_aligned, is_low, tile_config
 from .grouped_kernels import outer_kernel, rows_kernel
 from .tiles import Tiles, find_tiles
 
-Backend = Literal["triton", "torch", "loop"]
+Backend = Literal["auto", "triton", "torch", "loop"]
 
 torch_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 """torch's grouped matmul, public from 2.10 on."""
@@ -221,6 +222,7 @@ def _zero_after(out: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("stoker::grouped_matmul", mutates_args=())
 def _grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, backend: str) -> Tensor:
+    backend = resolved(backend, left, *matrices.shape[1:])
     if backend == "triton":
         widths = matrices.shape[1:]
         return triton_rows(left, matrices, ends, row_tiles(ends, len(left), left.dtype, *widths))[0]
@@ -236,6 +238,7 @@ def _(left: Tensor, matrices: Tensor, ends: Tensor, backend: str) -> Tensor:
 
 @torch.library.custom_op("stoker::grouped_outer", mutates_args=())
 def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> Tensor:
+    backend = resolved(backend, left, left.shape[1], right.shape[1])
     if backend == "triton":
         widths = left.shape[1], right.shape[1]
         return triton_outer(left, right, ends, row_tiles(ends, len(left), left.dtype, *widths))
@@ -277,7 +280,8 @@ def grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, *, backend: Bac
         left: (R, K), the rows sorted by expert.
         matrices: (E, K, N), same dtype, any strides.
         ends: (E,) int32, the row after the last one of each expert, ascending; ends[-1] may be less than R.
-        backend: `triton` (16 bits and fp32 on CUDA), `torch` (what its grouped matmul takes), `loop` (any).
+        backend: `triton` (16 bits and fp32 on CUDA), `torch` (what its grouped matmul takes), `loop` (any), `auto`
+            (`torch` where it can, else `triton`).
 
     Returns:
         (R, N), summed in fp32 (fp64) and rounded once; 0 in the rows after ends[-1], whatever `left` has there.
@@ -299,6 +303,13 @@ def grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, *, backend: Bac
     return _grouped_matmul(left, matrices, ends, backend)
 
 
+def resolved(backend: str, tensor: Tensor, *widths: int) -> str:
+    """What `auto` means for tensors like this one. Asked within operations, where a device has a capability."""
+    if backend != "auto":
+        return backend
+    return "torch" if tensor.is_cuda and why_not("torch", tensor, *widths) is None else "triton"
+
+
 def _loops_in_torch(device: torch.device) -> bool:
     """Whether torch has no grouped kernel for a device; a compiled graph cannot ask, and takes it that it has."""
     return not torch.compiler.is_compiling() and device_capability(device) in _NO_CUTLASS
@@ -312,7 +323,7 @@ def why_not(backend: Backend, tensor: Tensor, *widths: int) -> str | None:
         tensor: an operand, of which device and dtype count.
         widths: lengths of the rows of all operands and results.
     """
-    if backend == "triton":
+    if backend in ("auto", "triton"):
         served = triton_runs_on(tensor) or (INTERPRETED and tensor.is_cpu and tensor.dtype != torch.float64)
         return None if served else f"needs Triton and fp32, bf16 or fp16 on CUDA, not {tensor.dtype} on {tensor.device}"
     if backend == "torch":
@@ -324,4 +335,4 @@ def why_not(backend: Backend, tensor: Tensor, *widths: int) -> str | None:
             return f"needs bf16 on a GPU of sm_90 or later, not {tensor.dtype} on {tensor.device}"
         odd = [width for width in widths if width * tensor.itemsize % 16]
         return f"needs rows of a multiple of 16 bytes, not {odd[0]} of {tensor.dtype}" if odd else None
-    return None if backend == "loop" else "must be one of triton, torch, loop"
+    return None if backend == "loop" else "must be one of auto, triton, torch, loop"

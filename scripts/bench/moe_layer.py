@@ -1,4 +1,4 @@
-"""Experts of one MoE layer on one GPU: ours beside torch's grouped matmul, a loop, Liger's fused_moe and a dense MLP.
+"""Experts of one MoE layer on one GPU: ours, by each of its matmuls, beside Liger's fused_moe and a dense MLP.
 
     python scripts/bench/moe_layer.py [--sections layer matmul] [--rounds 5] [--only E128 balanced ...]
         [--results moe_layer.jsonl] [--report moe_layer.md] [--tile rows=128,256,64,8,4 ...] [--check]
@@ -39,8 +39,10 @@ from stoker.kernels.moe import configs
 from stoker.kernels.moe.assignments import sorted_assignments
 from stoker.kernels.moe.experts import Implementation, expert_mlp
 from stoker.kernels.moe.grouped_matmul import row_tiles, torch_grouped_mm, triton_outer, triton_rows, why_not
+from stoker.kernels.moe.tiles import Tiles
 
-OURS = "triton"
+OURS = "ours"
+DENSE = "dense MLP"
 SECTIONS = {"layer": "The experts of a layer", "matmul": "Grouped matmuls"}
 LOADS = ("balanced", "skewed", "crowded")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,6 +93,11 @@ class Tensors(NamedTuple):
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         return self.hidden, self.gates, self.up, self.down
+
+    def of_one_expert(self) -> Tensors:
+        """The same with the weights of the first expert alone."""
+        up, down = (weight[:1].detach().clone().requires_grad_() for weight in (self.up, self.down))
+        return self._replace(up=up, down=down)
 
 
 def draw(shape: Shape) -> Tensors:
@@ -152,13 +159,12 @@ def dense(tensors: Tensors) -> Function:
 
 
 LAYER_PEERS: dict[str, Callable[[Tensors], Function]] = {
-    OURS: ours("triton"),
-    "grouped_mm": ours("grouped_mm"),
-    "sequential": ours("sequential"),
+    OURS: ours("auto"),
+    "ours, triton": ours("triton"),
+    "ours, sequential": ours("sequential"),
     "Liger fused_moe": liger,
-    "dense MLP": dense,
+    DENSE: dense,
 }
-OTHER_MATH = ("dense MLP",)
 
 
 # ---------------------------------------------------------------- contenders of `matmul`
@@ -176,30 +182,32 @@ def products(shape: Shape) -> dict[str, Product]:
     tensors = draw(shape)
     hidden, up, down = (x.detach() for x in (tensors.hidden, tensors.up, tensors.down))
     order, ends, _ = sorted_assignments(tensors.experts, shape.experts)
-    tiles = row_tiles(ends, shape.rows, hidden.dtype, shape.hidden, shape.ffn)
     tokens = order.long() // shape.topk
     rows = hidden[tokens]
     wide, inner = (torch.randn_like(rows[:, :1].expand(-1, n)) for n in (2 * shape.ffn, shape.ffn))
     gather: dict[str, Any] = {"order": order, "topk": shape.topk}
 
+    def tiles() -> Tiles:
+        return row_tiles(ends, shape.rows, hidden.dtype, shape.hidden, shape.ffn)
+
     def forward(left: Tensor, matrices: Tensor) -> dict[str, Callable[[], Tensor]]:
         return {
-            OURS: lambda: triton_rows(left, matrices, ends, tiles)[0],
+            "triton": lambda: triton_rows(left, matrices, ends, tiles())[0],
             "torch": lambda: torch_grouped_mm(left, matrices, offs=ends),
             "dense": lambda: left @ matrices[0],
         }
 
     def outer(left: Tensor, right: Tensor) -> dict[str, Callable[[], Tensor]]:
         return {
-            OURS: lambda: triton_outer(left, right, ends, tiles),
+            "triton": lambda: triton_outer(left, right, ends, tiles()),
             "torch": lambda: torch_grouped_mm(left.t(), right, offs=ends),
             "dense": lambda: left.t() @ right,
         }
 
     first = forward(rows, up.transpose(1, 2))
-    first["triton, gather"] = lambda: triton_rows(hidden, up.transpose(1, 2), ends, tiles, **gather)[0]
+    first["triton, gather"] = lambda: triton_rows(hidden, up.transpose(1, 2), ends, tiles(), **gather)[0]
     last = outer(wide, rows)
-    last["triton, gather"] = lambda: triton_outer(wide, hidden, ends, tiles, **gather, gather="right")
+    last["triton, gather"] = lambda: triton_outer(wide, hidden, ends, tiles(), **gather, gather="right")
     flops = 2 * shape.rows * shape.hidden * shape.ffn
     return {
         "up": Product(first, 2 * flops),
@@ -261,34 +269,35 @@ def layer_row(shape: Shape, rounds: int) -> Row:
     """Forward and backward of every contender; 0 rounds: their results are compared only."""
     tensors = draw(shape)
     row: Row = {"ms": {}, "refused": {}, "peak_mib": {}, "forward_flops": shape.forward_flops}
-    functions: dict[str, Function] = {}
+    functions: dict[str, tuple[Function, Tensors]] = {}
     expected = None
     for name, build in LAYER_PEERS.items():
         function, reason = usable(name, lambda build=build: build(tensors))
+        seen = tensors.of_one_expert() if name == DENSE else tensors
         if reason is None:
-            got, reason = usable(name, step_of(function, tensors))
-            if reason is None and name not in OTHER_MATH:
+            got, reason = usable(name, step_of(function, seen))
+            if reason is None and name != DENSE:
                 expected = got if expected is None else expected
                 error = difference(got, expected)
                 reason = None if error < 0.03 else f"differs by {error:.3g}"
             del got
         if reason is None:
-            functions[name] = function
+            functions[name] = function, seen
         else:
             row["refused"][name] = reason
     if OURS in functions:
-        step = step_of(functions[OURS], tensors)
+        step = step_of(*functions[OURS])
         row["bitwise"] = all(torch.equal(a, b) for a, b in zip(step(), step(), strict=True))
     if not rounds:
         return row
     calls: dict[str, Call] = {}
-    for name, function in functions.items():
+    for name, (function, seen) in functions.items():
 
-        def run(function: Function = function) -> list[torch.cuda.Event]:
+        def run(function: Function = function, seen: Tensors = seen) -> list[torch.cuda.Event]:
             start = event()
-            out = function(*tensors.leaves)
+            out = function(*seen.leaves)
             middle = event()
-            torch.autograd.grad(out, tensors.leaves, tensors.upstream)
+            torch.autograd.grad(out, seen.leaves, seen.upstream)
             return [start, middle, event()]
 
         calls[name] = run
@@ -409,14 +418,16 @@ def jobs(section: str, shapes: list[Shape]) -> list[tuple[str, Callable[[int], R
     ]
 
 
-def set_tile(text: str) -> None:
-    """Replace the tile of a kind in every table of `configs`."""
-    kind, _, numbers = text.partition("=")
-    tile = configs.TileConfig(*map(int, numbers.split(",")))
-    for table in (configs._HOPPER, configs._AMPERE, configs._SMALL):
+def set_tiles(texts: list[str]) -> None:
+    """Replace the tiles of kinds in the table of the device."""
+    table = configs._HOPPER if torch.cuda.get_device_capability()[0] >= 9 else configs._AMPERE
+    for text in texts:
+        kind, _, numbers = text.partition("=")
         if kind not in table:
             raise ValueError(f"`--tile` ({text}) must name one of {', '.join(table)}.")
-        table[kind] = tile
+        table[kind] = configs.TileConfig(*map(int, numbers.split(",")))
+    if len({tile.rows for kind, tile in table.items() if kind != "outer"}) > 1:
+        raise ValueError("`--tile`: all kinds but `outer` need tiles of the same height.")
 
 
 def main() -> None:
@@ -429,8 +440,8 @@ def main() -> None:
     parser.add_argument("--tile", nargs="+", default=[], help="KIND=rows,columns,depth,warps,stages[,together[,...]]")
     parser.add_argument("--check", action="store_true", help="small shapes, results compared, nothing measured")
     arguments = parser.parse_args()
-    for text in arguments.tile:
-        set_tile(text)
+    if arguments.tile:
+        set_tiles(arguments.tile)
     wanted = [
         (section, name, measure)
         for section in arguments.sections
