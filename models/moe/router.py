@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.moe.router_logits import router_logits
 from ...kernels.moe.routing import (
     Choice,
     DropPolicy,
@@ -118,10 +118,11 @@ class Router(nn.Module):
         number = len(self.weight)
         with torch.autocast(tokens.device.type, enabled=False):
             dtype = torch.promote_types(self.dtype, tokens.dtype)
-            seen = tokens.to(dtype)
+            seen = tokens
             if self.training and self.jitter is not None:
+                seen = seen.to(dtype)
                 seen = seen * (1.0 + self.jitter * (2.0 * torch.rand_like(seen) - 1.0))
-            logits = F.linear(seen, self.weight.to(dtype))
+            logits = router_logits(seen, self.weight, dtype)
             squares = z_loss(logits, real=real)
             if self.training and self.z_loss:
                 logits = with_loss_gradient(logits, self.z_loss * squares, loss_share)

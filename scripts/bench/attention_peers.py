@@ -74,11 +74,32 @@ class Shape:
 
     def matrix(self, table: Tensor) -> Tensor:
         """The bias written out, (1, heads, tokens, tokens) in bf16, differentiable in the table."""
-        place = torch.arange(self.tokens, device="cuda")
-        distance = place - place[:, None]
+        distance = torch.arange(1 - self.tokens, self.tokens, device="cuda")
         if self.bias == "t5":
-            return table[:, distance.clamp(-self.reach, self.reach) + self.reach].to(torch.bfloat16)[None]
-        return (-table[:, None, None] * distance.abs()).to(torch.bfloat16)[None]
+            of_distance = table[:, distance.clamp(-self.reach, self.reach) + self.reach]
+        else:
+            of_distance = -table[:, None] * distance.abs()
+        return _WrittenOut.apply(of_distance.to(torch.bfloat16))[None]
+
+
+class _WrittenOut(torch.autograd.Function):
+    """(heads, 2 S - 1), a number for each distance, to (heads, S, S).
+
+    Backward, the sums along diagonals are those of columns, once every row is shifted by one: a few passes at the speed
+    of memory. The gradient of indexing adds to few places many times, which takes a hundred times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, of_distance: Tensor) -> Tensor:
+        tokens = (of_distance.shape[1] + 1) // 2
+        return of_distance.unfold(1, tokens, 1).flip(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        heads, tokens, _ = gradient.shape
+        wide = F.pad(gradient.flip(1), (0, tokens)).flatten(1)[:, :-tokens].view(heads, tokens, 2 * tokens - 1)
+        return wide.sum(1, dtype=torch.float32).to(gradient.dtype)
 
 
 def ours(shape: Shape) -> Attend:
@@ -136,6 +157,8 @@ def flex(shape: Shape) -> Attend:
         return q_index >= k_index
 
     tokens = shape.tokens
+    # the tiles that torch chooses do not fit into shared memory beside the look-up
+    options = {"BLOCK_M": 64, "BLOCK_N": 32} if shape.bias == "t5" else None
     mask = create_block_mask(earlier, None, None, tokens, tokens, "cuda") if shape.causal else None
 
     @cache  # one function object for one table: a new one each call would be compiled each call
@@ -156,7 +179,7 @@ def flex(shape: Shape) -> Attend:
         score_mod = score_mod_of(table)
         out = compiled(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=score_mod, block_mask=mask,
-            enable_gqa=shape.groups < shape.heads,
+            enable_gqa=shape.groups < shape.heads, kernel_options=options,
         )  # fmt: skip
         return out.transpose(1, 2)
 

@@ -25,6 +25,11 @@ def ratio(row: Row, ours: str, peer: str, what: str) -> float | None:
     return statistics.median(b / a for a, b in zip(mine, theirs, strict=False))  # slow ones had fewer rounds
 
 
+def _reason(text: str) -> str:
+    """Why a contender did not run, in a few words."""
+    return "needs more shared memory than there is" if "out of resource" in text else text[:70]
+
+
 def _cell(row: Row, name: str, what: str, factor: float) -> str:
     """TFLOP/s of a contender, or a dash."""
     times = row["ms"].get(name, {}).get(what)
@@ -41,7 +46,7 @@ def attention_table(rows: list[Row]) -> list[str]:
         cells = []
         for name in ["ours", *peers]:
             if name in row["refused"]:
-                cells.append(row["refused"][name][:70])
+                cells.append(_reason(row["refused"][name]))
                 continue
             text = "/".join(_cell(row, name, what, factor) for what, factor in kinds)
             if name != "ours":

@@ -94,19 +94,26 @@ def run_rounds(script: str, more: list[str], names: list[str], results: Path, ro
     for number in range(first, first + rounds):
         for name in names:
             ran = subprocess.run([sys.executable, script, "--one", name, *more], capture_output=True, text=True)
-            if ran.returncode:
+            if not ran.returncode:
+                row = json.loads(ran.stdout.splitlines()[-1])
+                print(f"round {number}: {name} {row['tokens_per_second']:,.0f} tokens/s", flush=True)
+            elif "OutOfMemoryError" in ran.stderr:
+                row = {"peer": name, "refused": "out of memory"}
+                print(f"round {number}: {name} ran out of memory", flush=True)
+            else:
                 print(f"{name} failed:\n{ran.stdout[-2000:]}{ran.stderr[-4000:]}", file=sys.stderr)
                 continue
-            row = json.loads(ran.stdout.splitlines()[-1]) | {"round": number, **marks}
+            row |= {"round": number, **marks}
             done.append(row)
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"round {number}: {name} {row['tokens_per_second']:,.0f} tokens/s", flush=True)
     return done
 
 
 def table(rows: list[Row], titles: Mapping[str, str], tokens: int) -> str:
     """The report: contenders from fastest to slowest, with the ratio to `stoker train` taken within each round."""
+    refused = {row["peer"]: row["refused"] for row in rows if "refused" in row}
+    rows = [row for row in rows if "refused" not in row]
     rounds = sorted({row["round"] for row in rows})
     speed = {(row["round"], row["peer"]): row["tokens_per_second"] for row in rows}
     names = {row["peer"] for row in rows}
@@ -125,6 +132,7 @@ def table(rows: list[Row], titles: Mapping[str, str], tokens: int) -> str:
         peak = statistics.median(row["peak_gib"] for row in rows if row["peer"] == name)
         milliseconds = 1e3 * tokens / median[name]
         lines.append(f"| {titles[name]} | {median[name]:,.0f} | {milliseconds:.1f} | {peak:.1f} | {ratio} |")
+    lines += [f"| {titles[name]} | {reason} | | | |" for name, reason in refused.items() if name not in names]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,80 @@
+"""The logits of a router in fp32, without an fp32 copy of the tokens where those and the weight have 16 bits.
+
+A product of two 16-bit numbers is exact in fp32, so a 16-bit matmul that sums in fp32 and does not round its result
+gives what a matmul of fp32 copies gives, but for the order of the sum. Backward, the fp32 gradient of the logits is
+written as a sum of two 16-bit numbers, which together hold 16 of its 24 bits (bf16), and 22 (fp16).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def reference_router_logits(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, h) times (E, h) transposed, in `dtype`."""
+    return F.linear(tokens.to(dtype), weight.to(dtype))
+
+
+def _wide_mm(left: Tensor, right: Tensor) -> Tensor:
+    """A matmul of 16-bit matrices in fp32, its result not rounded."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+@torch.library.custom_op("stoker::router_logits", mutates_args=())
+def _router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
+    return _wide_mm(tokens, weight.t())
+
+
+@_router_logits.register_fake
+def _(tokens: Tensor, weight: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("stoker::router_logits_backward", mutates_args=())
+def _router_logits_backward(gradient: Tensor, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    high = gradient.to(tokens.dtype)
+    low = (gradient - high).to(tokens.dtype)
+    both = torch.cat([high, low], dim=1)
+    of_halves = _wide_mm(both.t(), tokens)
+    of_weight = of_halves[: len(weight)] + of_halves[len(weight) :]
+    return both @ torch.cat([weight, weight]), of_weight.to(weight.dtype)
+
+
+@_router_logits_backward.register_fake
+def _(gradient: Tensor, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return tokens.new_empty(tokens.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return _router_logits_backward(gradient, *ctx.saved_tensors)
+
+
+_router_logits.register_autograd(_backward, setup_context=_save)
+
+
+def router_logits(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tokens times the router's weight, in `dtype`.
+
+    Args:
+        tokens: (T, h).
+        weight: (E, h).
+        dtype: of the result and of the sums.
+
+    Returns:
+        (T, E), differentiable once.
+    """
+    narrow = tokens.dtype == weight.dtype and tokens.dtype in (torch.bfloat16, torch.float16)
+    aligned = len(weight) % 8 == 0 and tokens.shape[1] % 8 == 0  # cuBLAS wants rows of a multiple of 16 bytes
+    if narrow and aligned and dtype == torch.float32 and tokens.is_cuda:
+        return _router_logits(tokens, weight)
+    return reference_router_logits(tokens, weight, dtype)
