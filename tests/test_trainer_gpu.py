@@ -25,6 +25,12 @@ LLAMA = {
     "model__position_embedding_type": "rope",
     "model__share_embeddings_and_output_weights": False,
 }
+EXPERTS = {
+    "model__num_moe_experts": 8,
+    "model__moe_router_topk": 2,
+    "model__moe_aux_loss_coeff": 1e-2,
+    "model__moe_z_loss_coeff": 1e-3,
+}
 PACKED = {"data_impl": "mock", "reset_position_ids": True, "reset_attention_mask": True}
 
 
@@ -33,11 +39,9 @@ def losses(directory):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
-@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "bf16-true", "32"])
-@pytest.mark.parametrize("global_batch", [2, 6])
-@pytest.mark.parametrize("data", ["whole", "packed"])
-def test_a_step_never_waits_for_the_device(tmp_path, monkeypatch, precision, global_batch, data):
+@pytest.fixture
+def seen_without_a_wait(monkeypatch):
+    """The steps, from the third on, that ran without a wait for the device: a wait ends the run with an error."""
     step = LanguageModule.training_step
     seen = []
 
@@ -53,12 +57,40 @@ def test_a_step_never_waits_for_the_device(tmp_path, monkeypatch, precision, glo
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(LanguageModule, "training_step", watched)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "bf16-true", "32"])
+@pytest.mark.parametrize("global_batch", [2, 6])
+@pytest.mark.parametrize("data", ["whole", "packed"])
+def test_a_step_never_waits_for_the_device(tmp_path, seen_without_a_wait, precision, global_batch, data):
     settings = GPU | LLAMA | NO_DROPOUT | {"model__global_batch_size": global_batch, "trainer__precision": precision}
     if data == "packed":
         settings["model__data"] = PACKED
     result = run_training(tiny_config(tmp_path, **settings))
-    assert seen == [3, 4, 5, 6, 7, 8]
+    assert seen_without_a_wait == [3, 4, 5, 6, 7, 8]
     assert result.step == 8
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"model__bias": True, "model__moe_layer_recompute": True, "model__moe_input_jitter_eps": 0.1},
+        {"model__moe_expert_capacity_factor": 1.0, "model__moe_dropout": 0.1},
+        {"model__moe_expert_capacity_factor": 1.0, "model__moe_pad_expert_input_to_capacity": True},
+        {"model__bias": True, "trainer__deterministic": True},
+        {"model__moe_router_load_balancing_type": "sinkhorn", "model__moe_aux_loss_coeff": 0.0},
+    ],
+    ids=["plain", "recompute", "capacity", "padded", "deterministic", "sinkhorn"],
+)
+def test_a_step_with_experts_never_waits_for_the_device(tmp_path, seen_without_a_wait, case, compiled):
+    settings = GPU | LLAMA | NO_DROPOUT | EXPERTS | case | {"model__compile": compiled, "trainer__precision": "bf16"}
+    assert run_training(tiny_config(tmp_path, **settings)).step == 8
+    assert seen_without_a_wait == [3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16"])
