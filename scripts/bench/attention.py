@@ -430,6 +430,10 @@ def _again(minutes: float) -> None:
     os.execv(sys.executable, [sys.executable, *words, "--minutes", f"{minutes:.2f}"])
 
 
+def _device_name() -> str:
+    return torch.cuda.get_device_name()
+
+
 def _lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -461,6 +465,8 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{section}: {name}" for section, name, _ in wanted))
         return
+    measured = {(r["section"], r["shape"]) for r in _lines_of(arguments.results) if r["device"] == _device_name()}
+    wanted = [job for job in wanted if job[:2] not in measured]
     if arguments.compile_part:
         compile_part(wanted, arguments.compile_part)
         return
@@ -478,21 +484,20 @@ def main() -> None:
 
 
 def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) -> int:
-    """Measure what `results` does not have yet and append it; returns how many shapes there was no time for."""
+    """Measure what is wanted and append it to `results`; returns how many shapes there was no time for."""
     import triton
 
     F.softmax(torch.zeros(1, device="cuda"), 0)  # the context, before the clock is read
     versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "triton": triton.__version__}
-    device = {"device": torch.cuda.get_device_name(), **versions, "rounds": rounds}
+    device = {"device": _device_name(), **versions, "rounds": rounds}
     breaking = results.with_suffix(".broken.jsonl")
-    done = {(row["section"], row["shape"], row["device"]) for row in _lines_of(results)}
     broken: dict[tuple[str, str], dict[str, str]] = {}
     for line in _lines_of(breaking):
         broken.setdefault((line["section"], line["shape"]), {})[line["contender"]] = line["reason"]
     left = 0
     for section, name, measure in wanted:
         known = broken.get((section, name), {})
-        if (section, name, device["device"]) in done or "all" in known:
+        if "all" in known:
             continue
         if time.monotonic() > deadline:
             left += 1
