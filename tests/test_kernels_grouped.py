@@ -186,7 +186,7 @@ def test_refusals_name_argument_and_reason():
         grouped_matmul(left, torch.zeros(2, 8, 9), ends, backend="torch")
     with pytest.raises(ValueError, match="needs Triton"):
         grouped_matmul(left.double(), matrices.double(), ends, backend="triton")
-    with pytest.raises(ValueError, match="one of triton, torch, loop"):
+    with pytest.raises(ValueError, match="one of auto, triton, torch, loop"):
         grouped_matmul(left, matrices, ends, backend="fast")  # pyright: ignore[reportArgumentType]
 
 
