@@ -278,7 +278,7 @@ def _build_moe(stack: StackSlice, moe: MoESlice) -> MoE:
         pad_to_capacity=moe.pad_to_capacity,
     )
     shared = _build_mlp(stack, moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else None
-    return MoE(router, experts, shared=shared, expert_bias=moe.bias_update_rate is not None, recompute=moe.recompute)
+    return MoE(router, experts, shared=shared, expert_bias=moe.bias_update_rate is not None)
 
 
 def _build_norm(stack: StackSlice, width: int | None = None) -> LayerNorm | RMSNorm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from ..kernels.attention.backends import AttentionFunction
 from ..kernels.attention.packed import PackedSequences
 from ..kernels.rope import apply_rotary
 from .attention_calls import CallKind
+from .checkpointing import product_of
 from .norms import LayerNorm, RMSNorm
 from .positions import Rotation
 from .score_positions import ScoreTerms
@@ -85,23 +86,29 @@ class SelfAttention(nn.Module):
         packed: PackedSequences | None = None,
         terms: ScoreTerms | None = None,
         padding: Tensor | None = None,
+        norm: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
         Args:
-            hidden: (batch, tokens, hidden_size).
+            hidden: (batch, tokens, hidden_size), normed, but for `norm`.
             rotary: how far queries and keys turn, or None.
             kind: the kind of call, which selects the backend.
             packed: the documents of the rows, where they must not see each other.
             terms: what the positions add to the scores, or None.
             padding: bool (batch, tokens), True for real tokens, which alone are seen; None where all are.
+            norm: a norm of `hidden` that the backward runs again; None without.
 
         Returns:
             (batch, tokens, hidden_size).
         """
-        projected = self.qkv(hidden).unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
+        projected = self.qkv(hidden) if norm is None else product_of(norm, self.qkv, False, hidden)
+        projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
         turning, value = projected.split((self.heads + self.groups, self.groups), dim=2)
         query, key = self._turned(turning, rotary)
+        if rotary is not None and self.query_norm is None:
+            # a view would keep everything that was projected for the backward, beside queries and keys once turned
+            value = value.contiguous()
         dropout = self.dropout if self.training else 0.0
         context = self.backends[kind](
             query,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,11 +20,16 @@ from .attention_plan import CallFacts, PlannedAttention, planned_attentions
 from .bert import BERT
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
+from .config.memory import RecomputeModule
 from .config.samples import SampleForm
 from .config.slices import StackSlice
 from .config.t5_slice import T5Slice
 from .gpt import GPT
 from .init import InitRules, initialise_
+from .offload import ActivationOffload
+from .offload_copies import Copies, CudaCopies
+from .offload_weights import WeightOffload
+from .recompute import policies_of
 from .stack import Stack
 from .t5 import T5
 
@@ -104,6 +110,9 @@ def build_model(
         for planned in plan.attentions
     }
     model = assemble(described, form, plan.decisions, backends).to(dtype)
+    for part, stack, labels in zip(described.stacks, stacks_of(model), _training_labels(described), strict=True):
+        for policy in () if part.recompute is None else policies_of(part.recompute, plan.decisions, *labels):
+            policy.apply(stack)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
     if plan.compiled:
         generation = {planned.label("generation") for planned in plan.attentions}
@@ -117,6 +126,9 @@ def build_model(
         sharding.cut(model)
         model.to_empty(device=device)
         initialise_(model, init_rules(described), sharding.fill)
+    make_copies = copies_of(device) if "training" in kinds else None
+    if make_copies is not None:
+        offload(model, described, make_copies)
     return model
 
 
@@ -248,6 +260,38 @@ def stacks_of(model: LanguageModel) -> tuple[Stack, ...]:
             return (model.decoder,)
 
 
+def copies_of(device: torch.device) -> Callable[[], Copies] | None:
+    """What makes copies between a device and host memory; None where these are one and the same."""
+    return partial(CudaCopies, device) if device.type == "cuda" else None
+
+
+def offload(model: LanguageModel, described: FamilySlice, make_copies: Callable[[], Copies]) -> None:
+    """Have a model, whose weights are on their device, keep in host memory what its slice says.
+
+    Args:
+        model: as `described`.
+        described: its slice.
+        make_copies: makes those of its device; weights and activations have streams of their own.
+
+    Raises:
+        ValueError: weights are cut over processes, of which only rows are on the device.
+    """
+    for part, stack in zip(described.stacks, stacks_of(model), strict=True):
+        if part.offload is None:
+            continue
+        if part.offload.activations:
+            stack.activation_offload = ActivationOffload(make_copies(), part.offload.layers)
+        if part.offload.weights:
+            stack.weight_offload = WeightOffload(make_copies(), list(stack.layers), part.offload.layers)
+
+
+def _training_labels(model: FamilySlice) -> tuple[tuple[str, ...], ...]:
+    """The attentions of each stack in training, self-attention first, as the decisions name them."""
+    if isinstance(model, T5Slice):
+        return ("encoder training",), ("decoder training", "cross training")
+    return (("training",),)
+
+
 def parameter_count(model: nn.Module) -> int:
     """Parameters of a built model, shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
@@ -261,6 +305,42 @@ def has_dropout(stack: StackSlice) -> bool:
     moe = stack.moe
     of_experts = moe is not None and (moe.dropout or moe.jitter)
     return bool(stack.hidden_dropout or stack.attention.dropout or stack.mlp.dropout or of_experts)
+
+
+def recomputes_draws(stack: StackSlice) -> bool:
+    """Whether random numbers are drawn in what the backward runs again: it then asks generators for their state."""
+    recompute, moe = stack.recompute, stack.moe
+    if recompute is None:
+        return False
+    in_mlp = bool(stack.mlp.dropout)
+    in_experts = moe is not None and bool(moe.dropout or moe.jitter or (moe.shared_ffn_hidden_size and in_mlp))
+    of_modules: dict[RecomputeModule, bool] = {
+        "norm": False,
+        "mlp_activation": in_mlp,
+        "core_attention": bool(stack.attention.dropout),
+        "moe": in_experts,
+    }
+    return (recompute.layers > 0 and has_dropout(stack)) or any(of_modules[name] for name in recompute.modules)
+
+
+def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> Iterator[str]:
+    """For each attention that shall be recomputed but keeps no scores: why that saves nothing, and what does.
+
+    Args:
+        model: what the model is.
+        decisions: what the dispatcher chose for each attention and kind of call.
+    """
+    for stack, labels in zip(model.stacks, _training_labels(model), strict=True):
+        if stack.recompute is None or "core_attention" not in stack.recompute.modules:
+            continue
+        for label in labels:
+            if label in decisions and not decisions[label].keeps_scores:
+                at = f"model.{label.split()[0].replace('cross', 'decoder')}" if " " in label else "model"
+                yield (
+                    f"recomputing core attention has no effect on attention `{label}`: its backend "
+                    f"{decisions[label].backend} keeps no scores; "
+                    f"{at}.activations_checkpoint_modules=[norm,mlp_activation] saves memory"
+                )
 
 
 def compile_policy(

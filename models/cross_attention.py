@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..kernels.attention.backends import AttentionFunction
 from ..kernels.attention.packed import PackedSequences
 from .attention_calls import CallKind
+from .checkpointing import product_of
 from .norms import LayerNorm, RMSNorm
 
 
@@ -83,18 +84,22 @@ class CrossAttention(nn.Module):
         self.head_scale = nn.Parameter(torch.ones(heads)) if head_scale else None
         self.output = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
 
-    def forward(self, hidden: Tensor, memory: Memory, kind: CallKind) -> Tensor:
+    def forward(
+        self, hidden: Tensor, memory: Memory, kind: CallKind, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         """Attend from each token of the decoder to all real tokens of its memory.
 
         Args:
-            hidden: (batch, queries, hidden_size).
+            hidden: (batch, queries, hidden_size), normed, but for `norm`.
             memory: of the same batch.
             kind: the kind of call, which selects the backend.
+            norm: a norm of `hidden` that the backward runs again; None without.
 
         Returns:
             (batch, queries, hidden_size).
         """
-        query = self.query(hidden).unflatten(-1, (self.heads, self.head_dim))
+        query = self.query(hidden) if norm is None else product_of(norm, self.query, False, hidden)
+        query = query.unflatten(-1, (self.heads, self.head_dim))
         key, value = self.kv(memory.hidden).unflatten(-1, (2 * self.groups, self.head_dim)).chunk(2, dim=2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

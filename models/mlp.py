@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.activations import NONLINEARITIES
 from ..kernels.gated_activation import gated_activation
+from ..kernels.gated_projection import gated_projection
+from ..kernels.launch import triton_runs_on
+from .checkpointing import product_of, recomputes
 from .norms import LayerNorm, RMSNorm
 
 
@@ -21,7 +26,12 @@ class MLP(nn.Module):
         bias: bias on both projections.
         dropout: dropout after the nonlinearity, in training.
         inner_norm: norm before the second projection (NormFormer, arXiv 2110.09456); None without.
+
+    Attributes:
+        recompute: in training run what lies between the projections again in the backward, instead of keeping it.
     """
+
+    recompute: bool = False
 
     def __init__(
         self,
@@ -42,9 +52,22 @@ class MLP(nn.Module):
         self.inner_norm = inner_norm
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same shape."""
-        projected = self.up(hidden)
+    def forward(self, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """(batch, tokens, hidden_size) to the same shape.
+
+        Args:
+            hidden: normed, but for `norm`.
+            norm: a norm of `hidden` that the backward runs again; None without.
+        """
+        projected = self.up(hidden) if norm is None else product_of(norm, self.up, False, hidden)
+        if self.recompute and recomputes(self):
+            if self.gated and self.inner_norm is None and not self.dropout and triton_runs_on(projected):
+                return gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)
+            return product_of(self._inner, self.down, self.dropout > 0, projected)
+        return self.down(self._inner(projected))
+
+    def _inner(self, projected: Tensor) -> Tensor:
+        """What lies between the projections."""
         if self.gated:
             inner = gated_activation(projected, self.nonlinearity)
         else:
@@ -53,4 +76,4 @@ class MLP(nn.Module):
             inner = self.inner_norm(inner)
         if self.training and self.dropout:
             inner = F.dropout(inner, self.dropout)
-        return self.down(inner)
+        return inner

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from ..kernels.attention.packed import PackedSequences
 from .attention import SelfAttention
 from .attention_calls import CallKind
+from .checkpointing import recomputes, run_again
 from .cross_attention import CrossAttention, Memory
 from .mlp import MLP
 from .moe.layer import MoE
 from .norms import LayerNorm, RMSNorm
+from .offload import ActivationOffload
+from .offload_weights import WeightOffload
 from .positions import RotaryEmbedding, Rotation, XPosEmbedding
 from .score_positions import ScorePositions, ScoreTerms
 
@@ -48,7 +51,14 @@ class Layer(nn.Module):
         block: where the norms sit.
         attention_output_norm: norm of what the self-attention adds, for `normformer`.
         cross_attention_output_norm: likewise of the cross-attention.
+
+    Attributes:
+        recompute: in training keep only the input, and run the layer again in the backward.
+        recompute_norms: likewise keep the input of a norm that a projection follows instead of what it gives.
     """
+
+    recompute: bool = False
+    recompute_norms: bool = False
 
     def __init__(
         self,
@@ -85,21 +95,77 @@ class Layer(nn.Module):
         memory: Memory | None = None,
         terms: ScoreTerms | None = None,
         padding: Tensor | None = None,
-    ) -> Tensor:
-        """(batch, tokens, hidden_size) to the same shape; other arguments as in `SelfAttention.forward`."""
-        update = self.attention(self._before(self.attention_norm, hidden), rotary, kind, packed, terms, padding)
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer without an effect on its buffers, so that it may run twice.
+
+        Args:
+            hidden: (batch, tokens, hidden_size).
+            rotary: and the others, as in `SelfAttention.forward`.
+            kind: the kind of call.
+            packed: the documents of the rows.
+            memory: what the cross-attention reads; None in a layer without it.
+            terms: what the positions add to the scores.
+            padding: which tokens are real.
+
+        Returns:
+            (batch, tokens, hidden_size), and what `count` takes.
+        """
+        inputs = hidden, rotary, kind, packed, memory, terms, padding
+        return run_again(self._run, self.draws, *inputs) if self.recompute and recomputes(self) else self._run(*inputs)
+
+    def count(self, sums: Tensor | None) -> None:
+        """Add what the layer has counted of its experts, once for each run in training."""
+        if sums is not None and self.training and isinstance(self.mlp, MoE):
+            self.mlp.count(sums)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers in training."""
+        attentions = (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
+        of_mlp = self.mlp.draws if isinstance(self.mlp, MoE) else self.mlp.dropout > 0
+        return self.dropout > 0 or of_mlp or any(attention.dropout > 0 for attention in attentions)
+
+    def _run(
+        self,
+        hidden: Tensor,
+        rotary: Rotation | None,
+        kind: CallKind,
+        packed: PackedSequences | None,
+        memory: Memory | None,
+        terms: ScoreTerms | None,
+        padding: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        before, norm = self._before(self.attention_norm, hidden)
+        update = self.attention(before, rotary, kind, packed, terms, padding, norm)
         hidden = self._add(hidden, update, self.attention_norm, self.attention_output_norm)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             assert memory is not None
-            update = self.cross_attention(self._before(self.cross_attention_norm, hidden), memory, kind)
+            before, norm = self._before(self.cross_attention_norm, hidden)
+            update = self.cross_attention(before, memory, kind, norm)
             hidden = self._add(hidden, update, self.cross_attention_norm, self.cross_attention_output_norm)
-        before = self._before(self.mlp_norm, hidden)
-        update = self.mlp(before, padding) if isinstance(self.mlp, MoE) else self.mlp(before)
-        return self._add(hidden, update, self.mlp_norm)
+        sums = None
+        if isinstance(self.mlp, MoE):
+            before, norm = self._before(self.mlp_norm, hidden, read_often=not self.mlp.recompute)
+            update, sums = self.mlp.run(before, padding, norm)
+        else:
+            update = self.mlp(*self._before(self.mlp_norm, hidden))
+        return self._add(hidden, update, self.mlp_norm), sums
 
-    def _before(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
-        """What a part reads."""
-        return hidden if self.block == "post_ln" else norm(hidden)
+    def _before(
+        self, norm: LayerNorm | RMSNorm, hidden: Tensor, *, read_often: bool = False
+    ) -> tuple[Tensor, LayerNorm | RMSNorm | None]:
+        """What a part reads, and the norm that it does itself, so that the backward can run it again.
+
+        Args:
+            norm: of the part.
+            hidden: the stream.
+            read_often: several operations of the part keep what it reads: it is kept whoever does the norm.
+        """
+        if self.block == "post_ln":
+            return hidden, None
+        if self.recompute_norms and not read_often and recomputes(self):
+            return hidden, norm
+        return norm(hidden), None
 
     def _add(
         self,
@@ -125,7 +191,17 @@ class Stack(nn.Module):
         final_norm: norm of the last layer's output; None where the layers end with one (`post_ln`).
         rotary: the shared rotary embedding, if there is one.
         score_positions: the shared positions that act on scores, if there are any.
+
+    Attributes:
+        recompute_chunk: in training keep only the input of so many layers in a row, and run them again together in the
+            backward; 1 leaves it to the layers.
+        activation_offload: keeps what the first layers save for the backward in host memory; None where it stays.
+        weight_offload: likewise the weights of the first layers, while they are not needed.
     """
+
+    recompute_chunk: int = 1
+    activation_offload: ActivationOffload | None = None
+    weight_offload: WeightOffload | None = None
 
     def __init__(
         self,
@@ -167,8 +243,29 @@ class Stack(nn.Module):
         tokens = hidden.shape[1]
         rotary = None if self.rotary is None else self.rotary(tokens if positions is None else positions)
         terms = None if self.score_positions is None else self.score_positions(tokens, tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, kind, packed, memory, terms, padding)
+        weights, activations = self.weight_offload, None
+        if self.activation_offload is not None and recomputes(self):
+            shared = (rotary, packed, memory, terms, padding)
+            activations = self.activation_offload.forward_pass(len(self.layers), shared)
+        given = kind, rotary, packed, memory, terms, padding
+        chunk = self.recompute_chunk if recomputes(self) else 1
+        for first in range(0, len(self.layers), chunk):
+            numbers = range(first, min(first + chunk, len(self.layers)))
+            layers = [cast(Layer, self.layers[number]) for number in numbers]
+            if weights is not None:
+                weights.before(numbers)
+            with contextlib.nullcontext() if activations is None else activations.layers(numbers, layers):
+                if chunk == 1:
+                    hidden, sums = _run(layers, hidden, *given)
+                else:
+                    draws = any(layer.draws for layer in layers)
+                    hidden, sums = run_again(_run, draws, layers, hidden, *given)
+            for layer, counted in zip(layers, sums, strict=True):
+                layer.count(counted)
+            if weights is not None and recomputes(self):
+                weights.after(numbers, hidden)
+            if activations is not None:
+                activations.after(numbers, hidden)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def compile_parts(self, *, hooked: bool = False, whole: bool = True) -> None:
@@ -189,3 +286,21 @@ class Stack(nn.Module):
                 part.forward = torch.compile(part.forward, fullgraph=whole, dynamic=False)
             else:
                 part.compile(fullgraph=whole, dynamic=False)
+
+
+def _run(
+    layers: Sequence[Layer],
+    hidden: Tensor,
+    kind: CallKind,
+    rotary: Rotation | None,
+    packed: PackedSequences | None,
+    memory: Memory | None,
+    terms: ScoreTerms | None,
+    padding: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Some layers in a row; what each of them has to `count` comes out with the result, which may be made twice."""
+    counted: list[Tensor | None] = []
+    for layer in layers:
+        hidden, sums = layer(hidden, rotary, kind, packed, memory, terms, padding)
+        counted.append(sums)
+    return hidden, counted

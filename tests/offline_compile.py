@@ -20,6 +20,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
     from stoker.kernels.adamw import _adamw_kernel
     from stoker.kernels.cross_entropy import _loss_and_gradient_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
+    from stoker.kernels.gated_projection import _backward_kernel as _projection_backward_kernel
 
     scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32") | {
         "size": "i32"
@@ -41,10 +42,18 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
     gated_forward = {"gate_up_pointer": "*bf16", "product_pointer": "*bf16", "width": "i32"}
     gated_backward = {"gate_up_pointer": "*bf16", "product_gradient_pointer": "*bf16", "gradient_pointer": "*bf16"}
     gated_backward |= {"width": "i32"}
+    gated_projection = gated_backward | {"product_pointer": "*bf16"}
     options = {"num_warps": 4, "enable_fp_fusion": True}
     return [
         ("gated_forward", _forward_kernel, gated_forward, {"BLOCK": 1024, "KIND": "gelu"}, options),
         ("gated_backward", _backward_kernel, gated_backward, {"BLOCK": 1024, "KIND": "gelu_tanh"}, options),
+        (
+            "gated_projection",
+            _projection_backward_kernel,
+            gated_projection,
+            {"BLOCK": 1024, "KIND": "gelu_tanh"},
+            options,
+        ),
         ("adamw", _adamw_kernel, adamw, {"SEPARATE_MAIN": True, "BLOCK": 1024}, options),
         *(
             (

@@ -53,7 +53,13 @@ class RankRuns:
         )
 
     def run(self, name: str, ranks: int = 1, **changes: Any) -> Path:
-        """Train, and give the run directory; `changes` (of `EXACT`) are those of `tiny_run.tiny_document`."""
+        """Train, and give the run directory.
+
+        Args:
+            name: of the run; the second of a name is the first.
+            ranks: how many.
+            changes: of `EXACT`, as `tiny_run.tiny_document` takes them; `offloads` pretends that a CPU can offload.
+        """
         directory = self.folder / name
         if not directory.exists():
             assert self._process.stdin is not None
@@ -168,6 +174,10 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         targets.append(int(batch.targets))
         training_step(module, batch, batch_idx)
 
+    if changes.pop("offloads", False):
+        import late_copies
+
+        late_copies.install()
     run.build_data = build_uneven
     module_class.training_step = record
     result = run.run_training(tiny_config(directory, **changes), ranks)

@@ -107,13 +107,13 @@ def test_nemos_t5_is_found_by_its_stacks(tmp_path: Path) -> None:
 def test_what_is_not_there_yet_is_refused_in_a_stack_too(tmp_path: Path) -> None:
     nemo_t5(tmp_path)
     found = problems(
-        "model.encoder.activations_checkpoint_granularity=full",
+        "model.encoder.num_micro_batches_with_partial_activation_checkpoints=2",
         "model.decoder.arch=perceiver",
         "model.decoder.normalization=low_precision_layernorm",
         name="t5",
         directory=tmp_path,
     )
-    assert found["model.encoder.activations_checkpoint_granularity"].rule.startswith("not yet")
+    assert found["model.encoder.num_micro_batches_with_partial_activation_checkpoints"].rule.startswith("not yet")
     assert found["model.decoder.arch"].rule.startswith("refused")
     assert found["model.decoder.normalization"].rule.startswith("refused")
     assert len(found) == 3

@@ -142,8 +142,7 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
     "override",
     [
         "model.tensor_model_parallel_size=2",
-        "model.activations_checkpoint_granularity=full",
-        "model.cpu_offloading=True",
+        "model.num_micro_batches_with_partial_activation_checkpoints=2",
         "model.fp8=True",
         "exp_manager.create_fault_tolerance_callback=True",
         "model.data.train_ds.file_names=[a]",

@@ -21,6 +21,7 @@ REGISTERS = {
     "cross_entropy_capped": 128,
     "gated_forward": 64,
     "gated_backward": 96,
+    "gated_projection": 96,
 }
 
 

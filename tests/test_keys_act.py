@@ -20,13 +20,17 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import gpt, load, problems
+from late_copies import LateCopies
+from late_copies import install as install_late_copies
 from tiny_run import tiny_document
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.call import AttentionCall, Installed
 from stoker.kernels.attention.dispatch import choose
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.unfused import UnfusedAttention
+from stoker.models import build
 from stoker.models.build import compile_policy
 from stoker.models.config.block import Block
 from stoker.models.config.stack import StackKeys
@@ -58,6 +62,7 @@ from stoker.trainer.ema import EMA
 from stoker.trainer.errors import UserError
 from stoker.trainer.evaluation import EvaluationResult
 from stoker.trainer.loop_state import LoopState, Patience
+from stoker.trainer.optim import build as optim_build
 from stoker.trainer.parts import build_model, build_optimizer, choose_device, reduce_dtype
 from stoker.trainer.precision import plan_precision
 from stoker.trainer.run import TrainingResult, run_training
@@ -199,6 +204,20 @@ def routings(lab: Lab, changes: Changes) -> Any:
     router.register_forward_hook(lambda _module, _arguments, routed: seen.append(routed.choice.gates.dtype))
     model.loss(torch.arange(8)[None], torch.arange(8)[None], 1.0).backward()
     return seen
+
+
+def kept(lab: Lab, changes: Changes) -> Any:
+    """Bytes that a training step keeps for its backward pass."""
+    model, storages = lab.model(changes), dict[int, int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model.loss(torch.arange(8)[None], torch.arange(8)[None], 1.0)
+    assert loss.requires_grad
+    return sum(storages.values())
 
 
 def expert_implementation(lab: Lab, changes: Changes) -> Any:
@@ -527,7 +546,18 @@ EVERY = {**VALIDATES, "trainer.val_check_interval": 1, STOPPING + "patience": 1,
 STOPS = {**EVERY, "exp_manager.create_early_stopping_callback": True}
 AVERAGES = {**VALIDATES, "exp_manager.ema.enable": True, "exp_manager.ema.decay": 0.9}
 
+RECOMPUTE = MODEL + "activations_checkpoint_"
+DEEP = {MODEL + "num_layers": 3, MODEL + "attention_backend": "unfused"}
+WHOLE = {**DEEP, RECOMPUTE + "granularity": "full", RECOMPUTE + "method": "uniform", RECOMPUTE + "num_layers": 1}
+
 ROWS = [
+    Row(RECOMPUTE + "granularity", None, kept, WHOLE, before="full"),
+    Row(RECOMPUTE + "num_layers", 2, kept, WHOLE, before=1),
+    Row(RECOMPUTE + "num_layers", 2, kept, {**WHOLE, RECOMPUTE + "method": "block"}, before=1),
+    Row(RECOMPUTE + "modules", ["norm"], kept, DEEP),
+    Row(RECOMPUTE + "modules", ["mlp_activation"], kept, DEEP),
+    Row(RECOMPUTE + "modules", ["core_attention"], kept, DEEP),
+    Row(RECOMPUTE + "modules", ["moe"], kept, {**DEEP, **MOE}),
     Row(MODEL + "num_moe_experts", 4, shapes),
     Row(MODEL + "moe_router_topk", 3, logits, MOE),
     Row(MODEL + "moe_aux_loss_coeff", 0.5, gradients, MOE),
@@ -846,6 +876,8 @@ VALUES = {
     STOPPING + "mode": Values(watched, {}),
     TRAINER + "profiler": Values(profiles, {}, {TRAINER + "profile_steps": [1, 2]}),
     MODEL + "family": Values(shapes_of_family, {}),
+    RECOMPUTE + "granularity": Values(kept, {}, WHOLE),
+    RECOMPUTE + "method": Values(kept, {}, WHOLE),
     MODEL + "transformer_block_type": Values(shapes, {}),
     MODEL + "normalization": Values(normalization, {}),
     MODEL + "activation": Values(activation, {f"fast-{name}": name for name in ("geglu", "swiglu", "reglu")}),
@@ -1145,6 +1177,47 @@ def memory_is_recorded(lab: Lab) -> None:
     assert [given[:3] for given in asked] == [(lab.folder, 2, 3)]
     with pytest.raises(UserError, match="memory_profile"):
         lab.run(keys)
+
+
+OFFLOADING = MODEL + "cpu_offloading"
+
+
+@story(*(OFFLOADING + end for end in ("", "_num_layers", "_activations", "_weights")))
+def layers_lie_in_host_memory(lab: Lab) -> None:
+    auto = {OFFLOADING: True, MODEL + "num_layers": 4, TRAINER + "accelerator": "auto", TRAINER + "max_steps": 1}
+    if not torch.cuda.is_available():
+        assert "`model.cpu_offloading` (True) has no effect on cpu" in lab.printed(auto)
+    made: list[LateCopies] = []
+    install_late_copies(lab.monkeypatch)
+    lab.monkeypatch.setattr(build, "copies_of", lambda device: lambda: (made.append(LateCopies()), made[-1])[1])
+
+    def sent(changes: Changes) -> int:
+        """Bytes that a forward copies to the host of a pretended GPU."""
+        changes = {MODEL + "num_layers": 4, **changes}
+        made.clear()
+        tokens = torch.arange(8).repeat(2, 1)
+        lab.model(changes).loss(tokens, tokens, 1.0)
+        return sum(size for copies in made for name, size in copies.events if name == "send")
+
+    on = {OFFLOADING: True, OFFLOADING + "_num_layers": 2}
+    both, none = sent(on), sent({**on, OFFLOADING: False})
+    activations, weights = (sent({**on, f"{OFFLOADING}_{other}": False}) for other in ("weights", "activations"))
+    assert none == 0 < min(activations, weights)
+    assert both == activations + weights
+    assert sent({**on, OFFLOADING + "_num_layers": 1}) * 2 == both
+    assert sent({OFFLOADING: True}) * 2 == both * 3  # all layers but one
+
+
+@story(MODEL + "cpu_offloading_optimizer")
+def the_optimizer_lies_in_host_memory(lab: Lab) -> None:
+    lab.monkeypatch.setattr(optim_build, "PinnedState", lambda device: (device, "copies"))
+    on, off = (lab.root({MODEL + "cpu_offloading_optimizer": on}).model for on in (True, False))
+    cuda = torch.device("cuda", 0)
+    assert optim_build.host_copies(on, cuda) == (cuda, "copies")
+    assert optim_build.host_copies(off, cuda) is None
+    assert optim_build.host_copies(on, CPU) is None
+    auto = {MODEL + "cpu_offloading_optimizer": True, TRAINER + "accelerator": "auto"}
+    assert "`model.cpu_offloading_optimizer` (True) has no effect on cpu" in lab.printed(auto)
 
 
 @story(MODEL + "enable_cuda_graph")

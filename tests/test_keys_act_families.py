@@ -36,6 +36,11 @@ ROPE = {"position_embedding_type": "rope"}
 LLAMA3 = ROPE | {"rotary_scaling": "llama3"}
 RELATIVE = {"position_embedding_type": "relative"}
 MOE = {"num_moe_experts": 4}
+FULL = {
+    "activations_checkpoint_granularity": "full",
+    "activations_checkpoint_method": "block",
+    "activations_checkpoint_num_layers": 1,
+}
 
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "num_layers": (2, {}),
@@ -80,6 +85,14 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "attention_backend": ("unfused", {}),
     "transformer_engine": (False, {}),
     "masked_softmax_fusion": (False, {}),
+    "activations_checkpoint_granularity": ("selective", {}),
+    "activations_checkpoint_method": ("uniform", {"num_layers": 2} | FULL),
+    "activations_checkpoint_num_layers": (2, {"num_layers": 2} | FULL),
+    "activations_checkpoint_modules": (["norm"], {}),
+    "cpu_offloading": (True, {"num_layers": 3}),
+    "cpu_offloading_num_layers": (1, {"num_layers": 3, "cpu_offloading": True}),
+    "cpu_offloading_activations": (False, {"num_layers": 3, "cpu_offloading": True}),
+    "cpu_offloading_weights": (False, {"num_layers": 3, "cpu_offloading": True}),
     "num_moe_experts": (8, {}),
     "moe_router_topk": (3, MOE),
     "moe_router_load_balancing_type": ("none", MOE),

@@ -246,7 +246,7 @@ def test_hidden_dropout_falls_on_embeddings_and_both_parts_of_a_layer() -> None:
     layer.attention.output.register_forward_hook(lambda *_: torch.ones_like(hidden))
     assert isinstance(layer.mlp, MLP)
     layer.mlp.down.register_forward_hook(lambda *_: torch.full_like(hidden, 100.0))
-    output = layer(hidden, None, "training")
+    output, _ = layer(hidden, None, "training")
     for value in (0.0, 2.0, 200.0, 202.0):
         dropped.append((output == value).float().mean().item())
     assert dropped == pytest.approx([0.25] * 4, abs=0.01)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.moe.routing import Choice
+from stoker.models import checkpointing
 from stoker.models.build import build_gpt, build_model, has_dropout
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.samples import SampleForm
 from stoker.models.config.slices import stack_slice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
-from stoker.models.moe import layer as layer_module
 from stoker.models.moe import router as router_module
 from stoker.models.moe.layer import MoE
 from stoker.models.moe.layers import moe_layers
@@ -113,9 +113,9 @@ def test_recompute_draws_the_same_noise_and_counts_once(compiled: bool) -> None:
 def test_recompute_asks_for_the_state_of_generators_only_where_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph cannot hold it."""
     asked: list[bool] = []
-    run = layer_module.checkpoint
+    run = checkpointing.checkpoint
     monkeypatch.setattr(
-        layer_module, "checkpoint", lambda *given, **how: asked.append(how["preserve_rng_state"]) or run(*given, **how)
+        checkpointing, "checkpoint", lambda *given, **how: asked.append(how["preserve_rng_state"]) or run(*given, **how)
     )
     noises: list[dict[str, Any]] = [{}, {"moe_input_jitter_eps": 0.1}, {"moe_dropout": 0.1}]
     noises += [{"moe_shared_expert_intermediate_size": 8, "ffn_dropout": 0.1}, {"ffn_dropout": 0.1}]

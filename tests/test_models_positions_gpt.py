@@ -213,7 +213,7 @@ def test_order_of_norms(block: str) -> None:
         update = attention(norm("attention_norm", x))
         expected = x + (norm("attention_output_norm", update) if block == "normformer" else update)
         expected = expected + mlp(norm("mlp_norm", expected))
-    torch.testing.assert_close(layer(x, None, "training"), expected)
+    torch.testing.assert_close(layer(x, None, "training")[0], expected)
     assert (model.decoder.final_norm is None) == (block == "post_ln")
     if model.decoder.final_norm is not None:
         expected = model.decoder.final_norm(expected)

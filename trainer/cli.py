@@ -59,6 +59,7 @@ VERBS = {
     "train": Verb("train a model", takes_code=True),
     "config": Verb("show every effective value and where it comes from", takes_code=True),
     "explain": Verb("say which attention a run would take, and why not the others", "explain", takes_code=True),
+    "plan": Verb("say what memory and time a run will take, and what makes it fit", "plan.command", takes_code=True),
     "generate": Verb("continue a text with a trained model", "generate"),
     "evaluate": Verb("loss, perplexity and bits per byte of a trained model", "evaluate", takes_code=True),
     "preprocess": Verb("turn text, JSON lines or tables into tokenized data", "preprocess"),

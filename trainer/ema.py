@@ -24,6 +24,7 @@ class EMA:
         decay: weight of the old average at each update.
         every_n_steps: steps between two updates.
         cpu_offload: keep the averages in host memory.
+        settle: called before the host reads weights that are in its memory: waits until they are complete there.
         piece_of: the rows of a weight that this rank averages.
         spread: called when this rank's rows of the weights have changed: brings them to the other ranks.
     """
@@ -38,16 +39,21 @@ class EMA:
         cpu_offload: bool = False,
         piece_of: Callable[[Tensor], Piece] = piece_of,
         spread: Callable[[], None] = lambda: None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self._decay = decay
         self._every_n_steps = every_n_steps
         self._spread = spread
+        self._settle = settle if cpu_offload else lambda: None
         self._pieces = {name: piece_of(parameter) for name, parameter in parameters.items()}
         self._parameters = {name: piece.local for name, piece in self._pieces.items()}
         self._sources = self._parameters | {name: local_tensor(weight) for name, weight in (main_weights or {}).items()}
-        device = torch.device("cpu") if cpu_offload else None
         self._averages = {
-            name: source.to(device=device, dtype=torch.promote_types(source.dtype, torch.float32), copy=True)
+            name: source.to(
+                device="cpu" if cpu_offload else self._parameters[name].device,  # main weights may be on the host
+                dtype=torch.promote_types(source.dtype, torch.float32),
+                copy=True,
+            )
             for name, source in self._sources.items()
         }
 
@@ -56,11 +62,14 @@ class EMA:
         """Take in the weights after `step` completed steps, if an update is due then."""
         if step % self._every_n_steps:
             return
+        self._settle()
         averages = [self._averages[name] for name in self._sources]
-        sources = [
-            source.to(average) for source, average in zip(self._sources.values(), averages, strict=True)
-        ]  # no copy where dtype and device are the same
-        torch._foreach_lerp_(averages, sources, 1.0 - self._decay)  # pyright: ignore[reportPrivateImportUsage]
+        if any(source.is_cpu and not average.is_cpu for source, average in self._pairs()):
+            for source, average in self._pairs():  # one at a time: together they would fill the device
+                _lerp([average], [source.to(average, non_blocking=True)], 1.0 - self._decay)
+            return
+        sources = [source.to(average) for source, average in self._pairs()]  # no copy where dtype and device are equal
+        _lerp(averages, sources, 1.0 - self._decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -79,8 +88,15 @@ class EMA:
         """The averages by parameter name, as a checkpoint reads and writes them: this rank's rows."""
         return {name: self._pieces[name].of(average) for name, average in self._averages.items()}
 
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((source, self._averages[name]) for name, source in self._sources.items())
+
     @torch.no_grad()
     def _fill(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
         self._spread()
+
+
+def _lerp(averages: list[Tensor], sources: list[Tensor], weight: float) -> None:
+    torch._foreach_lerp_(averages, sources, weight)  # pyright: ignore[reportPrivateImportUsage]

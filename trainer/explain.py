@@ -92,13 +92,13 @@ def explain_attention(args: argparse.Namespace) -> int:
     from .config.load import load_run_config
 
     root = load_run_config(args.config_name, args.config_dir, args.overrides).root
-    flags = _flags(root)
+    flags = run_flags(root)
     if args.arch is None:
         device, capability, software, where = _this_machine(root)
     else:
         capability = ARCHITECTURES[args.arch]
         device = "cpu" if capability is None else "cuda"
-        software = _assumed(root, device)
+        software = assumed_software(root, device)
         where = f"for {args.arch}, assuming {_in_words(software)}"
     software = replace(software, deterministic_algorithms=bool(root.trainer.deterministic))
     answers = _answers(root, flags, software, device, capability)
@@ -126,7 +126,7 @@ def _layers(root: RootBlock) -> str:
     return " and ".join(f"{layers} {name} layers" for name, layers in stacks.items())
 
 
-def _flags(root: RootBlock) -> AttentionFlags:
+def run_flags(root: RootBlock) -> AttentionFlags:
     """The NVTE_* variables of the caller and of `env_vars`, as the run would see them."""
     from ..kernels.attention.flags import read_flags
 
@@ -154,7 +154,7 @@ def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Install
     return device.type, capability, software, f"on this machine, with {_in_words(software)}"
 
 
-def _assumed(root: RootBlock, device: str) -> Installed:
+def assumed_software(root: RootBlock, device: str) -> Installed:
     """The software of this machine, as it would be beside another device.
 
     A GPU comes with cuDNN and Triton. What a key asks for by name is taken to be installed there.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..models.config.family_rules import stacks_of_keys
+from ..models.config.memory import MemoryKeys
 from ..models.config.stack import StackKeys
 from .checkpoint import Checkpoint, find_checkpoint
 from .config.run_config import RunConfig
@@ -22,6 +23,7 @@ _SAME_FUNCTION = {
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_dropout", "moe_router_bias_update_rate"),
     *("moe_layer_recompute", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_per_layer_logging"),
     "moe_router_dtype",
+    *MemoryKeys.model_fields,
 }
 """Keys of a stack that leave it the same function of its weights."""
 

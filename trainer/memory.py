@@ -1,4 +1,8 @@
-"""Whether a run can fit at all: a lower bound of its memory in closed form, before anything is built."""
+"""Whether a run can fit at all: a lower bound of its memory in closed form, before anything is built.
+
+`plan` says what a run on a GPU will take; this is the part of it that holds for every device, backend and compiler, so
+that nothing is refused that could run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ from .determinism import attention_flags
 from .distributed.layout import DataLayout
 from .errors import UserError
 from .feed import BATCHES_AHEAD
-from .optim.build import count_state
+from .optim.build import count_state, is_state_on_host
+from .plan.states import main_weight_bytes, rotary_tables
 from .precision import PrecisionPlan
 from .sample_form import sample_form
 
@@ -54,21 +59,28 @@ def check_memory(
     parameters = count_parameters(keys, vocab_size, form)
     stacks = family_slice(keys, vocab_size=vocab_size, form=form).stacks
     lengths = (form.length, form.decoder_length)[: len(stacks)]
-    table = sum(stack.rotary.positions * stack.rotary.dim * 4 for stack in stacks if stack.rotary)
+    table = rotary_tables(stacks)
     width = precision.weights.itemsize
-    main = 4 if precision.main_weights else 0
+    main = main_weight_bytes(precision)
     kept = count_state(keys, keys.override_vocab_size or 1)
     average = root.exp_manager.ema
     averaged = parameters * max(width, 4) if average.enable and not average.cpu_offload else 0
     shards = layout.shards if layout else 1
     ranks = layout.replicas * shards if layout else 1
     weights = parameters * 2 * width // (1 if layout is None or layout.whole_weights else shards)
-    state = weights + (parameters * main + kept * (main or width) + averaged) // shards + table
+    optimizer = (parameters * main + kept * (main or width)) // shards
+    on_host = optimizer if is_state_on_host(keys, device) else 0
+    manager = root.exp_manager
+    if manager.create_checkpoint_callback and manager.checkpoint_callback_params.async_save:
+        on_host *= 2  # a checkpoint is written from a copy
+    state = weights + (0 if on_host else optimizer) + averaged // shards + table
     narrow = (precision.autocast or precision.weights).itemsize
     tokens = [keys.micro_batch_size * length for length in lengths]
-    kept_inputs = sum(stack.hidden_size * stack.num_layers * n for stack, n in zip(stacks, tokens, strict=True))
-    kept_in_experts = sum(_kept_in_experts(stack, n) for stack, n in zip(stacks, tokens, strict=True))
-    activations = (kept_inputs + kept_in_experts) * narrow
+    sized = list(zip(stacks, tokens, strict=True))
+    activations = sum(_kept(stack, n, _offloaded(stack, device)) for stack, n in sized) * narrow
+    sent = sum(_kept(stack, n, 0) for stack, n in sized) * narrow - activations
+    # at most so many weights are on the host when the backward begins
+    away = parameters * width if any(_offloaded(stack, device, weights=True) for stack in stacks) else 0
     mask = _mask_bytes(root, precision, device)
     # tokens and labels in int64, and the numbers of documents in int32
     numbers = 4 * (form.packed or form.restart)
@@ -97,16 +109,29 @@ def check_memory(
             "make_vocab_size_divisible_by",
         ),
         (
-            state + activations,
+            state + activations - away,
             available,
             "the model and the activations of one micro batch need",
             f"micro_batch_size {length} {' '.join(depth + rows)}",
         ),
         (
-            state + activations + mask,
+            state + activations + mask - away,
             available,
             f"the model, the activations of one micro batch and the mask of `data.{packs}` need",
             f"micro_batch_size {length}",
+        ),
+        (
+            on_host,
+            host,
+            f"the optimizer's state and main weights in host memory need{each}",
+            f"cpu_offloading_optimizer {' '.join(depth + width)}",
+        ),
+        (
+            on_host + sent,
+            host,
+            f"the activations of a micro batch and whatever else offloading keeps in host memory need{each}",
+            f"micro_batch_size {length} {' '.join(f'{place}cpu_offloading_num_layers' for place in places)} "
+            f"cpu_offloading_optimizer {' '.join(depth)}",
         ),
         (batches, host, "the batches prepared ahead need", f"global_batch_size {length}"),
     ):
@@ -120,20 +145,43 @@ def check_memory(
             )
 
 
-def _kept_in_experts(stack: StackSlice, tokens: int) -> int:
-    """Numbers that the layers with experts keep of a micro batch at least: what comes out of the first projections.
+def _offloaded(stack: StackSlice, device: torch.device, *, weights: bool = False) -> int:
+    """How many of the first layers have their activations, or their weights, in host memory."""
+    offload = stack.offload
+    if offload is None or device.type != "cuda":
+        return 0
+    return offload.layers if (offload.weights if weights else offload.activations) else 0
+
+
+def _kept(stack: StackSlice, tokens: int, first: int) -> int:
+    """Numbers that the layers from `first` on keep of a micro batch at least."""
+    return stack.hidden_size * _kept_inputs(stack, first) * tokens + _kept_in_experts(stack, tokens, first)
+
+
+def _kept_inputs(stack: StackSlice, first: int) -> int:
+    """How many of these layers keep their input at least: of those that are recomputed together, the first."""
+    recompute = stack.recompute
+    if recompute is None or recompute.layers <= first:
+        return stack.num_layers - first
+    return stack.num_layers - recompute.layers + -(-recompute.layers // recompute.chunk) - -(-first // recompute.chunk)
+
+
+def _kept_in_experts(stack: StackSlice, tokens: int, first: int = 0) -> int:
+    """Numbers that the experts of these layers keep of a micro batch at least: what comes out of the first projections.
 
     Each of the `topk` experts of a token has a row, as far as their capacity allows; with padding every expert has as
     many rows as its capacity.
     """
     moe = stack.moe
-    if moe is None or moe.recompute:
+    recompute = stack.recompute
+    if moe is None or (recompute is not None and "moe" in recompute.modules):
         return 0
     rows = tokens * moe.topk
     if moe.capacity_factor is not None:
         capacity = capacity_of(tokens, moe.experts, moe.topk, moe.capacity_factor)
         rows = capacity * moe.experts if moe.pad_to_capacity else min(rows, capacity * moe.experts)
-    return sum(moe.layers) * rows * moe.ffn_hidden_size * (2 if stack.mlp.gated else 1)
+    first = max(first, 0 if recompute is None else recompute.layers)
+    return sum(moe.layers[first:]) * rows * moe.ffn_hidden_size * (2 if stack.mlp.gated else 1)
 
 
 def _mask_bytes(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> int:

@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from ..models.offload_weights import weight_offloads
 from .cuda_graph import Fields, RecordedMicroBatches, RunMicroBatch
 from .distributed.data_parallel import DataParallel
 from .distributed.ranks import Ranks
@@ -81,6 +82,7 @@ class LanguageModule(pl.LightningModule):
         if cuda_graph:
             self._run = RecordedMicroBatches(self._loss_and_gradients, model.parameters())
         self.experts = experts
+        self._weight_offloads = weight_offloads(model)
         self.lr = schedule(step)
         self.unread: list[tuple[Tensor, Tensor]] = []
 
@@ -118,6 +120,8 @@ class LanguageModule(pl.LightningModule):
         state.set_lr(self.lr)
         if self.data_parallel is not None:
             self.data_parallel.before_update()
+        for offload in self._weight_offloads:  # a layer that no gradient went through has not fetched them
+            offload.to_device()
         optimizer.step()
         if self.data_parallel is not None:
             self.data_parallel.after_update()

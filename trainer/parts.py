@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from ..models.build import LanguageModel, parameter_count, plan_model
+from ..models.build import LanguageModel, idle_recompute, parameter_count, plan_model, stacks_of
 from ..models.build import build_model as build_from_keys
 from ..models.config.counting import count_parameters
 from ..models.config.families import family_slice
 from ..models.config.family_rules import stacks_of_keys
+from ..models.config.memory_slice import offload_slice
 from .batching import BatchPlan
 from .checkpoint import AVERAGE, OPTIMIZER, WEIGHTS, RunState, weights_of
 from .checkpoint_writing import Content, apply_retention
@@ -22,8 +23,9 @@ from .cuda_graph import WARM_UP, uses_cuda_graph
 from .data.build import Data
 from .data.seq2seq import AnySamples
 from .determinism import attention_flags
+from .distributed.asked import layout_of, reduce_dtype
 from .distributed.data_parallel import DataParallel, data_parallel
-from .distributed.layout import DataLayout, plan_layout
+from .distributed.layout import DataLayout
 from .distributed.pieces import piece_of
 from .distributed.ranks import Ranks
 from .ema import EMA
@@ -75,24 +77,6 @@ def build_data_parallel(
     return (
         None if layout is None else data_parallel(layout, device, reduce_dtype(root, precision.weights), ranks.timeout)
     )
-
-
-def layout_of(root: RootBlock, world_size: int) -> DataLayout | None:
-    """What each of the processes of a run holds, or None for one process."""
-    keys = root.model
-    return plan_layout(
-        world_size,
-        optimizer=keys.optim.name,
-        fsdp=keys.fsdp,
-        strategy=keys.fsdp_sharding_strategy,
-        shard_size=keys.fsdp_shard_size or world_size // root.trainer.num_nodes,
-    )
-
-
-def reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
-    """The dtype in which gradients are summed over processes; None: that of the weights."""
-    wide = str(root.model.fsdp_grad_reduce_dtype) in ("32", "fp32")
-    return torch.float32 if weights == torch.bfloat16 and wide else None
 
 
 def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> None:
@@ -154,6 +138,7 @@ def build_optimizer(
         model.named_parameters(),
         main_weights=precision.main_weights,
         clip_norm=root.trainer.gradient_clip_val,
+        host=build.host_copies(root.model, model.output_weight.device),
         **({} if data_parallel is None else data_parallel.optimizer_arguments),
     )
 
@@ -308,6 +293,7 @@ def build_average(
         decay=keys.decay,
         every_n_steps=keys.every_n_steps,
         cpu_offload=keys.cpu_offload,
+        settle=optimizer.settle,
         **({} if data_parallel is None else {"piece_of": data_parallel.piece_of, "spread": data_parallel.after_update}),
     )
 
@@ -348,6 +334,12 @@ def describe(
     )
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
+    for at, stack in zip(stacks, described.stacks, strict=True):
+        if stack.recompute is not None:
+            yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{stack.recompute.description}"
+    for note in idle_recompute(described, model.attention_decisions):
+        yield f"warning: {note}"
+    yield from describe_offload(root, model, device)
     if uses_cuda_graph(root, device, ranks):
         yield f"micro batches run as a CUDA graph, after {WARM_UP} that warm up"
     yield (
@@ -358,3 +350,41 @@ def describe(
     if root.trainer.enable_model_summary:
         for name, part in model.named_children():
             yield f"  {name:<24} {type(part).__name__:<20} {parameter_count(part):>15,}"
+
+
+def describe_offload(root: RootBlock, model: LanguageModel, device: torch.device) -> Iterator[str]:
+    """What `cpu_offloading` does in this run, a line for each stack that asks for it."""
+    for (at, keys), stack in zip(stacks_of_keys(root.model).items(), stacks_of(model), strict=True):
+        offload = offload_slice(keys)
+        if offload is None:
+            continue
+        of_stack = f" of the {at[:-1]}" if at else ""
+        if stack.activation_offload is None and stack.weight_offload is None:
+            if root.trainer.accelerator == "auto":  # the keys do not tell which device that is; else a rule has said it
+                yield f"warning: `model.{at}cpu_offloading` (True) has no effect on {device.type}"
+            continue
+        parts: list[str] = []
+        if stack.weight_offload is not None:
+            moved = stack.weight_offload.sent_bytes / 2**30
+            parts.append(f"their weights, {moved:,.2f} GiB, which a micro batch moves there and back")
+        if stack.activation_offload is not None:
+            parts.append("what they save for the backward")
+        yield f"host memory keeps of the first {offload.layers} layers{of_stack} {' and '.join(reversed(parts))}"
+
+
+def describe_host_state(root: RootBlock, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
+    """What `model.cpu_offloading_optimizer` does in this run, in a line; nothing where it is not asked for."""
+    if not root.model.cpu_offloading_optimizer:
+        return
+    host = optimizer.host_state
+    if host is None:
+        if root.trainer.accelerator == "auto":  # the keys do not tell which device that is; else a rule has said it
+            yield f"warning: `model.cpu_offloading_optimizer` (True) has no effect on {device.type}"
+        return
+    held, moved, slots = (
+        f"{size / 2**30:,.2f} GiB" for size in (host.plan.host_bytes, host.plan.moved_bytes, sum(host.plan.slots))
+    )
+    yield (
+        f"optimizer state in host memory, {held}: each step moves {moved} to the device and as much back, through "
+        f"{slots} there"
+    )

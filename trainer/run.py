@@ -19,6 +19,7 @@ from .cuda_graph import uses_cuda_graph
 from .data.build import Data, build_data
 from .determinism import attention_flags, determinism
 from .development import overfitted, trial_of
+from .distributed.asked import layout_of
 from .distributed.ranks import Ranks, describe_process
 from .errors import EXIT_DONE, UserError
 from .evaluation import EvaluationResult
@@ -46,8 +47,11 @@ from .parts import (
     check_metrics,
     choose_device,
     describe,
-    layout_of,
+    describe_host_state,
 )
+from .plan.advice import out_of_memory_lines, plan_here
+from .plan.plan import Plan
+from .plan.report import comparison, summary
 from .precision import PrecisionPlan, plan_precision
 from .profiling import build_observers, check_profiling
 from .resume import check_resumed, describe_run, find_resumed
@@ -107,15 +111,15 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
     check_loggers(root.exp_manager)
     check_profiling(root, device)
     uses_cuda_graph(root, device, ranks.world_size)
-    with determinism(root.trainer.deterministic), _memory_told(device):
+    with determinism(root.trainer.deterministic), _memory_told(root, device):
         check_memory(root, precision, device, layout_of(root, ranks.world_size))
         check_attention(root, precision, device)
         return _prepare_and_train(config, device, precision, ranks)
 
 
 @contextmanager
-def _memory_told(device: torch.device) -> Iterator[None]:
-    """Turn an allocation that failed into lines for the user."""
+def _memory_told(root: RootBlock, device: torch.device, plan: Plan | None = None) -> Iterator[None]:
+    """Turn an allocation that failed into lines for the user, with the keys that would help where there is a plan."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -125,7 +129,7 @@ def _memory_told(device: torch.device) -> Iterator[None]:
         raise UserError(
             [
                 f"out of memory on {device.type}" + (f": {said}" if said else ""),
-                "use a smaller model.micro_batch_size, shorter samples or a smaller model",
+                *out_of_memory_lines(root, plan),
             ]
         ) from error
 
@@ -149,9 +153,16 @@ def _prepare_and_train(
         with journal:
             for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in unmeasured)]:
                 journal.say(line)
+            plan = plan_here(root, device, world_size=ranks.world_size, vocab_size=data.vocab_size)
+            for line in summary(plan) if plan is not None else ():
+                journal.say(line)
             try:
-                with _memory_told(device):
-                    return _train(config, device, precision, data, directory, resumed, journal, stop, ranks)
+                with _memory_told(root, device, plan):
+                    result = _train(config, device, precision, data, directory, resumed, journal, stop, ranks)
+                if plan is not None and device.type == "cuda" and result.step > (resumed.state.step if resumed else 0):
+                    allocated = torch.cuda.max_memory_allocated(device)
+                    journal.say(comparison(plan, allocated, torch.cuda.max_memory_reserved(device)))
+                return result
             except UserError as error:
                 with suppress(UserError):  # a disk that takes no log line either: the first error says more
                     journal.note("\n".join(error.lines))
@@ -238,6 +249,8 @@ def _train(
     if ranks.is_first:
         record_start(config, directory, device, processes)
     for line in describe(root, model, data, precision, device, data_parallel.layout if data_parallel else None):
+        journal.say(line)
+    for line in describe_host_state(root, optimizer, device):
         journal.say(line)
     flags = attention_flags(root)
     tell = journal.say if flags.debug else journal.note

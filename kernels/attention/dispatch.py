@@ -54,6 +54,11 @@ class Decision:
         return self.call.mask_bytes if self.needs_mask else 0
 
     @property
+    def keeps_scores(self) -> bool:
+        """Whether the chosen backend keeps a number for each query and key for the backward pass."""
+        return BY_NAME[self.backend].keeps_scores
+
+    @property
     def compiles(self) -> bool:
         """Whether torch.compile takes the chosen backend into its graph."""
         return BY_NAME[self.backend].compiles

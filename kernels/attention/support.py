@@ -384,6 +384,7 @@ class Backend:
         takes_distances: a distance bias comes to it as it is; without, written out as queries x keys.
         takes_slopes: likewise slopes.
         compiles: torch.compile takes it into its graph.
+        keeps_scores: it keeps a number for each query and key for the backward pass.
     """
 
     name: str
@@ -393,6 +394,7 @@ class Backend:
     takes_distances: bool = False
     takes_slopes: bool = False
     compiles: bool = True
+    keeps_scores: bool = False
 
     def needs_mask_for(self, call: AttentionCall) -> bool:
         """Whether it takes the packed documents of a call as a mask of queries x keys."""
@@ -412,10 +414,18 @@ BACKENDS = (
     Backend("sdpa_efficient", "flash", why_not_sdpa_efficient),
     Backend("sdpa_cudnn", "fused", why_not_sdpa_cudnn),
     Backend("te_fused", "fused", why_not_te_fused, takes_documents=True, compiles=False),
-    Backend("unfused", "unfused", runs_always),
-    Backend("sdpa_math", "unfused", why_not_sdpa_math),
-    Backend("te_unfused", "unfused", why_not_te_unfused, compiles=False),
+    Backend("unfused", "unfused", runs_always, keeps_scores=True),
+    Backend("sdpa_math", "unfused", why_not_sdpa_math, keeps_scores=True),
+    Backend("te_unfused", "unfused", why_not_te_unfused, compiles=False, keeps_scores=True),
     Backend("lse_first", "named", why_not_lse_first),
-    Backend("reference", "named", runs_always, takes_documents=True, takes_distances=True, takes_slopes=True),
+    Backend(
+        "reference",
+        "named",
+        runs_always,
+        takes_documents=True,
+        takes_distances=True,
+        takes_slopes=True,
+        keeps_scores=True,
+    ),
 )
 BY_NAME = {backend.name: backend for backend in BACKENDS}

@@ -42,7 +42,31 @@ class UnfusedAttention:
         packed: PackedSequences | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend, with the arguments of `AttentionFunction`.
+        """Attend, with the arguments of `AttentionFunction`."""
+        weights = self.weights(
+            query, key, scale=scale, causal=causal, dropout=dropout, bias=bias, distance_bias=distance_bias,
+            alibi_slopes=alibi_slopes, window=window, softcap=softcap, packed=packed,
+            key_padding_mask=key_padding_mask,
+        )  # fmt: skip
+        return self.product(weights, value)
+
+    def weights(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        dropout: float = 0.0,
+        bias: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        packed: PackedSequences | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """How much each query takes of each key, after dropout: (batch, heads, queries, keys).
 
         The queries of one group are stacked, so that grouped keys and values are read as they are and never repeated.
         """
@@ -52,7 +76,6 @@ class UnfusedAttention:
         stacked = query.unflatten(2, (groups, per_group)).permute(0, 2, 3, 1, 4)  # (batch, groups, per_group, q, d)
         stacked = stacked.reshape(batch * groups, per_group * queries, head_dim)
         keys_t = key.permute(0, 2, 3, 1).reshape(batch * groups, head_dim, keys)
-        values = value.transpose(1, 2).reshape(batch * groups, keys, head_dim)
 
         # alpha scales inside the product, in its fp32 accumulator: fp16 scores do not overflow on the way; the first
         # argument, which beta=0 takes out, is zeros because MPS reads it all the same (pytorch #187521)
@@ -79,9 +102,15 @@ class UnfusedAttention:
             may_be_empty = dense is not None or window is not None or key_padding_mask is not None or across
             probabilities = _softmax(scores, may_be_empty or (causal and queries > keys))
         probabilities = probabilities.to(query.dtype)
-        probabilities = F.dropout(probabilities, dropout) if dropout else probabilities
-        context = torch.bmm(probabilities.reshape(batch * groups, per_group * queries, keys), values)
-        return context.view(batch, groups * per_group, queries, head_dim).transpose(1, 2)
+        return F.dropout(probabilities, dropout) if dropout else probabilities
+
+    def product(self, weights: Tensor, value: Tensor) -> Tensor:
+        """The sums of values so weighted, (batch, queries, heads, head_dim)."""
+        batch, heads, queries, keys = weights.shape
+        groups, head_dim = value.shape[2:]
+        values = value.transpose(1, 2).reshape(batch * groups, keys, head_dim)
+        context = torch.bmm(weights.reshape(batch * groups, heads // groups * queries, keys), values)
+        return context.view(batch, heads, queries, head_dim).transpose(1, 2)
 
 
 def _softmax(scores: Tensor, may_be_empty: bool) -> Tensor:

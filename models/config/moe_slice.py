@@ -23,7 +23,6 @@ class MoESlice:
         capacity_factor: of what an expert takes at most; None for no limit.
         pad_to_capacity: every expert computes exactly as many rows as its capacity.
         drop_policy: which tokens an expert keeps beyond its capacity: those of the largest gates, or the first.
-        recompute: calculate the layer again in the backward pass.
         implementation: all experts in one kernel, or one after the other.
         pre_softmax: softmax over all experts, before the choice.
         score: from logits to scores.
@@ -47,7 +46,6 @@ class MoESlice:
     capacity_factor: float | None
     pad_to_capacity: bool
     drop_policy: Literal["probs", "position"]
-    recompute: bool
     implementation: Literal["grouped", "sequential"]
     pre_softmax: bool
     score: Literal["softmax", "sigmoid"]
@@ -125,7 +123,6 @@ def moe_slice(keys: StackKeys, *, of_t5: bool = False) -> MoESlice | None:
         capacity_factor=capacity_factor_of(keys),
         pad_to_capacity=keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping,
         drop_policy=keys.moe_token_drop_policy,
-        recompute=keys.moe_layer_recompute,
         implementation="sequential" if keys.moe_grouped_gemm is False else "grouped",
         pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys, of_t5=of_t5),
         score=keys.moe_router_score_function,

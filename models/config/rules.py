@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from ...kernels.attention.support import BY_NAME
 from .block import Finding
 from .gpt import GPTKeys
+from .memory_rules import recompute_rules
 from .moe_rules import moe_rules
+from .offload_rules import offload_rules
 from .position_rules import DIRECTION_RULES, POSITION_RULES, position_table_covers_sample, window_is_shorter_than_texts
 from .slices import mlp_slice
 from .stack import StackKeys
@@ -160,6 +162,8 @@ def stack_rules(keys: StackKeys, *, causal: bool, of_t5: bool = False) -> Iterat
     for rule in DIRECTION_RULES:
         yield from rule(keys, causal)
     yield from moe_rules(keys, of_t5=of_t5)
+    yield from recompute_rules(keys, of_t5=of_t5)
+    yield from offload_rules(keys)
 
 
 def gpt_rules(keys: GPTKeys) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from .bert import BertKeys
 from .gpt import GPTKeys
+from .memory_slice import OffloadSlice, RecomputeSlice, offload_slice, recompute_slice
 from .model import ModelKeys
 from .moe_slice import MoESlice, moe_slice
 from .position_slices import BOUNDED, DistanceSlice, RotarySlice, distance_slice, head_dim_of, rotary_slice
@@ -105,6 +106,8 @@ class StackSlice:
         moe: the experts of the layers that have some; None in a dense stack.
         init_std: deviation of the initial weights.
         output_init_std: the same for the two projections of a layer that write to the stream.
+        recompute: what the backward calculates again; None for nothing.
+        offload: what is kept in host memory; None for nothing.
     """
 
     num_layers: int
@@ -118,6 +121,8 @@ class StackSlice:
     moe: MoESlice | None
     init_std: float
     output_init_std: float
+    recompute: RecomputeSlice | None
+    offload: OffloadSlice | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +229,7 @@ def norm_slice(keys: StackKeys) -> NormSlice:
 def stack_slice(keys: StackKeys, *, causal: bool, positions: int, of_t5: bool = False) -> StackSlice:
     """The stack the keys describe, one of a T5 or not, for sequences of up to `positions` tokens."""
     scaled = keys.init_method_std / math.sqrt(2 * keys.num_layers)
+    moe = moe_slice(keys, of_t5=of_t5)
     return StackSlice(
         num_layers=keys.num_layers,
         hidden_size=keys.hidden_size,
@@ -235,9 +241,11 @@ def stack_slice(keys: StackKeys, *, causal: bool, positions: int, of_t5: bool = 
         rotary=rotary_slice(keys, positions=positions),
         norm=norm_slice(keys),
         mlp=mlp_slice(keys),
-        moe=moe_slice(keys, of_t5=of_t5),
+        moe=moe,
         init_std=keys.init_method_std,
         output_init_std=scaled if keys.use_scaled_init_method else keys.init_method_std,
+        recompute=recompute_slice(keys, with_experts=moe.layers if moe else (False,) * keys.num_layers),
+        offload=offload_slice(keys),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .block import Block, own
+from .memory import MemoryKeys
 from .moe import MoEKeys
 
 Activation = Literal[
@@ -155,5 +156,5 @@ class DenseStackKeys(Block):
     """Scale, mask and softmax of unfused attention in one kernel on a GPU; False: in plain torch."""
 
 
-class StackKeys(MoEKeys, DenseStackKeys):
-    """Everything of one stack, with the experts that may stand in place of its MLPs."""
+class StackKeys(MemoryKeys, MoEKeys, DenseStackKeys):
+    """Everything of one stack, with the experts that may stand in place of its MLPs, and how it saves memory."""

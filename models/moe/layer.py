@@ -7,8 +7,8 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from ..checkpointing import recomputes, run_again
 from ..mlp import MLP
 from .experts import Experts
 from .router import SUMS, Router
@@ -25,9 +25,9 @@ class MoE(nn.Module):
         experts: all of them.
         shared: every token goes through it too; None without.
         expert_bias: keep a bias on the choice of experts, which training moves (arXiv 2408.15664).
-        recompute: in training keep only the input, and run the layer again in the backward.
 
     Attributes:
+        recompute: in training keep only the input, and run the layer again in the backward.
         statistics: fp32 (experts + 6): sums of `Routed.sums` since somebody zeroed them; not saved.
         loss_share: fp32 scalar: the share of a micro batch in its global batch, which the gradients of the losses are
             multiplied with; not saved.
@@ -35,19 +35,17 @@ class MoE(nn.Module):
         step_counts: fp32 (experts,): tokens of each expert since the last optimizer step; None without `expert_bias`.
     """
 
+    recompute: bool = False
     statistics: Tensor
     loss_share: Tensor
     expert_bias: Tensor | None
     step_counts: Tensor | None
 
-    def __init__(
-        self, router: Router, experts: Experts, *, shared: MLP | None, expert_bias: bool, recompute: bool
-    ) -> None:
+    def __init__(self, router: Router, experts: Experts, *, shared: MLP | None, expert_bias: bool) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
         self.shared = shared
-        self.recompute = recompute
         self.draws = router.jitter is not None or experts.dropout > 0 or (shared is not None and shared.dropout > 0)
         number = len(router.weight)
         self.register_buffer("statistics", torch.zeros(number + len(SUMS)), persistent=False)
@@ -56,32 +54,46 @@ class MoE(nn.Module):
         self.register_buffer("step_counts", torch.zeros(number) if expert_bias else None, persistent=False)
 
     def forward(self, hidden: Tensor, padding: Tensor | None = None) -> Tensor:
-        """(batch, tokens, hidden_size) to the same shape.
+        """`run` and `count`."""
+        output, sums = self.run(hidden, padding)
+        if self.training:
+            self.count(sums)
+        return output
+
+    def run(
+        self, hidden: Tensor, padding: Tensor | None = None, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer without an effect on its buffers, so that it may run twice.
 
         Args:
-            hidden: normed stream.
+            hidden: (batch, tokens, hidden_size), normed, but for `norm`.
             padding: bool (batch, tokens), True for real tokens; others go to no expert and count nowhere.
-        """
-        tokens, real = hidden.flatten(0, 1), None if padding is None else padding.flatten()
-        if self.training and self.recompute and torch.is_grad_enabled():
-            # the counts come out of the part that runs twice, so that they are added once; generators are asked for
-            # their state only where they are used, for a CUDA graph cannot hold that
-            output, sums = checkpoint(self._run, tokens, real, use_reentrant=False, preserve_rng_state=self.draws)
-        else:
-            output, sums = self._run(tokens, real)
-        if self.training:
-            with torch.no_grad():
-                self.statistics.add_(sums)
-                if self.step_counts is not None:
-                    self.step_counts.add_(sums[: len(self.step_counts)])
-        return output.view_as(hidden)
+            norm: a norm of `hidden` that the backward runs again with the layer; None without.
 
-    def _run(self, tokens: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        Returns:
+            (batch, tokens, hidden_size), and what `count` takes.
+        """
+        real = None if padding is None else padding.flatten()
+        if self.recompute and recomputes(self):
+            return run_again(self._run, self.draws, hidden, real, norm)
+        return self._run(hidden, real, norm)
+
+    def count(self, sums: Tensor) -> None:
+        """Add the sums of a run in training."""
+        with torch.no_grad():
+            self.statistics.add_(sums)
+            if self.step_counts is not None:
+                self.step_counts.add_(sums[: len(self.step_counts)])
+
+    def _run(
+        self, hidden: Tensor, real: Tensor | None, norm: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        tokens = (hidden if norm is None else norm(hidden)).flatten(0, 1)
         routed = self.router(tokens, self.expert_bias, self.loss_share, real)
         output = self.experts(tokens, routed)
         if self.shared is not None:
             output = output + self.shared(tokens)
-        return output, routed.sums
+        return output.view_as(hidden), routed.sums
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Counts begin anew: a cast loses some, and a move from the meta device leaves them empty. The bias is kept."""

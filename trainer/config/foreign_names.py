@@ -121,6 +121,7 @@ FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
         ),
         **_each("model.activations_checkpoint_method", "recompute_method"),
         **_each("model.activations_checkpoint_num_layers", "recompute_num_layers"),
+        **_each("model.activations_checkpoint_modules", "recompute_modules"),
         **_each(
             "model.num_moe_experts", "num_experts num_local_experts n_expert n_routed_experts moe_num_experts n_experts"
         ),
@@ -174,6 +175,7 @@ FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
             "model.cpu_offloading",
             "activation_offloading cpu_offload offload_activations fine_grained_activation_offloading",
         ),
+        **_each("model.cpu_offloading_optimizer", "optimizer_cpu_offload offload_optimizer"),
         **_each("model.seed", "random_seed rng_seed"),
         **_each("model.peft.peft_scheme", "peft_type adapter use_lora"),
         **_each("model.peft.lora_tuning.adapter_dim", "lora_r lora_rank"),

@@ -362,29 +362,14 @@ def _parallel() -> Iterator[Row]:
 
 def _memory() -> Iterator[Row]:
     at = "model"
-    recompute = "recomputing activations"
-    granularity = f"{at}.activations_checkpoint_granularity"
-    yield Row(granularity, State.NOT_YET, recompute)
     yield from _rows(
         State.NOT_YET,
         at,
-        "activations_checkpoint_method activations_checkpoint_num_layers "
-        "activations_checkpoint_modules "
-        "num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline "
-        "distribute_saved_activations",
-        recompute,
-        switch=granularity,
+        "num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline",
+        "recomputing fewer layers in some micro batches or stages of a pipeline",
+        off=(0,),
     )
-    offload = f"{at}.cpu_offloading"
-    yield Row(offload, State.NOT_YET, "keeping activations or weights in host memory", (False,), default=False)
-    yield Row(f"{offload}_optimizer", State.NOT_YET, "keeping the optimizer's state in host memory", (False,))
-    yield from _rows(
-        State.NOT_YET,
-        at,
-        "cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights",
-        "a setting of cpu_offloading",
-        switch=offload,
-    )
+    yield _off(at, "distribute_saved_activations", "tensor parallelism", False)
 
 
 def _moe() -> Iterator[Row]:

@@ -21,8 +21,9 @@ from .checkpoint_rules import CHECKPOINT_RULES
 from .data_rules import DATA_RULES
 from .environment_rules import ENVIRONMENT_RULES
 from .exp_manager_rules import EXP_MANAGER_RULES
-from .facts import Facts, Rule
-from .optim import optimizer_kind
+from .facts import Facts, Rule, no_effect
+from .offload_rules import OFFLOAD_RULES
+from .optim import optimizer_kind, optimizer_settings
 from .optim_rules import optim_rules
 from .process_rules import PROCESS_RULES
 from .schema import T5ModelBlock
@@ -80,6 +81,30 @@ def recordings_read_no_counts(facts: Facts) -> Iterator[Finding]:
                 "other wait for the number of their tokens, which a recording cannot",
                 f"{at}moe_grouped_gemm=null, or model.enable_cuda_graph=False",
             )
+
+
+def state_on_the_host_is_worth_it(facts: Facts) -> Iterator[Finding]:
+    """The state of an optimizer leaves the memory of a CUDA device, where there is some."""
+    trainer, model = facts.root.trainer, facts.root.model
+    key, kind = "model.cpu_offloading_optimizer", optimizer_kind(model.optim.name)
+    if not model.cpu_offloading_optimizer:
+        return
+    if trainer.accelerator in ("cpu", "mps"):
+        yield no_effect(
+            key, "trainer.accelerator", f"with `accelerator` ({trainer.accelerator}): it is for CUDA devices"
+        )
+        return
+    chosen = optimizer_settings(model.optim)
+    missing = {"sgd": "momentum", "adafactor": "beta1"}.get(kind)
+    has_main_weights = trainer.precision in (None, "bf16") and model.megatron_amp_O2
+    if missing is not None and not chosen[missing] and not has_main_weights:
+        what = "no state" if kind == "sgd" else "a few vectors as its state"
+        yield Finding(
+            "warning",
+            (key, f"model.optim.{missing}", "model.optim.name"),
+            f"`cpu_offloading_optimizer` saves nothing: without `{missing}` and without main weights {kind} has {what}",
+            f"~{key}",
+        )
 
 
 def centred_norms_are_centred(facts: Facts) -> Iterator[Finding]:
@@ -153,10 +178,12 @@ def optimizer_and_schedule(facts: Facts) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     *PROCESS_RULES,
+    *OFFLOAD_RULES,
     optimizer_and_schedule,
     query_key_scaling_is_for_fp16,
     main_weights_are_for_bf16,
     recordings_read_no_counts,
+    state_on_the_host_is_worth_it,
     centred_norms_are_centred,
     fused_names_mean_adamw,
     cross_bias_is_for_one_pair,

@@ -47,6 +47,9 @@ class RunKeys(Block):
     """In which gradients of bf16 weights are summed over several processes, sharded or not."""
     megatron_amp_O2: bool = True  # noqa: N815
     """With bf16: True keeps bf16 weights and fp32 main weights in the optimizer, False fp32 weights and autocast."""
+    cpu_offloading_optimizer: bool = own(False)
+    """Keep the optimizer's state and main weights in pinned host memory: 12 bytes per parameter with AdamW and bf16.
+    They go through the GPU during each update, to the same results; the host link decides how long it takes."""
     enable_cuda_graph: bool | None = False
     """Record forward and backward of a micro batch as a CUDA graph and launch them at once: for small models, which
     keep the host busier than the GPU. One process; validation takes memory beside it. null: wherever it can be had."""

@@ -72,9 +72,14 @@ class Adafactor(Optimizer):
         return key == "exp_avg_sq_col" and len(shape) == 2
 
     def update(
-        self, group: dict[str, Any], gradients: list[Tensor], states: list[dict[str, Tensor]], scale: Tensor
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        scale: Tensor,
     ) -> None:
-        """All weights together, with two sums over the ranks; see `Optimizer.update`."""
+        """All these weights together, with two sums over the ranks; see `Optimizer.update`."""
         live = scale >= 0
         parameters = group["params"]
         steps: list[Tensor] = []
@@ -92,8 +97,8 @@ class Adafactor(Optimizer):
 
         step_squares = [_squares(step) for step in steps]
         self._sum(step_squares)
-        for parameter, step, state, of_step, of_weight in zip(
-            parameters, steps, states, step_squares, weight_squares, strict=True
+        for weight, parameter, step, state, of_step, of_weight in zip(
+            weights, parameters, steps, states, step_squares, weight_squares, strict=True
         ):
             rate: Any = group["lr"]
             if self.scale_parameter:
@@ -104,7 +109,7 @@ class Adafactor(Optimizer):
                 overwrite(state["exp_avg"], mean, live)
                 step = mean
             new = state["main"].to(step.dtype) * (1 - group["weight_decay"] * rate) - step
-            write_weight(self.piece_of(parameter).local, state["main"], new, live)
+            write_weight(weight, state["main"], new, live)
 
     def _divide(self, step: Tensor, squares: Tensor, shape: torch.Size, state: dict[str, Tensor], live: Tensor) -> None:
         """Bring the running squares up to date and divide the gradient in `step` by their root, in place.

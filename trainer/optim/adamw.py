@@ -56,18 +56,33 @@ class AdamW(Optimizer):
         """Both moments, zero."""
         return {"exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
 
+    def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Yes, but for the size of the weight that `scale_parameter` takes."""
+        return not self.scale_parameter
+
     def update(
-        self, group: dict[str, Any], gradients: list[Tensor], states: list[dict[str, Tensor]], scale: Tensor
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        scale: Tensor,
     ) -> None:
         """One fused pass; see `Optimizer.update`."""
         tensors: list[_Tensors] = []
         counts: list[int] = []
-        for name, parameter, gradient, state in zip(group["names"], group["params"], gradients, states, strict=True):
+        for name, parameter, weight, gradient, state in zip(
+            group["names"], group["params"], weights, gradients, states, strict=True
+        ):
+            main = state["main"]
+            one = main if main.dtype == weight.dtype else weight
+            whole = _Tensors(one, main, gradient, state["exp_avg"], state["exp_avg_sq"])
+            if not self.scale_parameter:
+                tensors.append(whole)
+                continue
             piece = self.piece_of(parameter)
-            weight = state["main"] if state["main"].dtype == parameter.dtype else piece.local
-            whole = _Tensors(weight, state["main"], gradient, state["exp_avg"], state["exp_avg_sq"])
-            is_cut = self.scale_parameter and parameter.ndim < 3  # the experts of a layer have one size together
-            parts = self._parts(name, piece.rows) if is_cut else [piece.rows]
+            # the experts of a layer have one size together
+            parts = self._parts(name, piece.rows) if parameter.ndim < 3 else [piece.rows]
             for rows, part in _cut(whole, piece.start, parts):
                 tensors.append(part)
                 counts.append(parameter.numel() * rows // piece.rows)

@@ -5,6 +5,9 @@ A step whose gradient norm is not finite changes neither weights nor state, and 
 
 Where parameters are cut over ranks, an optimizer works on the rows of this rank (`distributed.pieces`); what it must
 know of the other rows it asks for through `sum_over_shards` and `gather_rows`.
+
+Main weights and state may live in host memory (`model.cpu_offloading_optimizer`, see `host_state`): an update then gets
+them on the device, some parameters at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...models.offload_copies import Copies
 from ..distributed.pieces import Piece, local_tensor, piece_of, place_among_all
+from .buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
+from .host_state import HostState
 
 
 def decays(name: str, parameter: Tensor, *, norms_decay: bool = False) -> bool:
@@ -60,6 +66,12 @@ class Optimizer(torch.optim.Optimizer):
         gather_rows: this rank's rows of a tensor that is cut like a parameter, and the number of rows of the whole
             one, to the whole one. All ranks call it for the same tensors in the same order; some may have no rows.
         piece_of: the rows of a parameter, or of its whole gradient, that this rank updates.
+        host: keep main weights and state in host memory, which this copies from and to; None: on the device. Ranks
+            that hold different rows make their optimizers at the same time then.
+        bucket_bytes: of state that goes through the device together, with `host`.
+
+    Attributes:
+        host_state: the state in host memory; None without `host`.
     """
 
     def __init__(
@@ -74,6 +86,8 @@ class Optimizer(torch.optim.Optimizer):
         sum_over_shards: Callable[[Tensor], Tensor] = no_shards,
         gather_rows: Callable[[Tensor, int], Tensor] = all_rows_are_here,
         piece_of: Callable[[Tensor], Piece] = piece_of,
+        host: Copies | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         groups: dict[bool, dict[str, Any]] = {
             decay: {"params": [], "names": [], "weight_decay": weight_decay if decay else 0.0}
@@ -95,11 +109,17 @@ class Optimizer(torch.optim.Optimizer):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._sums_in_use: set[nn.Parameter] = set()
         for group in self.param_groups:
-            for name, parameter in zip(group["names"], group["params"], strict=True):
-                self._names[parameter] = name
-                weight = self.piece_of(parameter).local
-                main = weight.float() if self._has_copy(parameter) else weight
-                self.state[parameter] = {"main": main, **self.initial_state(name, main, tuple(parameter.shape))}
+            self._names.update(zip(group["params"], group["names"], strict=True))
+        # Not torch's `state`, which Lightning moves to the device.
+        self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self.host_state = None if host is None else self._state_on_host(host, bucket_bytes)
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                state = self._first_state(parameter)
+                if self.host_state is not None:
+                    for key, home in self.host_state.tensors[number][index].items():
+                        state[key] = home.copy_(state[key])
+                self._states[parameter] = state
 
         device = next(iter(self._names)).device
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -127,13 +147,28 @@ class Optimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether `update` treats the elements of a parameter one by one, so that it may get some of them as a vector.
+
+        Args:
+            name: of the parameter.
+            shape: of the whole parameter.
+        """
+        return False
+
     def update(
-        self, group: dict[str, Any], gradients: list[Tensor], states: list[dict[str, Tensor]], scale: Tensor
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        scale: Tensor,
     ) -> None:
-        """Update the weights of one group in place.
+        """Update weights of one group in place: all of them, or those whose state is on the device.
 
         Args:
             group: `params`, `names` and the settings.
+            weights: this rank's rows of each parameter.
             gradients: this rank's rows of each gradient, unscaled; may be overwritten.
             states: the state of each parameter; `main` is the weight to update, from which the parameter follows.
             scale: fp32 scalar on the device: gradients times this are clipped; negative: change nothing.
@@ -202,22 +237,30 @@ class Optimizer(torch.optim.Optimizer):
         scale = clip_coefficient(self.grad_norm, self.clip_norm)
         # As torch and Megatron count: a skipped step is none, and bias corrections go by what the moments have seen.
         self.updates.add_(scale >= 0)
-        for group, group_gradients in zip(self.param_groups, gradients, strict=True):
-            self.update(group, group_gradients, [self.state[parameter] for parameter in group["params"]], scale)
+        if self.host_state is not None:
+            self.host_state.run(lambda bucket, states: self._update_bucket(bucket, gradients, states, scale))
+        else:
+            for group, group_gradients in zip(self.param_groups, gradients, strict=True):
+                weights = [self.piece_of(parameter).local for parameter in group["params"]]
+                states = [self._states[parameter] for parameter in group["params"]]
+                self.update(group, weights, group_gradients, states, scale)
         self._sums_in_use.clear()
         return result
 
     def pieces(self) -> dict[str, Piece]:
         """The state as a checkpoint holds it: parameter name plus `.main` and the keys of `initial_state`.
 
+        With `host` the tensors are in host memory, and the host has waited until they are complete.
+
         `.main` is there with main weights only, even where it is the parameter itself: a checkpoint does not depend on
         who casts.
         """
+        self.settle()
         named: dict[str, Piece] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 rows = self.piece_of(parameter)
-                for key, tensor in self.state[parameter].items():
+                for key, tensor in self._states[parameter].items():
                     if key == "main" and not self.main_weights:
                         continue
                     if self.is_whole(key, tuple(parameter.shape)):
@@ -226,6 +269,57 @@ class Optimizer(torch.optim.Optimizer):
                     else:
                         named[f"{name}.{key}"] = rows.of(tensor)
         return named
+
+    def settle(self) -> None:
+        """With `host`, wait until what the last step has made is in host memory: for whoever reads it there."""
+        if self.host_state is not None:
+            self.host_state.settle()
+
+    def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        weight = self.piece_of(parameter).local
+        main = weight.float() if self._has_copy(parameter) else weight
+        return {"main": main, **self.initial_state(self._names[parameter], main, tuple(parameter.shape))}
+
+    def _state_on_host(self, host: Copies, bucket_bytes: int) -> HostState:
+        device = next(iter(self._names)).device
+        shards = int(self.sum_over_shards(torch.ones((), device=device)))
+        shapes = [[self._state_shape(parameter, shards) for parameter in g["params"]] for g in self.param_groups]
+        return HostState(plan_buckets(shapes, bucket_bytes), host)
+
+    def _state_shape(self, parameter: nn.Parameter, shards: int) -> StateShape:
+        """What of a parameter's state goes to host memory: all but a weight that is the parameter itself."""
+        name, shape, piece = self._names[parameter], tuple(parameter.shape), self.piece_of(parameter)
+        weight = piece.local
+        has_copy = self._has_copy(parameter)
+
+        def tensors(rows: tuple[int, ...]) -> dict[str, Tensor]:
+            dtype = torch.float32 if has_copy else weight.dtype
+            main = torch.empty(rows + tuple(weight.shape[1:]), dtype=dtype, device="meta")
+            return ({"main": main} if has_copy else {}) | self.initial_state(name, main, shape)
+
+        # As `pieces.chunk` cuts: no rank has more rows.
+        most = (max(weight.shape[0], -(-piece.rows // shards)),) if weight.ndim else ()
+        return StateShape(
+            {key: (tuple(t.shape), t.dtype) for key, t in tensors(tuple(weight.shape[:1])).items()},
+            most_bytes=sum(t.numel() * t.element_size() for t in tensors(most).values()),
+            elements=weight.numel() if self.is_elementwise(name, shape) else None,
+        )
+
+    def _update_bucket(
+        self, bucket: Bucket, gradients: list[list[Tensor]], states: list[dict[str, Tensor]], scale: Tensor
+    ) -> None:
+        group = self.param_groups[bucket.group]
+        indices = [stretch.index for stretch in bucket.stretches]
+        some = {**group, **{key: [group[key][index] for index in indices] for key in ("params", "names")}}
+        weights = [s.of(self.piece_of(p).local) for s, p in zip(bucket.stretches, some["params"], strict=True)]
+        for weight, state in zip(weights, states, strict=True):
+            state.setdefault("main", weight)
+        whole = [gradients[bucket.group][index] for index in indices]
+        some_gradients = [
+            s.of(gradient if s.cut is None else gradient.contiguous())
+            for s, gradient in zip(bucket.stretches, whole, strict=True)
+        ]
+        self.update(some, weights, some_gradients, states, scale)
 
     def _rows(self, parameter: nn.Parameter) -> Tensor:
         """This rank's rows of a complete gradient, which is dropped."""

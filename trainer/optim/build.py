@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...models.config.counting import count_parameters, count_stack
@@ -13,6 +14,7 @@ from ...models.config.families import family_slice, sample_length_of
 from ...models.config.samples import SampleForm
 from ...models.config.slices import StackSlice
 from ...models.config.t5_slice import T5Slice
+from ...models.offload_copies import Copies
 from ..config.optim import OptimBlock, optimizer_kind, optimizer_settings
 from ..config.schema import AnyModelBlock
 from ..schedule import build_schedule
@@ -20,6 +22,7 @@ from .adafactor import Adafactor
 from .adamw import AdamW
 from .base import Optimizer
 from .muon import Muon
+from .pinned import PinnedState
 from .sgd import SGD
 
 _KINDS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor, "muon": Muon, "sgd": SGD}
@@ -33,8 +36,8 @@ def build_optimizer(
     Args:
         keys: the configuration of the model; `optim` is read, and the geometry of fused weights.
         named_parameters: name and parameter.
-        common: arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, and how to reach
-            the rows of other ranks.
+        common: arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, `host`, and how to
+            reach the rows of other ranks.
     """
     optim = keys.optim
     kind = optimizer_kind(optim.name)
@@ -50,6 +53,16 @@ def build_optimizer(
         **settings,
         **common,
     )
+
+
+def is_state_on_host(keys: AnyModelBlock, device: torch.device) -> bool:
+    """Whether main weights and state are kept in host memory: `cpu_offloading_optimizer`, on a CUDA device."""
+    return keys.cpu_offloading_optimizer and device.type == "cuda"
+
+
+def host_copies(keys: AnyModelBlock, device: torch.device) -> Copies | None:
+    """The argument `host` of `Optimizer`; None where the state stays on the device."""
+    return PinnedState(device) if is_state_on_host(keys, device) else None
 
 
 def fused_rows(keys: AnyModelBlock) -> dict[str, tuple[int, ...]]:

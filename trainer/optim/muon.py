@@ -110,23 +110,37 @@ class Muon(AdamW):
             return {"momentum_buffer": torch.zeros_like(main)}
         return super().initial_state(name, main, shape)
 
+    def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
+        """AdamW's parameters; a matrix is one thing."""
+        return not is_hidden_matrix(name, shape) and super().is_elementwise(name, shape)
+
     def update(
-        self, group: dict[str, Any], gradients: list[Tensor], states: list[dict[str, Tensor]], scale: Tensor
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        scale: Tensor,
     ) -> None:
         """Matrices one after the other, then AdamW on the rest; see `Optimizer.update`."""
         rest = []
         for index, (name, parameter) in enumerate(zip(group["names"], group["params"], strict=True)):
             if "momentum_buffer" in states[index]:
-                self._update_matrix(name, parameter, gradients[index], states[index], group, scale)
+                self._update_matrix(name, parameter, weights[index], gradients[index], states[index], group, scale)
             else:
                 rest.append(index)
-        others = {**group, **{key: [group[key][index] for index in rest] for key in ("names", "params")}}
-        super().update(others, [gradients[index] for index in rest], [states[index] for index in rest], scale)
+
+        def of_rest(values: list[Any]) -> list[Any]:
+            return [values[index] for index in rest]
+
+        others = {**group, **{key: of_rest(group[key]) for key in ("names", "params")}}
+        super().update(others, of_rest(weights), of_rest(gradients), of_rest(states), scale)
 
     def _update_matrix(
         self,
         name: str,
         parameter: Tensor,
+        weight: Tensor,
         gradient: Tensor,
         state: dict[str, Tensor],
         group: dict[str, Any],
@@ -147,9 +161,9 @@ class Muon(AdamW):
             orthogonalize(part, self.ns_steps).to(dtype) * rate_factor(self.adjust_lr_fn, *part.shape[-2:])
             for part in whole.split(self._parts(name, rows), dim=-2)
         ]
-        piece = self.piece_of(parameter)
         step = torch.cat(steps, dim=-2)
         if not is_stack:
-            step = step[piece.start : piece.start + main.shape[0]]
+            first = self.piece_of(parameter).start
+            step = step[first : first + main.shape[0]]
         lr, weight_decay = group["lr"], group["weight_decay"]
-        write_weight(piece.local, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)
+        write_weight(weight, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)

@@ -48,20 +48,29 @@ class SGD(Optimizer):
         """The running sum of gradients, zero, in the dtype of the weight; nothing without momentum."""
         return {"momentum_buffer": torch.zeros_like(main)} if self.momentum else {}
 
+    def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Yes."""
+        return True
+
     def update(
-        self, group: dict[str, Any], gradients: list[Tensor], states: list[dict[str, Tensor]], scale: Tensor
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        scale: Tensor,
     ) -> None:
         """One weight after the other; see `Optimizer.update`."""
         live = scale >= 0
-        for parameter, gradient, state in zip(group["params"], gradients, states, strict=True):
+        for weight, gradient, state in zip(weights, gradients, states, strict=True):
             main = state["main"]
             dtype = arithmetic_dtype(main)
-            weight = main.to(dtype)
+            old = main.to(dtype)
             step = gradient.to(dtype) * scale.to(dtype)
             if group["weight_decay"]:
-                step.add_(weight, alpha=group["weight_decay"])
+                step.add_(old, alpha=group["weight_decay"])
             if self.momentum:
                 total = state["momentum_buffer"].to(dtype) * self.momentum + step
                 overwrite(state["momentum_buffer"], total, live)
                 step = step.add_(total, alpha=self.momentum) if self.nesterov else total
-            write_weight(self.piece_of(parameter).local, main, weight - group["lr"] * step, live)
+            write_weight(weight, main, old - group["lr"] * step, live)

@@ -1,0 +1,104 @@
+"""Rules between the keys of offloading; paths are relative to the block of their stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .block import Finding
+from .memory_slice import modules_of, offloaded_layers, whole_layers
+from .stack import StackKeys
+
+_SWITCH = "cpu_offloading"
+_NUMBER = "cpu_offloading_num_layers"
+_ACTIVATIONS = "cpu_offloading_activations"
+_WEIGHTS = "cpu_offloading_weights"
+
+
+def offload_rules(keys: StackKeys) -> Iterator[Finding]:
+    """Everything the keys of offloading of one stack have against each other and against recomputation."""
+    if not keys.cpu_offloading:
+        yield from settings_need_the_switch(keys)
+        return
+    for rule in OFFLOAD_RULES:
+        yield from rule(keys)
+
+
+def settings_need_the_switch(keys: StackKeys) -> Iterator[Finding]:
+    """Every file of NeMo has these keys; told only where somebody changed one."""
+    number = keys.cpu_offloading_num_layers
+    unheard = [name for name in (_ACTIVATIONS, _WEIGHTS) if not getattr(keys, name)]
+    if number is not None and number != keys.num_layers - 1:
+        unheard.insert(0, _NUMBER)
+    if unheard:
+        given = " and ".join(f"`{name}` ({getattr(keys, name)})" for name in unheard)
+        yield Finding(
+            "info",
+            (*unheard, _SWITCH),
+            f"{given} {'have' if len(unheard) > 1 else 'has'} no effect without `{_SWITCH}`: nothing is offloaded.",
+            f"use {_SWITCH}=true",
+        )
+
+
+def layers_are_left(keys: StackKeys) -> Iterator[Finding]:
+    """The backward begins with the last layer, which stays; where it is alone, activations are waited for."""
+    number, layers = offloaded_layers(keys), keys.num_layers
+    if number >= layers:
+        yield Finding(
+            "error",
+            (_NUMBER, "num_layers"),
+            f"`{_NUMBER}` ({number}) must be less than `num_layers` ({layers}): the backward begins with the last "
+            "layer.",
+            f"use {_NUMBER}={max(layers - 2, 0)}, or {_SWITCH}=false",
+        )
+    elif number == 0:
+        left = "" if keys.cpu_offloading_num_layers is not None else ", all but one of `num_layers` (1)"
+        yield Finding(
+            "info",
+            (_NUMBER, _SWITCH),
+            f"`{_NUMBER}` (0{left}) offloads nothing.",
+            f"use {_NUMBER}={max(layers - 2, 1)}" if layers > 1 else f"use {_SWITCH}=false",
+        )
+    elif number == layers - 1 and keys.cpu_offloading_activations:
+        left = "null, which is " if keys.cpu_offloading_num_layers is None else ""
+        fewer = f"use {_NUMBER}={layers - 2} or fewer" if layers > 2 else f"use {_SWITCH}=false"
+        yield Finding(
+            "warning",
+            (_NUMBER, "num_layers"),
+            f"`{_NUMBER}` ({left}{number}) leaves one layer of {layers} on the GPU: in the forward each layer waits "
+            "for the copies of the one before.",
+            fewer,
+        )
+
+
+def something_is_offloaded(keys: StackKeys) -> Iterator[Finding]:
+    """Activations, weights or both, as TransformerEngine demands."""
+    if not (keys.cpu_offloading_activations or keys.cpu_offloading_weights):
+        yield Finding(
+            "error",
+            (_ACTIVATIONS, _WEIGHTS, _SWITCH),
+            f"`{_SWITCH}` (True) needs `{_ACTIVATIONS}` or `{_WEIGHTS}`, which are both False.",
+            f"use {_ACTIVATIONS}=true, or {_SWITCH}=false",
+        )
+
+
+def recomputation_may_stay(keys: StackKeys) -> Iterator[Finding]:
+    """Megatron refuses both; here each does its part."""
+    chunk, whole = whole_layers(keys)
+    if not (keys.cpu_offloading_activations and offloaded_layers(keys)) or not (whole or modules_of(keys)):
+        return
+    names = ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute")
+    recomputed = next(name for name in names if getattr(keys, name))
+    kept = "the input of each chunk" if chunk > 1 else "the input of each such layer"
+    what = f"{kept} is what goes to the host" if whole else "what is still kept goes to the host"
+    yield Finding(
+        "info",
+        (_SWITCH, recomputed),
+        f"`{_SWITCH}` (True) acts beside `{recomputed}`, which Megatron does not allow: {what}.",
+    )
+
+
+OFFLOAD_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
+    layers_are_left,
+    something_is_offloaded,
+    recomputation_may_stay,
+)

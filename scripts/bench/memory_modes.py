@@ -1,0 +1,281 @@
+"""What each way to save memory saves and costs, beside checkpointed plain torch; see `rounds.py` for how it measures.
+
+    python scripts/bench/memory_modes.py [--shape 1b wide] [--rounds 3] [--only none full offload_12 ...]
+        [--results FILE.jsonl] [--report FILE.md]
+
+`1b`: `experiment=llama_1b_bench`, 24 layers of width 2048. `wide`: 8 layers of width 4096. Sequence 4096, micro batch
+4, random tokens, AdamW, clipping to 1.0; attention that stores its scores (`unfused`) has a micro batch of 1, where the
+scores of all layers fit. A mode is compared with its base within each round. Peers are plain torch with cuDNN's
+attention and bf16 autocast, compiled, whose blocks are all checkpointed, or keep all they save in pinned host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from peers import PlainGPT, Shape, Step, autocast_step
+from rounds import Length, Row, result, run_rounds, stoker_windows, time_windows
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+SHAPES = {"1b": Shape(), "wide": Shape(layers=8, hidden=4096, heads=32, groups=8, ffn=11264)}
+LENGTH = Length(warm_up=8, windows=4, window=4)
+CHECKPOINT, OFFLOAD = "model.activations_checkpoint_", "model.cpu_offloading"
+CHEAP = [f"{CHECKPOINT}modules=[norm,mlp_activation]"]
+UNFUSED = ["model.attention_backend=unfused", "model.micro_batch_size=1", "model.global_batch_size=1"]
+
+
+class Mode(NamedTuple):
+    """One way to train the benchmark model.
+
+    Attributes:
+        title: for the table.
+        overrides: of the experiment.
+        base: the mode that it is compared with.
+    """
+
+    title: str
+    overrides: list[str]
+    base: str = "none"
+
+
+def full(method: str, layers: int) -> list[str]:
+    return [f"{CHECKPOINT}granularity=full", f"{CHECKPOINT}method={method}", f"{CHECKPOINT}num_layers={layers}"]
+
+
+def offload(layers: int, *, weights: bool = False, activations: bool = True) -> list[str]:
+    switches = [f"{OFFLOAD}_weights={weights}", f"{OFFLOAD}_activations={activations}"]
+    return [f"{OFFLOAD}=true", f"{OFFLOAD}_num_layers={layers}", *switches]
+
+
+def modes_of(shape: Shape) -> dict[str, Mode]:
+    """What is measured of a shape, by name."""
+    last = shape.layers - 1
+    some = sorted({shape.layers // 6, shape.layers // 4, shape.layers // 2, last - 1, last} - {0})
+    return {
+        "none": Mode("nothing saved", []),
+        "norm": Mode("recompute: norm", [f"{CHECKPOINT}modules=[norm]"]),
+        "cheap": Mode("recompute: norm, mlp_activation", CHEAP),
+        "block_half": Mode(f"recompute: block {shape.layers // 2}", full("block", shape.layers // 2)),
+        "full": Mode("recompute: uniform 1 (all)", full("uniform", 1)),
+        "full_2": Mode("recompute: uniform 2 (all)", full("uniform", 2)),
+        "unfused": Mode("unfused attention, micro batch 1", UNFUSED, "unfused"),
+        "unfused_selective": Mode(
+            "unfused attention, micro batch 1, recompute: selective",
+            [*UNFUSED, f"{CHECKPOINT}granularity=selective"],
+            "unfused",
+        ),
+        **{f"offload_{number}": Mode(f"offload: {number} layers", offload(number)) for number in some},
+        "cheap_offload": Mode(f"cheap recompute, offload: {last - 1} layers", CHEAP + offload(last - 1)),
+        "full_offload": Mode(f"full recompute, offload: {last - 1} layers", full("uniform", 1) + offload(last - 1)),
+        "weights": Mode(f"offload: weights of {last} layers", offload(last, weights=True, activations=False)),
+        "both": Mode(f"offload: {last - 1} layers and their weights", offload(last - 1, weights=True)),
+        "optimizer": Mode("offload: optimizer", [f"{OFFLOAD}_optimizer=true"]),
+    }
+
+
+# ---------------------------------------------------------------- peers
+
+
+def in_blocks(model: PlainGPT, run: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of a model whose blocks run one by one, what follows them compiled as one."""
+
+    @torch.compile
+    def tail(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(model.norm(hidden)).float().flatten(0, 1), labels.flatten())
+
+    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = model.embedding(tokens)
+        for block in model.blocks:
+            hidden = run(block, hidden, model.cosine, model.sine)
+        return tail(hidden, labels)
+
+    return loss_of
+
+
+def plain_checkpointed(shape: Shape, *, inside: bool) -> Step:
+    """Every block checkpointed: within one compiled model, or around blocks that are compiled one by one."""
+    with torch.device("cuda"):
+        model = PlainGPT(shape)
+    if inside:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return autocast_step(torch.compile(model), model)
+    for block in model.blocks:
+        block.compile()
+    return autocast_step(in_blocks(model, partial(checkpoint, use_reentrant=False)), model)
+
+
+def plain_save_on_cpu(shape: Shape, *, compiled: bool) -> Step:
+    """All that the blocks save goes to pinned host memory and comes back when it is asked for.
+
+    Compiled blocks want their tensors back with the strides they had, which `save_on_cpu` does not keep: they have
+    hooks of their own that do, and are otherwise the same.
+    """
+    with torch.device("cuda"):
+        model = PlainGPT(shape)
+    if compiled:
+        for block in model.blocks:
+            block.compile()
+
+    def run(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        with saved_tensors_hooks(to_host, from_host) if compiled else save_on_cpu(pin_memory=True):
+            return block(*inputs)
+
+    return autocast_step(in_blocks(model, run), model)
+
+
+def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    """A copy in pinned host memory that lies as the tensor does, and where that was."""
+    host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+    return tensor.device, host.copy_(tensor)
+
+
+def from_host(saved: tuple[torch.device, Tensor]) -> Tensor:
+    device, host = saved
+    return host.to(device, non_blocking=True)
+
+
+def plain(shape: Shape) -> Step:
+    """The whole model compiled, nothing saved."""
+    with torch.device("cuda"):
+        model = PlainGPT(shape)
+    return autocast_step(torch.compile(model), model)
+
+
+PEERS: Mapping[str, tuple[str, Callable[[Shape], Step], str]] = {
+    "plain": ("plain torch: nothing saved", plain, "none"),
+    "plain_inside": (
+        "plain torch: every block checkpointed, compile(checkpoint(block))",
+        partial(plain_checkpointed, inside=True),
+        "full",
+    ),
+    "plain_around": (
+        "plain torch: every block checkpointed, checkpoint(compile(block))",
+        partial(plain_checkpointed, inside=False),
+        "full",
+    ),
+    "plain_save_on_cpu": (
+        "plain torch: blocks, not compiled, in save_on_cpu(pin_memory=True)",
+        partial(plain_save_on_cpu, compiled=False),
+        "offload_all",
+    ),
+    "plain_to_host": (
+        "plain torch: compiled blocks in save_on_cpu(pin_memory=True) that keeps strides",
+        partial(plain_save_on_cpu, compiled=True),
+        "offload_all",
+    ),
+}
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def overrides_of(shape: Shape) -> list[str]:
+    """The experiment in a shape."""
+    keys = {"num_layers": shape.layers, "hidden_size": shape.hidden, "ffn_hidden_size": shape.ffn}
+    keys |= {"num_attention_heads": shape.heads, "num_query_groups": shape.groups}
+    return ["experiment=llama_1b_bench", *(f"model.{key}={value}" for key, value in keys.items())]
+
+
+def peer_windows(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
+    """Seconds per step on fresh random tokens every step."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    step = build(shape)
+
+    def run() -> None:
+        size = (shape.micro_batch, shape.sequence + 1)
+        drawn = torch.randint(0, shape.vocab, size, device="cuda", generator=generator)
+        step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+
+    return time_windows(run, LENGTH)
+
+
+def measure(name: str, shape: Shape) -> Row:
+    """Run one mode, or one peer, in this process."""
+    tokens = shape.micro_batch * shape.sequence
+    if name in PEERS:
+        return result(name, peer_windows(PEERS[name][1], shape), tokens)
+    mode = modes_of(shape)[name]
+    overrides = [*overrides_of(shape), *mode.overrides]
+    seconds = stoker_windows(overrides, LENGTH)
+    row = result(name, seconds, shape.sequence if mode.base == "unfused" else tokens)
+    return row | {"planned_gib": planned(overrides) / 2**30}
+
+
+def planned(overrides: list[str]) -> int:
+    """Bytes that `stoker plan` expects at the peak, on this machine's GPU."""
+    from stoker.trainer.config.load import load_run_config
+    from stoker.trainer.plan.plan import make_plan, target_here
+
+    root = load_run_config(None, None, overrides).root
+    target = target_here(root, torch.device("cuda"))
+    return make_plan(root, target, vocab_size=root.model.override_vocab_size).allocated
+
+
+def table(rows: list[Row], shape: Shape) -> str:
+    """Modes with their memory and speed beside their base, the ratios taken within each round."""
+    modes = modes_of(shape)
+    titles = {name: mode.title for name, mode in modes.items()} | {name: peer[0] for name, peer in PEERS.items()}
+    bases = {name: mode.base for name, mode in modes.items()} | {name: peer[2] for name, peer in PEERS.items()}
+    every = f"offload_{shape.layers - 1}"
+    speed = {(row["round"], row["peer"]): row["tokens_per_second"] for row in rows}
+    rounds = sorted({row["round"] for row in rows})
+    first = rows[0]
+    lines = [
+        f"Device: {first['device']}; torch {first['torch']}, cuDNN {first['cudnn']}, triton {first['triton']};"
+        f" {first['date']}; {len(rounds)} rounds.",
+        "",
+        "| run | tokens/s | peak GiB | planned | base | speed over the base | saved, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    peaks = {name: statistics.median(row["peak_gib"] for row in rows if row["peer"] == name) for name in titles
+             if any(row["peer"] == name for row in rows)}  # fmt: skip
+    for name, peak in peaks.items():
+        base = every if bases[name] == "offload_all" else bases[name]
+        own = statistics.median(row["tokens_per_second"] for row in rows if row["peer"] == name)
+        ratios = [speed[r, name] / speed[r, base] for r in rounds if {(r, name), (r, base)} <= set(speed)]
+        compared = f"{statistics.median(ratios):.3f} x" if ratios and name != base else ""
+        less = f"{peaks[base] - peak:.1f}" if base in peaks and name != base else ""
+        plan = next((f"{row['planned_gib']:.1f}" for row in rows if row["peer"] == name and "planned_gib" in row), "")
+        lines.append(f"| {titles[name]} | {own:,.0f} | {peak:.1f} | {plan} | {titles[base]} | {compared} | {less} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the rounds of each shape, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
+    parser.add_argument("--rounds", type=int, default=3)
+    names = sorted({name for shape in SHAPES.values() for name in modes_of(shape)} | PEERS.keys())
+    parser.add_argument("--only", nargs="+", choices=names)
+    parser.add_argument("--results", type=Path, default=Path("memory_modes.jsonl"))
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one, SHAPES[arguments.shape[0]])))
+        return
+    report = ""
+    for name in arguments.shape:
+        shape = SHAPES[name]
+        chosen = [one for one in [*modes_of(shape), *PEERS] if arguments.only is None or one in arguments.only]
+        rows = run_rounds(__file__, ["--shape", name], chosen, arguments.results, arguments.rounds, shape=name)
+        if rows:
+            report += f"### {name}\n\n{table(rows, shape)}\n"
+    print(report)
+    if arguments.report:
+        arguments.report.write_text(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""The plan beside the CUDA allocator: runs drawn by a seed, each for some steps in a process of its own.
+
+    python scripts/bench/plan_check.py [--seed 1] [--runs 20] [--results FILE.jsonl] [--report FILE.md]
+    python scripts/bench/plan_check.py --meta [--device h100]
+
+Runs are GPT, T5 and mixtures of experts; multi-head and grouped-query attention; every mode of recomputation and
+offloading; micro batches; sequences of 1k to 32k tokens. A draw whose plan does not fit the card, or is too small to
+tell anything, is drawn again. Rows are appended to the results file: a run that is there already is not repeated, so a
+table may be made in several sittings. `--meta` prints the drawn runs with their plans; it needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rounds import Row, read_rows
+
+GIB = 2**30
+STEPS = 3
+FEWEST, MOST = 4 * GIB, 0.92
+"""A plan below the first says little about large runs; one above that part of the card may fail for its fragments."""
+COMMON = [
+    "data=mock",
+    "trainer=gpu",
+    f"trainer.max_steps={STEPS}",
+    "trainer.log_every_n_steps=1",
+    "trainer.limit_val_batches=0",
+    "trainer.enable_progress_bar=False",
+    "exp_manager.create_checkpoint_callback=False",
+    "exp_manager.create_tensorboard_logger=False",
+]
+MODES = (
+    "none",
+    "norm",
+    "cheap",
+    "full",
+    "chunks",
+    "block",
+    "core",
+    "offload",
+    "offload_weights",
+    "offload_full",
+    "optimizer",
+)
+
+
+class Drawn(NamedTuple):
+    """A run: what it is in words, and the overrides that make it."""
+
+    name: str
+    overrides: list[str]
+
+
+def draw(random_numbers: random.Random, mode: str) -> Drawn:
+    """One run of a mode."""
+    family = random_numbers.choice(["gpt", "gpt", "moe", "t5"])
+    unfused = mode == "core"
+    length = random_numbers.choice([1024, 2048] if unfused else [1024, 2048, 4096, 8192, 16384, 32768])
+    heads = random_numbers.choice([8, 16, 24])
+    width = random_numbers.choice([64, 128])
+    grouped = random_numbers.random() < 0.5
+    layers = random_numbers.choice([4, 8, 12, 16])
+    micro = random_numbers.choice([1, 2, 4, 8])
+    steps = random_numbers.choice([1, 1, 2])
+    hidden = heads * width
+    gated = random_numbers.random() < 0.6
+    geometry = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": (hidden * 11 // 4 if gated else hidden * 4) // 64 * 64,
+        "num_attention_heads": heads,
+        "num_query_groups": heads // 4 if grouped else heads,
+        "activation": "swiglu" if gated else "gelu",
+        "normalization": "rmsnorm" if gated else "layernorm",
+        "bias": not gated,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if unfused:
+        geometry["attention_backend"] = "unfused"
+    if family == "moe":
+        experts = random_numbers.choice([4, 8])
+        geometry |= {"num_moe_experts": experts, "moe_router_topk": 2, "ffn_hidden_size": hidden}
+    of_stack = {**geometry, **mode_keys(mode, layers, random_numbers)}
+    of_model: dict[str, Any] = {
+        "micro_batch_size": micro,
+        "global_batch_size": micro * steps,
+        "override_vocab_size": random_numbers.choice([32000, 50304, 128256]),
+        "megatron_amp_O2": random_numbers.random() < 0.8,
+        "cpu_offloading_optimizer": mode == "optimizer",
+    }
+    words = [family, mode, f"{layers}x{hidden}", "gqa" if grouped else "mha", f"{micro} x {length}"]
+    if family == "t5":
+        answer = length // 4
+        relative = {"kv_channels": width, "position_embedding_type": "relative"}
+        stacks = {f"{part}.{key}": v for part in ("encoder", "decoder") for key, v in {**of_stack, **relative}.items()}
+        more = {"seq_length": length, "data.seq_length_dec": answer, **stacks}
+        return Drawn(" ".join(words), _overrides("t5_v1_1_base", {**of_model, **more}))
+    positions = {"position_embedding_type": "rope" if gated else "learned_absolute", "encoder_seq_length": length}
+    return Drawn(" ".join(words), _overrides("llama_1b", {**of_model, **of_stack, **positions}))
+
+
+def mode_keys(mode: str, layers: int, random_numbers: random.Random) -> dict[str, Any]:
+    """What a mode sets in each stack."""
+    place = "activations_checkpoint"
+    some = random_numbers.randint(1, layers - 1)
+    full = {f"{place}_granularity": "full", f"{place}_method": "uniform", f"{place}_num_layers": 1}
+    offload = {"cpu_offloading": True, "cpu_offloading_num_layers": some, "cpu_offloading_weights": False}
+    keys: dict[str, dict[str, Any]] = {
+        "norm": {f"{place}_modules": "[norm]"},
+        "cheap": {f"{place}_modules": "[norm,mlp_activation]"},
+        "full": full,
+        "chunks": {**full, f"{place}_num_layers": random_numbers.choice([2, 3])},
+        "block": {**full, f"{place}_method": "block", f"{place}_num_layers": some},
+        "core": {f"{place}_granularity": "selective"},
+        "offload": offload,
+        "offload_weights": {**offload, "cpu_offloading_activations": False, "cpu_offloading_weights": True},
+        "offload_full": {**offload, **full},
+    }
+    return keys.get(mode, {})
+
+
+def _overrides(model: str, values: dict[str, Any]) -> list[str]:
+    return [f"model={model}", *COMMON, *(f"model.{key}={value}" for key, value in values.items())]
+
+
+def drawn_runs(seed: int, count: int, card: str | None) -> list[tuple[Drawn, Any]]:
+    """The runs of a seed with their plans: every mode in turn."""
+    from stoker.trainer.config.load import load_run_config
+    from stoker.trainer.config.problems import ConfigError
+    from stoker.trainer.plan.plan import make_plan
+
+    random_numbers, found = random.Random(seed), []
+    while len(found) < count:
+        drawn = draw(random_numbers, MODES[len(found) % len(MODES)])
+        try:
+            root = load_run_config(None, None, drawn.overrides).root
+        except ConfigError:
+            continue
+        plan = make_plan(root, _target(root, card), vocab_size=root.model.override_vocab_size)
+        if plan.allocated >= FEWEST and plan.needed <= MOST * (plan.available or 0):
+            found.append((drawn, plan))
+    return found
+
+
+def _target(root: Any, card: str | None) -> Any:
+    import torch
+
+    from stoker.trainer.plan.cards import card_named
+    from stoker.trainer.plan.plan import target_elsewhere, target_here
+
+    return target_elsewhere(root, card_named(card)) if card else target_here(root, torch.device("cuda", 0))
+
+
+def measure(drawn: Drawn) -> Row:
+    """Run it in this process."""
+    import torch
+    import triton
+
+    from stoker.trainer.config.load import load_run_config
+    from stoker.trainer.plan.plan import make_plan
+    from stoker.trainer.run import run_training
+
+    with tempfile.TemporaryDirectory() as directory:
+        config = load_run_config(None, None, [*drawn.overrides, f"exp_manager.explicit_log_dir={directory}/r"])
+        plan = make_plan(config.root, _target(config.root, None), vocab_size=config.root.model.override_vocab_size)
+        run_training(config)
+        rows = [json.loads(line) for line in (Path(directory) / "r" / "metrics.jsonl").read_text().splitlines()]
+    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
+    return {
+        "planned": plan.allocated,
+        "planned_reserved": plan.reserved,
+        "planned_seconds": plan.time.seconds if plan.time else None,
+        "peak_at": plan.memory.peak.where,
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "seconds": min(seconds) if seconds else None,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def check(seed: int, count: int, results: Path) -> list[Row]:
+    """Run what is not in the results yet; all rows of the seed."""
+    done = {row["run"]: row for row in read_rows(results) if row["seed"] == seed}
+    for number, (drawn, _) in enumerate(drawn_runs(seed, count, None)):
+        if number in done:
+            continue
+        command = [sys.executable, __file__, "--one", json.dumps(drawn)]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        row: Row = {"seed": seed, "run": number, "name": drawn.name, "overrides": drawn.overrides}
+        if ran.returncode:
+            print(f"{drawn.name} failed:\n{ran.stdout[-1500:]}{ran.stderr[-1500:]}", file=sys.stderr, flush=True)
+            row["failed"] = ran.stderr[-500:]
+        else:
+            row |= json.loads(ran.stdout.splitlines()[-1])
+            print(f"{number}: {drawn.name}: {100 * error(row):+.1f} %", flush=True)
+        done[number] = row
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return [done[number] for number in sorted(done)]
+
+
+def error(row: Row) -> float:
+    """Of the planned peak, in parts of the measured one."""
+    return row["planned"] / row["allocated"] - 1
+
+
+def table(rows: list[Row]) -> str:
+    """The report: each run, then mean and worst error."""
+    ran = [row for row in rows if "failed" not in row]
+    if not ran:
+        return "nothing ran\n"
+    first = ran[0]
+    lines = [
+        f"Device: {first['device']}; torch {first['torch']}, triton {first['triton']}; {first['date']}; seed "
+        f"{first['seed']}.",
+        "",
+        "| run | planned GiB | allocated GiB | error | reserved GiB | planned ms | ms | peak at |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in ran:
+        sizes = (row[key] / GIB for key in ("planned", "allocated", "reserved"))
+        planned, allocated, reserved = (f"{size:.2f}" for size in sizes)
+        times = (f"{1e3 * row[key]:.0f}" if row[key] else "" for key in ("planned_seconds", "seconds"))
+        cells = [row["name"], planned, allocated, f"{100 * error(row):+.1f} %", reserved, *times, row["peak_at"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    errors = [abs(error(row)) for row in ran]
+    lines += ["", f"Mean error {100 * sum(errors) / len(errors):.1f} %, worst {100 * max(errors):.1f} %."]
+    failed = [row["name"] for row in rows if "failed" in row]
+    if failed:
+        lines.append(f"Failed: {'; '.join(failed)}.")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--results", type=Path, default=Path("plan_check.jsonl"))
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--meta", action="store_true", help="print the drawn runs and their plans only")
+    parser.add_argument("--device", default="h100", help="the card of --meta")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(Drawn(*json.loads(arguments.one)))))
+        return
+    if arguments.meta:
+        for number, (drawn, plan) in enumerate(drawn_runs(arguments.seed, arguments.runs, arguments.device)):
+            time = f"{1e3 * plan.time.seconds:,.0f} ms" if plan.time else ""
+            print(f"{number}: {drawn.name}: {plan.allocated / GIB:.1f} GiB at {plan.memory.peak.where}, {time}")
+        return
+    report = table(check(arguments.seed, arguments.runs, arguments.results))
+    print(report)
+    if arguments.report:
+        arguments.report.write_text(report)
+
+
+if __name__ == "__main__":
+    main()

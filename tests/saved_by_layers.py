@@ -1,0 +1,246 @@
+"""What a model saves for its backward pass on CUDA, found out without a GPU: nothing is computed.
+
+As written, the model runs with fake tensors under hooks on what autograd saves. Compiled, a layer is traced up to the
+partitioner of torch.compile, whose choice is read. Both believe that Triton serves them, so that the operations are
+those of a GPU; attention is PyTorch's flash kernel where a GPU would take cuDNN's, which saves the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stoker.kernels import cross_entropy, gated_activation, masked_softmax
+from stoker.kernels.attention import backends, unfused
+from stoker.kernels.attention.flash import ops
+from stoker.kernels.moe import experts, grouped_matmul, rows
+from stoker.models.assemble import assemble
+from stoker.models.attention_plan import planned_attentions
+from stoker.models.build import stacks_of
+from stoker.models.cross_attention import Memory
+from stoker.models.recompute import policies_of
+from stoker.trainer.config.load import load_run_config
+from stoker.trainer.plan.cards import card_named
+from stoker.trainer.plan.facts import RunFacts, facts_of, precision_there
+from stoker.trainer.plan.plan import target_elsewhere
+
+_BY_TRITON = (cross_entropy, gated_activation, masked_softmax, unfused, experts, grouped_matmul, rows)
+
+
+@contextlib.contextmanager
+def as_on_cuda(monkeypatch: Any) -> Iterator[None]:
+    """Within it operations take the form they have on a GPU."""
+    with monkeypatch.context() as patch:
+        for module in _BY_TRITON:
+            patch.setattr(module, "triton_runs_on", lambda tensor: True)
+        for module in (rows, experts):
+            patch.setattr(module, "by_triton", lambda tensor: True)
+        patch.setattr(ops, "_check_triton_serves", lambda q: None)
+        # on a GPU dropout keeps its mask as bool
+        patch.setattr(torch.nn.functional, "dropout", lambda x, p, *_: torch.native_dropout(x, p, True)[0])
+        yield
+
+
+def facts_for(overrides: list[str], *, compiled: bool) -> RunFacts:
+    """The facts of a run on an H100 without cuDNN."""
+    root = load_run_config(None, None, [*overrides, f"model.compile={compiled}"], {}).root
+    target = target_elsewhere(root, card_named("h100"))
+    target = replace(target, software=replace(target.software, cudnn=None, torch=(2, 11)))
+    return facts_of(root, target, precision_there(root, target))
+
+
+def model_of(facts: RunFacts) -> Any:
+    """The model on the CPU, uninitialised, in training; its attention is what the plan counts on."""
+    stacks = facts.stacks
+    decisions = {stack.name: stack.attention for stack in stacks}
+    if stacks[-1].cross_attention is not None:
+        decisions["cross"] = stacks[-1].cross_attention
+    call = stacks[0].attention.call
+    common: Any = {
+        "device": "cuda", "capability": call.capability, "dtype": call.dtype, "batch": call.batch,
+        "deterministic": call.deterministic,
+    }  # fmt: skip
+    named = {planned.name: planned for planned in planned_attentions(facts.family, facts.form, common)}
+    functions: Any = {
+        name: {"training": backends.function_of(decision)} for name, decision in decisions.items() if name in named
+    }
+    labels = {named[name].label("training"): decision for name, decision in decisions.items()}
+    model = assemble(facts.family, facts.form, labels, functions).to(facts.precision.weights)
+    for part, stack in zip(stacks, stacks_of(model), strict=True):
+        names = (
+            ["training"] if not part.name else [f"{part.name} training", *(["cross training"] if part.cross else [])]
+        )
+        for policy in policies_of(part.stack.recompute, labels, *names) if part.stack.recompute else ():
+            policy.apply(stack)
+    return model.to_empty(device="cpu").train()
+
+
+class Saved:
+    """Storages that were saved, each once, without parameters, buffers, and whatever has the shape of one."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        own = (*model.parameters(), *model.buffers())
+        shapes = [tuple(tensor.shape) for tensor in own]
+        self._shapes = {*shapes, *((*shape[:-2], *shape[-2:][::-1]) for shape in shapes)}
+        self._seen: dict[int, int] = {}
+        self._held: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """What the hook is called with."""
+        if tuple(tensor.shape) not in self._shapes:
+            self._held.append(tensor)  # an address must not come again
+            self._seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self._seen.values())
+
+
+def saved_as_written(facts: RunFacts, monkeypatch: Any) -> int:
+    """Bytes that forward through the whole model, but for the loss, saves."""
+    model = model_of(facts)
+    saved = Saved(model)
+    form, batch = facts.form, facts.stacks[0].batch
+    with as_on_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True):
+        lengths = (form.length, *([form.decoder_length] if form.decoder_length else []))
+        tokens = [torch.zeros(batch, length, dtype=torch.int64) for length in lengths]
+        autocast = facts.precision.autocast
+        cast = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+        with cast, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            model.hidden_states(*tokens)
+    return saved.total
+
+
+class _EnoughError(Exception):
+    """The partitioner has answered."""
+
+
+def saved_compiled(facts: RunFacts, monkeypatch: Any, *, stack: int = 0) -> int:
+    """Bytes that the last layer of a stack saves when it is compiled, its input included."""
+    inductor: Any = import_module("torch._inductor.compile_fx")
+
+    partition, found = inductor.min_cut_rematerialization_partition, []
+
+    def listen(*arguments: Any, **options: Any) -> Any:
+        forward, _ = partition(*arguments, **options)
+        found.append((forward, options["num_fwd_outputs"]))
+        raise _EnoughError
+
+    model, of = model_of(facts), facts.stacks[stack]
+    stack_of_model = stacks_of(model)[stack]
+    widths, dtype = of.stack.hidden_size, facts.precision.weights
+    hidden = torch.zeros(of.batch, of.length, widths, dtype=dtype, requires_grad=True)
+    rotary = None if stack_of_model.rotary is None else stack_of_model.rotary(of.length)
+    positions = stack_of_model.score_positions
+    terms = None if positions is None else positions(of.length, of.length)
+    memory = None
+    if of.cross is not None:
+        memory = Memory(torch.zeros(of.batch, of.memory_length, widths, dtype=dtype, requires_grad=True))
+    layer = stack_of_model.layers[-1]
+
+    def run(given: Tensor) -> Any:
+        autocast = facts.precision.autocast
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            return layer(given, rotary, "training", None, memory, terms, None)
+
+    torch._dynamo.reset()
+    with as_on_cuda(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(inductor, "min_cut_rematerialization_partition", listen)
+        try:
+            torch.compile(run, dynamic=False, fullgraph=True)(hidden)
+        except Exception:
+            if not found:
+                raise
+    forward, outputs = found[0]
+    kept = next(iter(forward.graph.find_nodes(op="output"))).args[0][outputs:]
+    storages: dict[int, int] = {}
+    for node in kept:
+        value = node.meta["val"] if hasattr(node, "meta") else None
+        if isinstance(value, Tensor) and _is_activation(value, of.tokens, of.memory_tokens, node.op == "placeholder"):
+            storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+    return sum(size for size in storages.values() if isinstance(size, int))  # but for generators of random numbers
+
+
+def _is_activation(value: Tensor, tokens: int, memory_tokens: int, given: bool) -> bool:
+    """Of what a graph is given the layer's input alone counts: weights, angles, the encoder's output are others'."""
+    if not given:
+        return memory_tokens == 0 or tuple(value.shape) != (memory_tokens, value.shape[-1])
+    return value.ndim == 3 and value.shape[0] * value.shape[1] == tokens and value.is_floating_point()
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors made within it that live at the same time, with fake tensors too.
+
+    Attributes:
+        peak: the most there were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if StorageWeakRef(storage) not in given:
+                    self._storages[StorageWeakRef(storage)] = storage.nbytes()
+        self._storages = {ref: size for ref, size in self._storages.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self._storages.values()))
+        return result
+
+
+def peak_of_backward(facts: RunFacts, monkeypatch: Any) -> int:
+    """Bytes that there are at most in the backward pass of the whole model as written, gradients included.
+
+    What an operation of a GPU makes and gives back within itself is not among them.
+    """
+    model, live = model_of(facts), Live()
+    form, batch = facts.form, facts.stacks[0].batch
+    with as_on_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for module in model.modules():  # else each use of a weight would count as a tensor
+            for name, weight in list(module._parameters.items()):
+                fake = None if weight is None else mode.from_tensor(weight.detach())
+                module._parameters[name] = None if fake is None else torch.nn.Parameter(fake)
+            for name, buffer in list(module._buffers.items()):
+                module._buffers[name] = None if buffer is None else mode.from_tensor(buffer)
+        lengths = (form.length, *([form.decoder_length] if form.decoder_length else []))
+        tokens = [torch.zeros(batch, length, dtype=torch.int64) for length in lengths]
+        with live:
+            loss = model.loss(*tokens, torch.zeros_like(tokens[-1]), 1.0)
+            live.peak = 0
+            loss.backward()
+    return live.peak
+
+
+def peak_of_loss(tokens: int, vocab: int, hidden: int, dtype: torch.dtype, monkeypatch: Any) -> int:
+    """Bytes that the loss makes at most on a GPU, beside what it is given."""
+    chunk = cross_entropy.default_chunk_tokens(vocab, cuda=True)
+
+    def losses(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        return torch.empty(len(logits), dtype=torch.float32)
+
+    live = Live()
+    with as_on_cuda(monkeypatch), monkeypatch.context() as patch, FakeTensorMode():
+        patch.setattr(cross_entropy, "triton_loss_and_gradient_", losses)
+        given = [torch.empty(shape, dtype=dtype) for shape in ((tokens, hidden), (vocab, hidden))]
+        labels = torch.empty(tokens, dtype=torch.int64)
+        with live:
+            cross_entropy._linear_cross_entropy._init_fn(*given, labels, vocab, -100, chunk, True)
+    return live.peak

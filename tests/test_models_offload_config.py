@@ -1,0 +1,256 @@
+"""The keys of offloading: what they mean, what they have against each other, and what is checked before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from config_helpers import load, problems
+from late_copies import LateCopies
+from test_models_offload import LAYERS, STACK, model_of
+from tiny_run import tiny_config
+from torch import nn
+
+from stoker.models.build import offload, stacks_of
+from stoker.models.config.block import Finding
+from stoker.models.config.families import family_slice
+from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.memory_slice import OffloadSlice, offload_slice
+from stoker.models.config.offload_rules import offload_rules
+from stoker.models.config.samples import SampleForm
+from stoker.models.config.stack import StackKeys
+from stoker.models.config.t5 import T5Keys
+from stoker.models.offload_weights import WeightOffload
+from stoker.trainer import memory
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.cuda_graph import uses_cuda_graph
+from stoker.trainer.errors import UserError
+from stoker.trainer.memory import check_memory
+from stoker.trainer.parts import describe_offload
+from stoker.trainer.precision import plan_precision
+
+ON = {"num_layers": 6, "cpu_offloading": True}
+CUDA = torch.device("cuda", 0)
+
+
+def stack(**changes: Any) -> StackKeys:
+    return StackKeys.model_validate({"num_layers": 6, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"cpu_offloading_num_layers": 3}, None),
+        ({"cpu_offloading": True}, OffloadSlice(layers=5, activations=True, weights=True)),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 0}, None),
+        ({"cpu_offloading": True, "num_layers": 1}, None),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 2, "cpu_offloading_weights": False},
+            OffloadSlice(layers=2, activations=True, weights=False),
+        ),
+    ],
+)
+def test_slice(changes: dict[str, Any], expected: OffloadSlice | None) -> None:
+    assert offload_slice(stack(**changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "says", "fix"),
+    [
+        ({"cpu_offloading_num_layers": 6}, "error", "(6) must be less than `num_layers` (6)", "_num_layers=4, or cpu"),
+        ({"cpu_offloading_num_layers": 9}, "error", "(9) must be less than `num_layers` (6)", "_num_layers=4, or cpu"),
+        ({"cpu_offloading_num_layers": 5}, "warning", "(5) leaves one layer of 6", "_num_layers=4 or fewer"),
+        ({}, "warning", "(null, which is 5) leaves one layer of 6", "_num_layers=4 or fewer"),
+        ({"num_layers": 2}, "warning", "(null, which is 1) leaves one layer of 2", "cpu_offloading=false"),
+        ({"cpu_offloading_num_layers": 0}, "info", "(0) offloads nothing", "_num_layers=4"),
+        ({"num_layers": 1}, "info", "(0, all but one of `num_layers` (1)) offloads nothing", "cpu_offloading=false"),
+        ({"cpu_offloading_num_layers": 4}, None, "", ""),
+        ({"cpu_offloading_num_layers": 5, "cpu_offloading_activations": False}, None, "", ""),  # weights overlap
+        (
+            {
+                "cpu_offloading_num_layers": 4,
+                "cpu_offloading_activations": False,
+                "cpu_offloading_weights": False,
+            },
+            "error",
+            "needs `cpu_offloading_activations` or `cpu_offloading_weights`, which are both False",
+            "cpu_offloading_activations=true",
+        ),
+        (
+            {
+                "cpu_offloading_num_layers": 4,
+                "activations_checkpoint_granularity": "full",
+                "activations_checkpoint_method": "uniform",
+                "activations_checkpoint_num_layers": 2,
+            },
+            "info",
+            "acts beside `activations_checkpoint_granularity`, which Megatron does not allow: the input of each chunk",
+            "",
+        ),
+        (
+            {"cpu_offloading_num_layers": 4, "activations_checkpoint_modules": ["norm"]},
+            "info",
+            "acts beside `activations_checkpoint_modules`, which Megatron does not allow: what is still kept",
+            "",
+        ),
+        ({"cpu_offloading": False, "cpu_offloading_num_layers": 5}, None, "", ""),  # every file of NeMo
+        ({"cpu_offloading": False, "cpu_offloading_num_layers": 3}, "info", "`cpu_offloading_num_layers` (3) has", ""),
+        (
+            {"cpu_offloading": False, "cpu_offloading_num_layers": 3, "cpu_offloading_weights": False},
+            "info",
+            "`cpu_offloading_num_layers` (3) and `cpu_offloading_weights` (False) have no effect",
+            "cpu_offloading=true",
+        ),
+    ],
+)
+def test_rules(changes: dict[str, Any], level: str | None, says: str, fix: str) -> None:
+    found: list[Finding] = list(offload_rules(stack(**{**ON, **changes})))
+    assert [finding.level for finding in found] == ([] if level is None else [level])
+    for finding in found:
+        assert says in finding.message
+        assert fix in finding.fix
+        assert set(finding.keys) <= set(StackKeys.model_fields)
+
+
+def test_number_is_not_negative() -> None:
+    problem = problems("model.cpu_offloading=true", "model.cpu_offloading_num_layers=-1")
+    assert set(problem) == {"model.cpu_offloading_num_layers"}
+
+
+def test_lines_of_the_seed_documents_run() -> None:
+    """And NeMo's default for the number of layers, which is arithmetic between keys."""
+    lines = ("cpu_offloading=True", "cpu_offloading_activations=True", "cpu_offloading_weights=True")
+    root = load(*(f"model.{line}" for line in lines), "model.cpu_offloading_num_layers=${sum:${.num_layers},-1}").root
+    assert isinstance(root.model, GPTKeys)
+    assert offload_slice(root.model) == OffloadSlice(layers=3, activations=True, weights=True)
+
+
+def test_t5_offloads_each_stack_by_itself() -> None:
+    keys = T5Keys.model_validate(
+        {
+            "encoder": {"num_layers": 4, "cpu_offloading": True, "cpu_offloading_num_layers": 2},
+            "decoder": {"num_layers": 6},
+        }
+    )
+    described = family_slice(keys, vocab_size=50, form=SampleForm(length=8, decoder_length=8))
+    encoder = OffloadSlice(layers=2, activations=True, weights=True)
+    assert [part.offload for part in described.stacks] == [encoder, None]
+
+
+def rules_of_a_run(*overrides: str) -> list[str]:
+    return [finding.message for finding in load("model.cpu_offloading=true", *overrides).findings]
+
+
+def test_a_gpu_is_needed() -> None:
+    few = "model.cpu_offloading_num_layers=2"
+    told = "\n".join(rules_of_a_run(few, "trainer.accelerator=cpu"))
+    assert "cpu_offloading" in told
+    assert "no effect with `accelerator` (cpu)" in told
+    assert "no effect" not in "\n".join(rules_of_a_run(few, "trainer.accelerator=gpu"))
+
+
+def test_weights_are_not_cut_by_fsdp() -> None:
+    two = ("trainer.accelerator=gpu", "trainer.devices=2", "model.global_batch_size=32")
+    fsdp = ("model.cpu_offloading=true", "model.fsdp=true", *two)
+    (problem,) = problems(*fsdp).values()
+    assert problem.key == "model.cpu_offloading_weights"
+    load(*fsdp, "model.cpu_offloading_weights=false")
+    load("model.cpu_offloading=true", *two)  # whole on each rank
+
+
+def test_recordings_do_not_offload() -> None:
+    more = ("model.cpu_offloading=true", "trainer.accelerator=gpu")
+    (problem,) = problems(*more, "model.enable_cuda_graph=true").values()
+    assert problem.key == "model.cpu_offloading"
+    assert uses_cuda_graph(load("model.enable_cuda_graph=null").root, CUDA, 1)
+    assert not uses_cuda_graph(load(*more, "model.enable_cuda_graph=null").root, CUDA, 1)
+
+
+def test_slices_become_parts_of_the_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": 16, "cpu_offloading": True})
+    described = family_slice(keys, vocab_size=50, form=SampleForm(length=16))
+    model = model_of()
+    (part,) = stacks_of(model)
+    assert part.activation_offload is None  # nothing on a CPU
+    made: list[LateCopies] = []
+    offload(model, described, lambda: (made.append(LateCopies()), made[-1])[1])
+    assert len(made) == 2  # weights do not queue behind activations
+    assert part.activation_offload is not None
+    assert part.activation_offload.layers == LAYERS - 1
+    assert part.weight_offload is not None
+
+
+def test_weights_that_are_cut_are_refused() -> None:
+    class Cut(nn.Parameter):
+        pass
+
+    layer = nn.Linear(4, 4)
+    layer.weight = Cut(layer.weight.data)
+    with pytest.raises(ValueError, match="`cpu_offloading_weights` \\(True\\) needs whole weights"):
+        WeightOffload(LateCopies(), [layer], 1)
+
+
+# ---------------------------------------------------------------- before a run
+
+
+def config(**changes: Any) -> RunConfig:
+    return tiny_config(Path("unused"), **{"model__num_layers": 4, "trainer__limit_val_batches": 0, **changes})
+
+
+def test_what_a_run_says() -> None:
+    root = config(model__cpu_offloading=True, trainer__accelerator="auto").root
+    assert isinstance(root.model, GPTKeys)
+    model: Any = model_of()
+    told = list(describe_offload(root, model, torch.device("cpu")))
+    assert told == ["warning: `model.cpu_offloading` (True) has no effect on cpu"]
+    offload(model, family_slice(root.model, vocab_size=50, form=SampleForm(length=16)), LateCopies)
+    (line,) = describe_offload(root, model, CUDA)
+    assert line.startswith("host memory keeps of the first 3 layers what they save for the backward and their weights")
+    assert list(describe_offload(config().root, model, CUDA)) == []
+
+
+def least_need(monkeypatch: pytest.MonkeyPatch, root: Any, *, of_host: bool) -> int:
+    """Bytes that a card, or the host, must have for the check to pass."""
+    low, high = 0, 1 << 40
+    monkeypatch.setattr(memory, "_mask_bytes", lambda *_: 0)
+    while high - low > 1:
+        middle = (low + high) // 2
+        card, host = (1 << 50, middle) if of_host else (middle, 1 << 50)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _, card=card: SimpleNamespace(total_memory=card)
+        )
+        monkeypatch.setattr(memory, "host_memory", lambda host=host: host)
+        try:
+            check_memory(root, plan_precision(root.trainer, root.model.megatron_amp_O2, CUDA), CUDA)
+            high = middle
+        except UserError:
+            low = middle
+    return high
+
+
+def test_bounds_know_what_is_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of layers, fp32: 4 layers of 8 samples, 16 tokens, 32 numbers; two of them on the host."""
+    monkeypatch.setattr(memory, "count_state", lambda *_: 0)
+    many = {"model__micro_batch_size": 1024, "model__global_batch_size": 1024, "trainer__precision": 32}
+    inputs = 1024 * 16 * 32 * 4
+    weights_stay = {"model__cpu_offloading": True, "model__cpu_offloading_weights": False}
+    plain = least_need(monkeypatch, config(**many).root, of_host=False)
+    two = config(**many, **weights_stay, model__cpu_offloading_num_layers=2).root
+    assert plain - least_need(monkeypatch, two, of_host=False) == 2 * inputs
+    assert least_need(monkeypatch, two, of_host=True) == 2 * inputs
+    full: Any = {
+        "model__activations_checkpoint_granularity": "full",
+        "model__activations_checkpoint_method": "uniform",
+        "model__activations_checkpoint_num_layers": 2,
+    }
+    chunks = least_need(monkeypatch, config(**many, **full).root, of_host=False)
+    assert plain - chunks == 2 * inputs
+    both = config(**many, **full, **weights_stay, model__cpu_offloading_num_layers=2).root
+    assert chunks - least_need(monkeypatch, both, of_host=False) == inputs
+    assert least_need(monkeypatch, both, of_host=True) == inputs
+    away = config(**many, model__cpu_offloading=True, model__cpu_offloading_num_layers=2).root
+    assert least_need(monkeypatch, away, of_host=False) < least_need(monkeypatch, two, of_host=False)

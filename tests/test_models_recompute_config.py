@@ -1,0 +1,261 @@
+"""What the keys of recomputation mean, and what they have against each other."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from config_helpers import gpt, load, problems
+from tiny_run import tiny_config
+
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.build import build_model, idle_recompute, recomputes_draws
+from stoker.models.config.families import family_slice
+from stoker.models.config.family_rules import model_rules
+from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.memory_rules import RECOMPUTE_RULES
+from stoker.models.config.memory_slice import RecomputeSlice
+from stoker.models.config.samples import SampleForm
+from stoker.models.config.slices import StackSlice, gpt_slice
+from stoker.models.config.t5 import T5Keys
+from stoker.models.recompute import RecomputedAttention
+from stoker.models.stack import Layer, Stack
+from stoker.trainer.cuda_graph import uses_cuda_graph
+from stoker.trainer.errors import UserError
+
+AT = "activations_checkpoint_"
+BASE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 8}
+EXPERTS = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
+BLOCK = {f"{AT}granularity": "full", f"{AT}method": "block"}
+UNIFORM = {f"{AT}granularity": "full", f"{AT}method": "uniform"}
+
+
+def keys(**changes: Any) -> GPTKeys:
+    return GPTKeys.model_validate(BASE | changes)
+
+
+def stack(**changes: Any) -> StackSlice:
+    return gpt_slice(keys(**changes), vocab_size=10).stack
+
+
+def sliced(chunk: int, layers: int, *modules: Any) -> RecomputeSlice:
+    return RecomputeSlice(chunk=chunk, layers=layers, modules=frozenset(modules))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({f"{AT}method": "block", f"{AT}num_layers": 2}, None),
+        (UNIFORM | {f"{AT}num_layers": 1}, sliced(1, 4)),
+        (UNIFORM | {f"{AT}num_layers": 3}, sliced(3, 4)),
+        (UNIFORM | {f"{AT}num_layers": 9}, sliced(4, 4)),
+        (UNIFORM | {f"{AT}num_layers": 0}, None),
+        (BLOCK | {f"{AT}num_layers": 1}, sliced(1, 1)),
+        (BLOCK | {f"{AT}num_layers": 9}, sliced(1, 4)),
+        (BLOCK | {f"{AT}num_layers": 0}, None),
+        ({f"{AT}granularity": "selective"}, sliced(1, 0, "core_attention")),
+        ({f"{AT}granularity": "selective", f"{AT}modules": ["norm"]}, sliced(1, 0, "norm")),
+        ({f"{AT}modules": ["norm", "mlp_activation"]}, sliced(1, 0, "norm", "mlp_activation")),
+        (BLOCK | {f"{AT}num_layers": 2, f"{AT}modules": ["norm"]}, sliced(1, 2, "norm")),
+        (UNIFORM | {f"{AT}num_layers": 2, f"{AT}modules": ["norm"]}, sliced(2, 4)),
+        ({f"{AT}modules": ["norm"], "transformer_block_type": "post_ln"}, None),
+        ({f"{AT}modules": ["moe"]}, None),
+        ({"moe_layer_recompute": True}, None),
+        (EXPERTS | {"moe_layer_recompute": True}, sliced(1, 0, "moe")),
+        (EXPERTS | {f"{AT}modules": ["moe"]}, sliced(1, 0, "moe")),
+        (EXPERTS | {f"{AT}modules": ["mlp_activation"]}, None),
+        (EXPERTS | {f"{AT}modules": ["mlp_activation"], "moe_layer_freq": 2}, sliced(1, 0, "mlp_activation")),
+        (
+            EXPERTS | {f"{AT}modules": ["mlp_activation"], "moe_shared_expert_intermediate_size": 8},
+            sliced(1, 0, "mlp_activation"),
+        ),
+    ],
+)
+def test_what_is_recomputed(given: dict[str, Any], expected: RecomputeSlice | None) -> None:
+    assert stack(**given).recompute == expected
+
+
+# ---------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "first", "says"),
+    [
+        ({f"{AT}granularity": "full"}, "error", f"{AT}method", "which layers"),
+        (UNIFORM, "error", f"{AT}num_layers", "which layers"),
+        (BLOCK, "error", f"{AT}num_layers", "which layers"),
+        ({f"{AT}granularity": "full", f"{AT}num_layers": 1}, "error", f"{AT}method", "which layers"),
+        ({f"{AT}method": "block"}, "warning", f"{AT}method", "nothing is recomputed"),
+        ({f"{AT}method": "block", f"{AT}num_layers": 0}, "warning", f"{AT}method", "have no effect without"),
+        ({f"{AT}num_layers": 1}, "info", f"{AT}num_layers", "has no effect without"),
+        ({f"{AT}granularity": "selective", f"{AT}method": "block"}, "info", f"{AT}method", "every layer"),
+        (BLOCK | {f"{AT}num_layers": 0}, "warning", f"{AT}num_layers", "older models read it as 1"),
+        (UNIFORM | {f"{AT}num_layers": 0}, "warning", f"{AT}num_layers", "recomputes no layer"),
+        (BLOCK | {f"{AT}num_layers": 5}, "warning", f"{AT}num_layers", r"`num_layers` \(4\)"),
+        (
+            UNIFORM | {f"{AT}num_layers": 1, f"{AT}modules": ["norm"]},
+            "warning",
+            f"{AT}modules",
+            "recomputes everything",
+        ),
+        (
+            EXPERTS | UNIFORM | {f"{AT}num_layers": 1, "moe_layer_recompute": True},
+            "error",
+            "moe_layer_recompute",
+            "must not meet",
+        ),
+        ({f"{AT}modules": ["moe"]}, "warning", f"{AT}modules", "no layers have experts"),
+        (
+            EXPERTS | BLOCK | {f"{AT}num_layers": 2, "moe_layer_recompute": True, "moe_layer_freq": [1, 1, 0, 0]},
+            "warning",
+            "moe_layer_recompute",
+            "no layers that are not recomputed as a whole have experts",
+        ),
+        (EXPERTS | {f"{AT}modules": ["mlp_activation"]}, "warning", f"{AT}modules", "all layers have experts"),
+        (
+            {f"{AT}modules": ["norm"], "transformer_block_type": "post_ln"},
+            "warning",
+            f"{AT}modules",
+            "the stream itself",
+        ),
+        (
+            {f"{AT}granularity": "selective", f"{AT}modules": ["norm"]},
+            "info",
+            f"{AT}modules",
+            "`core_attention` is not among it",
+        ),
+    ],
+)
+def test_one_line_for_each_contradiction(given: dict[str, Any], level: str, first: str, says: str) -> None:
+    (finding,) = [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given), False)]
+    assert (finding.level, finding.keys[0]) == (level, first)
+    assert re.search(says, finding.message)
+    assert finding.fix
+    assert finding in list(model_rules(keys(**given)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        UNIFORM | {f"{AT}num_layers": 1},
+        BLOCK | {f"{AT}num_layers": 2, f"{AT}modules": ["norm", "mlp_activation", "core_attention"]},
+        {f"{AT}granularity": "selective"},
+        {f"{AT}granularity": "selective", f"{AT}modules": ["core_attention", "norm"]},
+        EXPERTS | {"moe_layer_recompute": True},
+        EXPERTS | BLOCK | {f"{AT}num_layers": 2, "moe_layer_recompute": True},
+        {"moe_layer_recompute": True},  # the rules of experts say it
+    ],
+)
+def test_what_acts_has_nothing_against_it(given: dict[str, Any]) -> None:
+    assert [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given), False)] == []
+
+
+def test_the_lines_of_nemos_documents_run_verbatim() -> None:
+    data = "data=mock"
+    selective = gpt(load(data, "model.activations_checkpoint_granularity=selective").root)
+    assert selective.activations_checkpoint_granularity == "selective"
+    whole = [data, "model.activations_checkpoint_granularity=full", "model.activations_checkpoint_method=block"]
+    assert gpt(load(*whole, "model.activations_checkpoint_num_layers=2").root).activations_checkpoint_num_layers == 2
+    uniform = "model.activations_checkpoint_method=uniform"
+    assert load(whole[0], whole[1], uniform, "+model.activations_checkpoint_num_layers=1").root
+    assert "model.activations_checkpoint_method" in problems(*whole[:2])
+    assert "model.activations_checkpoint_num_layers" in problems(*whole, "model.activations_checkpoint_num_layers=-1")
+    assert "model.activations_checkpoint_granularity" in problems("model.activations_checkpoint_granularity=partial")
+    t5 = ["model=t5_tiny", "data=mock", "model.encoder.activations_checkpoint_granularity=selective"]
+    found = load(*t5, "model.encoder.attention_backend=unfused").root.model
+    assert isinstance(found, T5Keys)
+    assert found.encoder.activations_checkpoint_granularity == "selective"
+    assert found.decoder.activations_checkpoint_granularity is None
+
+
+def test_what_needs_pipelines_is_not_yet() -> None:
+    name = "model.num_micro_batches_with_partial_activation_checkpoints"
+    assert load(f"{name}=null", "model.activations_checkpoint_layers_per_pipeline=0").root
+    (problem,) = problems(f"{name}=2", "model.activations_checkpoint_granularity=selective").values()
+    assert problem.rule.startswith("not yet")
+
+
+# ---------------------------------------------------------------- where the backend keeps no scores
+
+
+def stacks(backend: str, **changes: Any) -> tuple[Stack, list[str]]:
+    given = keys(**{f"{AT}granularity": "selective"} | changes, attention_backend=backend)
+    form = SampleForm(length=8)
+    described = family_slice(given, vocab_size=10, form=form)
+    model = build_model(
+        given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=2, form=form
+    )
+    stack = model.get_submodule("decoder")
+    assert isinstance(stack, Stack)
+    return stack, list(idle_recompute(described, model.attention_decisions))
+
+
+def wrapped(stack: Stack) -> list[bool]:
+    found: list[bool] = []
+    for layer in stack.layers:
+        assert isinstance(layer, Layer)
+        found.append(isinstance(layer.attention.backends["training"], RecomputedAttention))
+        assert not isinstance(layer.attention.backends["evaluation"], RecomputedAttention)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["unfused", "sdpa_math", "reference"])
+def test_core_attention_is_recomputed_where_scores_are_kept(backend: str) -> None:
+    stack, notes = stacks(backend)
+    assert wrapped(stack) == [True] * 4
+    assert notes == []
+    stack, _ = stacks(backend, **BLOCK | {f"{AT}num_layers": 3, f"{AT}modules": ["core_attention"]})
+    assert wrapped(stack) == [False, False, False, True]
+
+
+def test_without_scores_nothing_is_wrapped_and_one_line_names_what_saves() -> None:
+    stack, (note,) = stacks("sdpa_flash", attention_dropout=0.0)
+    assert wrapped(stack) == [False] * 4
+    assert "sdpa_flash keeps no scores" in note
+    assert "model.activations_checkpoint_modules=[norm,mlp_activation]" in note
+
+
+def test_each_attention_of_a_t5_is_looked_at() -> None:
+    selective = {f"{AT}granularity": "selective", "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    flash = selective | {"attention_backend": "sdpa_flash", "attention_dropout": 0.0}
+    given = T5Keys.model_validate({"encoder": selective | {"attention_backend": "unfused"}, "decoder": flash})
+    form = SampleForm(length=8, decoder_length=8)
+    model = build_model(
+        given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1, form=form
+    )
+    notes = list(idle_recompute(family_slice(given, vocab_size=10, form=form), model.attention_decisions))
+    assert [note.split("`")[1] for note in notes] == ["decoder training", "cross training"]
+    assert all("model.decoder.activations_checkpoint_modules" in note for note in notes)
+
+
+# ---------------------------------------------------------------- CUDA graphs
+
+
+@pytest.mark.parametrize(
+    ("given", "draws"),
+    [
+        ({}, False),
+        (UNIFORM | {f"{AT}num_layers": 1}, True),
+        (UNIFORM | {f"{AT}num_layers": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0}, False),
+        ({f"{AT}granularity": "selective"}, True),
+        ({f"{AT}granularity": "selective", "attention_dropout": 0.0}, False),
+        ({f"{AT}modules": ["norm", "mlp_activation"]}, False),
+        ({f"{AT}modules": ["mlp_activation"], "ffn_dropout": 0.1}, True),
+    ],
+)
+def test_what_draws_again_cannot_be_recorded(tmp_path: Any, given: dict[str, Any], draws: bool) -> None:
+    assert recomputes_draws(stack(**given)) == draws
+    dropouts = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    changes = {f"model__{name}": value for name, value in (dropouts | given).items()}
+    wish, perhaps = (
+        tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=graph, **changes).root
+        for graph in (True, None)
+    )
+    cuda = torch.device("cuda")
+    assert uses_cuda_graph(perhaps, cuda, 1) != draws
+    if draws:
+        with pytest.raises(UserError, match=r"state of random generators, which `activations_checkpoint_.*` \("):
+            uses_cuda_graph(wish, cuda, 1)

@@ -1,0 +1,313 @@
+"""The plan of a run: peak and time, what would make it fit, the verb, and what `train` tells of it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from config_helpers import load
+
+from stoker.trainer import run as running
+from stoker.trainer.cli import main
+from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+from stoker.trainer.flops import training_flops_per_sample
+from stoker.trainer.plan.advice import out_of_memory_lines
+from stoker.trainer.plan.cards import CARD_NAMES, GIB, card_named, card_of
+from stoker.trainer.plan.changes import search, suggestions
+from stoker.trainer.plan.moments import placed_layers
+from stoker.trainer.plan.plan import make_plan, target_elsewhere
+from stoker.trainer.plan.report import categories, comparison, summary
+from stoker.trainer.plan.work import core_forward, projections_forward, recomputed_work
+
+LLAMA = "experiment=llama_1b_bench"
+ONE = ["model.micro_batch_size=1", "model.global_batch_size=1"]
+FULL = [
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
+]
+OFFLOAD = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=12"]
+
+
+def planned(*overrides, card="h200", world=1):
+    root = load(*overrides).root
+    return make_plan(root, target_elsewhere(root, card_named(card), world))
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_the_parts_at_the_peak_are_the_peak():
+    for overrides in ((LLAMA,), (LLAMA, *FULL), (LLAMA, *OFFLOAD), ("experiment=t5_bench",), ("experiment=moe_bench",)):
+        plan = planned(*overrides)
+        assert sum(size for _, size in categories(plan)) == plan.allocated
+
+
+def test_the_state_is_that_of_the_optimizer():
+    plan = planned(LLAMA)
+    held, parameters = plan.memory.held, plan.parameters
+    assert (held.weights, held.main_weights, held.optimizer) == (2 * parameters, 4 * parameters, 8 * parameters)
+    assert held.gradient_sums == 0
+    assert planned(LLAMA, "model.global_batch_size=8").memory.held.gradient_sums == 4 * parameters
+    wide = planned(LLAMA, "model.megatron_amp_O2=False").memory.held
+    assert (wide.weights, wide.main_weights, wide.optimizer) == (4 * parameters, 0, 8 * parameters)
+    assert planned(LLAMA, "exp_manager.ema.enable=True").memory.held.average == 4 * parameters
+
+
+def test_sharded_ranks_hold_their_part():
+    ranks = [LLAMA, "model.global_batch_size=16", "trainer.devices=4"]
+    plan = planned(*ranks, "model.fsdp=True", world=4)
+    held, parameters = plan.memory.held, plan.parameters
+    assert (held.weights, held.main_weights, held.optimizer) == (parameters // 2, parameters, 2 * parameters)
+    assert plan.memory.moments[-1].gradients == parameters // 2
+    whole = planned(*ranks, "model.optim.name=distributed_fused_adam", world=4).memory
+    assert (whole.held.weights, whole.held.main_weights) == (2 * parameters, parameters)
+    assert whole.held.gradient_sums == 4 * parameters  # summed over ranks in fp32
+    assert whole.moments[-1].gradients == 0  # they leave for the sums at once
+
+
+@pytest.mark.parametrize(
+    ("overrides", "measured"),
+    [
+        ([], 45.902),
+        (["model.fsdp_grad_reduce_dtype=bf16"], 41.381),
+        (["model.optim.name=distributed_fused_adam"], 39.128),
+        (["model.optim.name=distributed_fused_adam", "model.fsdp_grad_reduce_dtype=bf16"], 34.607),
+        (["model.fsdp=True", "model.fsdp_sharding_strategy=grad"], 35.845),
+        (["model.fsdp=True"], 33.829),
+    ],
+)
+def test_layouts_differ_as_measured(overrides, measured):
+    """Against one GPU: docs/results/data_parallel.jsonl, before values were copied out of what is projected."""
+    base = planned(LLAMA).allocated / GIB
+    plan = planned(LLAMA, "model.global_batch_size=8", "trainer.devices=2", *overrides, world=2)
+    assert plan.allocated / GIB - base == pytest.approx(measured - 41.444, abs=0.25)
+
+
+def test_modes_need_less_in_their_order():
+    modes = [[], ["model.activations_checkpoint_modules=[norm]"]]
+    modes += [["model.activations_checkpoint_modules=[norm,mlp_activation]"], FULL]
+    peaks = [planned(LLAMA, *mode).allocated for mode in modes]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+    block = [
+        planned(LLAMA, *FULL[:1], "model.activations_checkpoint_method=block", f"{FULL[2][:-1]}{n}") for n in (6, 18)
+    ]
+    assert peaks[0] > block[0].allocated > block[1].allocated
+
+
+def test_scores_are_kept_by_unfused_attention_alone():
+    unfused = [LLAMA, "model.attention_backend=unfused", "model.micro_batch_size=1", "model.global_batch_size=1"]
+    selective = "model.activations_checkpoint_granularity=selective"
+    scores = 24 * 16 * 4096**2 * 2
+    saved = planned(*unfused).memory.moments[0].activations - planned(*unfused, selective).memory.moments[0].activations
+    assert saved == scores
+    fused = [*unfused, "model.attention_backend=auto"]
+    assert planned(*fused).allocated == planned(*fused, selective).allocated
+
+
+def test_offloaded_layers_are_on_the_host_at_the_loss():
+    plan, offloaded = planned(LLAMA), planned(LLAMA, *OFFLOAD)
+    layer = plan.memory.layers[0]
+    at_loss = plan.memory.moments[0], offloaded.memory.moments[0]
+    gone = at_loss[0].activations - at_loss[1].activations
+    assert gone == pytest.approx(12 * layer.kept, rel=0.01)
+    assert at_loss[1].away == 12 * layer.memory.parameters * 2
+    assert offloaded.on_host == pytest.approx(gone + at_loss[1].away, rel=1e-6)
+    kept_weights = planned(LLAMA, *OFFLOAD, "model.cpu_offloading_weights=False")
+    assert kept_weights.memory.moments[0].away == 0
+
+
+def test_the_optimizers_state_can_be_on_the_host():
+    plan = planned(LLAMA, "model.cpu_offloading_optimizer=True")
+    assert plan.memory.held.on_host == 12 * plan.parameters
+    assert plan.memory.held.main_weights == 0
+    assert planned(LLAMA).allocated - plan.allocated > 11 * plan.parameters
+
+
+# ---------------------------------------------------------------- time
+
+
+@pytest.mark.parametrize("overrides", [[LLAMA], ["experiment=t5_bench"], ["experiment=moe_bench"]])
+def test_products_and_attention_are_the_model_flops(overrides):
+    plan = planned(*overrides)
+    facts = plan.facts
+    forward = 0.0
+    for layer in placed_layers(facts):
+        moe = layer.stack.stack.moe
+        forward += projections_forward(layer.stack, experts=bool(moe and moe.layers[layer.number]))[0]
+        forward += core_forward(layer.stack).attention
+    hidden = facts.stacks[-1].stack.hidden_size
+    forward += 2 * facts.out_tokens * hidden * facts.family.padded_vocab_size
+    samples = facts.keys.micro_batch_size
+    expected = samples * training_flops_per_sample(facts.keys, facts.family.padded_vocab_size, facts.form)
+    assert 3 * forward == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_measured_step_is_met():
+    """docs/benchmarks.md: 253.3 ms a step on an H200."""
+    time = planned(LLAMA).time
+    assert time is not None
+    assert time.seconds == pytest.approx(0.2533, rel=0.03)
+    assert time.tokens_per_second == pytest.approx(64_677, rel=0.03)
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+
+
+def test_full_recompute_is_a_forward_pass_without_the_last_product():
+    plan = planned(LLAMA, *FULL)
+    layer = plan.memory.layers[0]
+    matmul, last = projections_forward(layer.stack, experts=False)
+    assert recomputed_work(layer).matmul == matmul - last
+    assert plan.time is not None
+    assert 1.15 < plan.time.seconds / planned(LLAMA).seconds < 1.30
+    in_chunks = planned(LLAMA, *FULL[:2], "model.activations_checkpoint_num_layers=4").memory.layers[0]
+    assert recomputed_work(in_chunks).matmul == matmul
+
+
+def test_copies_cost_what_does_not_fit_beside_the_computation():
+    few = planned(LLAMA, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=2").time
+    many = planned(LLAMA, *OFFLOAD).time
+    assert few is not None
+    assert many is not None
+    assert few.parts["copies not hidden"] == 0
+    assert many.parts["copies not hidden"] > 0
+    assert many.sent == pytest.approx(6 * few.sent, rel=1e-6)
+
+
+# ---------------------------------------------------------------- cards
+
+
+def test_cards_are_named_sized_or_both():
+    assert card_named("h200").memory > card_named("H100").memory
+    assert card_named("80GiB").memory == 80 * GIB
+    assert card_named("a100:40GB").memory == 40 * 10**9
+    assert card_named("a100:40GB").capability == (8, 0)
+    for name in CARD_NAMES:
+        assert card_named(name).peak, name
+    for wrong in ("h300", "h300:80GiB", "0GiB", "80", ""):
+        with pytest.raises(ValueError, match="`--device`"):
+            card_named(wrong)
+
+
+def test_a_card_here_has_the_speeds_of_its_kind():
+    card = card_of("NVIDIA H200", 123, (9, 0))
+    assert (card.memory, card.measured, card.bandwidth) == (123, True, card_named("h200").bandwidth)
+    unknown = card_of("NVIDIA Something", 456, (9, 0))
+    assert (unknown.name, unknown.memory, unknown.measured, unknown.peak) == ("NVIDIA Something", 456, False, None)
+    assert planned(LLAMA).time is not None
+    root = load(LLAMA).root
+    assert make_plan(root, replace(target_elsewhere(root, card_named("h200")), card=unknown)).time is None
+
+
+# ---------------------------------------------------------------- what would help
+
+
+def test_suggestions_fit_and_the_fastest_is_first():
+    root = load(LLAMA).root
+    target = target_elsewhere(root, card_named("24GiB"))
+    plan = make_plan(root, target)
+    assert plan.fits is False
+    found = suggestions(root, target, plan)
+    assert found
+    assert found[0].plan.fits
+    assert not found[-1].plan.fits
+    order = [(not change.plan.fits, change.plan.seconds) for change in found]
+    assert order == sorted(order)
+    # each is a configuration that can be had, and its effect is that of its plan
+    first = make_plan(load(LLAMA, *found[0].overrides).root, target)
+    assert (first.allocated, first.seconds) == (found[0].plan.allocated, found[0].plan.seconds)
+
+
+def test_the_search_finds_the_cheapest_that_fits():
+    root = load(LLAMA).root
+    whole = target_elsewhere(root, card_named("h200"))
+    plan = make_plan(root, whole)
+    best, _ = search(root, whole, plan)
+    assert best is not None
+    assert best.values == {}
+    costs = []
+    for size in ("40GiB", "32GiB", "22GiB", "13GiB"):
+        target = target_elsewhere(root, card_named(f"h200:{size}"))
+        best, _ = search(root, target, make_plan(root, target))
+        assert best is not None, size
+        assert best.plan.fits
+        assert make_plan(load(LLAMA, *best.overrides).root, target).needed == best.plan.needed
+        costs.append(best.plan.seconds)
+    assert costs == sorted(costs)
+
+
+def test_stacks_of_a_t5_are_changed_alike():
+    t5 = ("experiment=t5_bench", *ONE, "model.seq_length=8192", "model.data.seq_length_dec=2048")
+    root = load(*t5).root
+    target = target_elsewhere(root, card_named("h200:7GiB"))
+    assert make_plan(root, target).fits is False
+    best, _ = search(root, target, make_plan(root, target))
+    assert best is not None
+    assert {key.partition(".")[0] for key in best.values} >= {"encoder", "decoder"}
+    assert make_plan(load(*t5, *best.overrides).root, target).fits
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def test_the_verb_tells_what_a_run_takes(capsys):
+    assert main(["plan", LLAMA, "--device", "h200"]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert "1,213,302,784 parameters" in out
+    assert "the peak: the loss" in out
+    assert "fits, with" in out
+    assert "tokens/s" in out
+
+
+def test_the_verb_gives_json(capsys):
+    assert main(["plan", LLAMA, "--device", "24GiB", "--json"]) == EXIT_DONE
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] is False
+    assert told["memory"]["allocated"] == sum(told["memory"]["at_peak"].values())
+    assert told["changes"][0]["fits"] is True
+    assert told["time"]["model_flops"] > 1e14
+
+
+def test_fit_prints_overrides_or_the_nearest_miss(capsys):
+    assert main(["plan", LLAMA, *ONE, "--device", "h200:20GiB", "--fit"]) == EXIT_DONE
+    assert "model.activations_checkpoint" in capsys.readouterr().out
+    assert main(["plan", LLAMA, "--device", "h200:3GiB", "--fit"]) == EXIT_BAD_INPUT
+    assert "nothing fits; nearest" in capsys.readouterr().out
+    assert main(["plan", LLAMA, "--device", "h200", "--fit"]) == EXIT_DONE
+    assert "as it is" in capsys.readouterr().out
+
+
+def test_an_unknown_card_is_refused_in_one_line(capsys):
+    assert main(["plan", LLAMA, "--device", "h300"]) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert "`--device` (h300)" in error
+    assert error.count("\n") == 1
+
+
+# ---------------------------------------------------------------- in a run
+
+
+def test_a_failed_allocation_names_the_keys_that_help():
+    root = load(LLAMA, *ONE).root
+    target = target_elsewhere(root, card_named("h200:20GiB"))
+    plan = make_plan(root, target)
+    with pytest.raises(UserError) as error, running._memory_told(root, torch.device("cuda"), plan):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    lines = error.value.lines
+    assert lines[0].startswith("out of memory on cuda: CUDA out of memory")
+    assert "of 20.0 GiB" in lines[1]
+    assert any("model.activations_checkpoint_modules=" in line and "GiB (-" in line for line in lines)
+    assert out_of_memory_lines(root, None) == [
+        "use a smaller model.micro_batch_size, shorter samples or a smaller model"
+    ]
+
+
+def test_the_summary_and_what_was_measured():
+    plan = planned(LLAMA)
+    lines = summary(plan)
+    assert lines[0].startswith(f"plan: {plan.allocated / GIB:.1f} GiB at the peak (the loss): activations")
+    assert "tokens/s" in lines[1]
+    assert "warning" in summary(planned(LLAMA, card="24GiB"))[1]
+    told = comparison(plan, round(plan.allocated / 1.1), plan.reserved)
+    assert "+10.0 %" in told
+    assert "+0.0 %" in told

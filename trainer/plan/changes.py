@@ -1,0 +1,260 @@
+"""Keys that make a run need less memory, each with what it would do, and the search for those that cost the least time.
+
+A change is a set of values below `model`. Its effect is that of a plan made with these values, nothing else: there is
+one model of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ...kernels.attention.dispatch import NoBackendError
+from ...models.config.t5 import T5Keys
+from ..config.facts import Facts
+from ..config.rules import run_rules
+from ..config.schema import RootBlock
+from ..cuda_graph import uses_cuda_graph
+from ..errors import UserError
+from .facts import Target
+from .plan import Plan, make_plan
+
+Values = Mapping[str, Any]
+_RECOMPUTE = "activations_checkpoint"
+_OF_STACK: dict[str, Any] = {
+    f"{_RECOMPUTE}_granularity": None,
+    f"{_RECOMPUTE}_method": None,
+    f"{_RECOMPUTE}_num_layers": None,
+    f"{_RECOMPUTE}_modules": None,
+    "moe_layer_recompute": False,
+    "cpu_offloading": False,
+    "cpu_offloading_num_layers": None,
+    "cpu_offloading_activations": True,
+    "cpu_offloading_weights": True,
+}
+"""The keys of a stack that a change may set, with what they are where nothing is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Other values of some keys.
+
+    Attributes:
+        values: key below `model` (`micro_batch_size`, `encoder.cpu_offloading`) to value.
+        plan: the run with them.
+    """
+
+    values: Values
+    plan: Plan
+
+    @property
+    def overrides(self) -> list[str]:
+        """As the command line takes them."""
+        return [f"model.{key}={_shown(value)}" for key, value in self.values.items()]
+
+
+def suggestions(root: RootBlock, target: Target, plan: Plan, *, most: int = 6) -> list[Change]:
+    """What would help, one change at a time: what makes the run fit before what does not, then the fastest.
+
+    Args:
+        root: the keys.
+        target: where the run will be.
+        plan: the run as it is.
+        most: how many at most.
+    """
+    found: list[Change] = []
+    candidates = (_recomputing(root, plan), _offloading(root), _smaller_batches(root), _others(root, target))
+    for values in chain(*candidates):
+        change = _changed(root, target, plan, values)
+        if change is not None and change.plan.allocated < 0.99 * plan.allocated:
+            found.append(change)
+    if not any(change.plan.fits for change in found):
+        return sorted(found, key=lambda change: change.plan.needed)[:most]
+    found.sort(key=lambda change: (change.plan.fits is False, change.plan.seconds, change.plan.allocated))
+    return found[:most]
+
+
+def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, Change]:
+    """The values with which the run fits in the least time.
+
+    Args:
+        root: the keys.
+        target: where the run will be.
+        plan: the run as it is.
+
+    Returns:
+        The best change that fits (None where none does), and the one that needs least.
+    """
+    asis = Change({}, plan)
+    best = asis if plan.fits else None
+    least = asis
+    for values in _combinations(root, target, plan):
+        change = _changed(root, target, plan, values)
+        if change is None:
+            continue
+        if change.plan.fits and (best is None or _cost(change) < _cost(best)):
+            best = change
+        if change.plan.needed < least.plan.needed:
+            least = change
+    return best, least
+
+
+def _cost(change: Change) -> tuple[float, int, int]:
+    """Less is better: time to a thousandth, then keys that change, then memory."""
+    seconds = change.plan.seconds
+    steps = round(math.log(seconds) * 1000) if math.isfinite(seconds) else 0
+    return steps, len(change.values), change.plan.needed
+
+
+# ---------------------------------------------------------------- candidates
+
+
+def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Values]:
+    batches = [{}, *_smaller_batches(root)]
+    stacks = [{}, *_recomputing(root, plan, with_some=True), *_offloading(root)]
+    others = [{}, *_others(root, target)]
+    for batch in batches:
+        for stack in stacks:
+            for other in others:
+                if batch or stack or other:
+                    yield {**batch, **stack, **other}
+
+
+def _recomputing(root: RootBlock, plan: Plan, *, with_some: bool = False) -> list[dict[str, Any]]:
+    """Modes of recomputation, the cheap ones first; `with_some`: also of a part of the layers."""
+    scores = any(stack.attention.keeps_scores for stack in plan.facts.stacks)
+    experts = any(stack.stack.moe for stack in plan.facts.stacks)
+    dense = any(stack.stack.moe is None or not all(stack.stack.moe.layers) for stack in plan.facts.stacks)
+    named: list[list[str]] = [["norm"]]
+    if dense:
+        named.append(["norm", "mlp_activation"])
+    if scores:
+        named = [["core_attention"], *([*names, "core_attention"] for names in named)]
+    if experts:
+        named += [[*named[-1], "moe"]]
+    modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": names} for names in named]
+    layers = min(stack.stack.num_layers for stack in plan.facts.stacks)
+    cheap = named[-1] if not experts else named[-2]
+    if with_some and layers > 1:
+        for eighths in range(1, 8):
+            number = round(layers * eighths / 8)
+            if 0 < number < layers:
+                modes.append({**_full("block", number), f"{_RECOMPUTE}_modules": cheap})
+    modes.append(_full("uniform", 1))
+    root_of = round(math.sqrt(layers))
+    if root_of > 1:
+        modes.append(_full("uniform", root_of))
+    return [_in_stacks(root, {**mode, "moe_layer_recompute": False} if experts else mode) for mode in modes]
+
+
+def _full(method: str, number: int) -> dict[str, Any]:
+    return {
+        f"{_RECOMPUTE}_granularity": "full",
+        f"{_RECOMPUTE}_method": method,
+        f"{_RECOMPUTE}_num_layers": number,
+        f"{_RECOMPUTE}_modules": None,
+    }
+
+
+def _offloading(root: RootBlock) -> list[dict[str, Any]]:
+    """Activations of some layers in host memory, then all but one layer with their weights."""
+    layers = min(keys.num_layers for keys in _stacks(root).values())
+    whole = root.model.fsdp  # weights that are cut over ranks stay where they are
+    found: list[dict[str, Any]] = []
+    for number in sorted({max(1, layers // 4), max(1, layers // 2), layers - 1}):
+        if 0 < number < layers:
+            found.append(_offload(number, weights=False))
+    if layers > 1 and not whole:
+        found.append(_offload(layers - 1, weights=True))
+    return [_in_stacks(root, mode) for mode in found]
+
+
+def _offload(number: int, *, weights: bool) -> dict[str, Any]:
+    return {"cpu_offloading": True, "cpu_offloading_num_layers": number, "cpu_offloading_weights": weights}
+
+
+def _smaller_batches(root: RootBlock) -> list[dict[str, Any]]:
+    """Smaller micro batches, which leave the global batch as it is."""
+    size = root.model.micro_batch_size
+    smaller = [each for each in range(size - 1, 0, -1) if size % each == 0]
+    return [{"micro_batch_size": each} for each in smaller[:6]]
+
+
+def _others(root: RootBlock, target: Target) -> list[dict[str, Any]]:
+    """The optimizer's state on the host; parameters cut over the ranks, where there are some."""
+    found: list[dict[str, Any]] = []
+    if target.world_size > 1 and not root.model.fsdp:
+        found.append({"fsdp": True})
+    if not root.model.cpu_offloading_optimizer:
+        found.append({"cpu_offloading_optimizer": True})
+    return found
+
+
+# ---------------------------------------------------------------- plans of changed keys
+
+
+def _stacks(root: RootBlock) -> dict[str, Any]:
+    """The keys of each stack by where they are below `model`."""
+    if isinstance(root.model, T5Keys):
+        return {"encoder.": root.model.encoder, "decoder.": root.model.decoder}
+    return {"": root.model}
+
+
+def _in_stacks(root: RootBlock, values: Values) -> dict[str, Any]:
+    """The same values in every stack; those of a kind, recomputation or offloading, that are not given are off."""
+    kinds = [kind for kind in (_RECOMPUTE, "cpu_offloading") if any(key.startswith(kind) for key in values)]
+    asked = {key: off for key, off in _OF_STACK.items() if any(key.startswith(kind) for kind in kinds)}
+    return {f"{place}{key}": value for place in _stacks(root) for key, value in {**asked, **values}.items()}
+
+
+def _value(root: RootBlock, key: str) -> Any:
+    value: Any = root.model
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _changed(root: RootBlock, target: Target, plan: Plan, values: Values) -> Change | None:
+    """The run with other values; None where nothing differs, or it cannot be had."""
+    differing = {key: value for key, value in values.items() if _value(root, key) != value}
+    if not differing:
+        return None
+    own: dict[str, Any] = {key: value for key, value in differing.items() if "." not in key}
+    below: dict[str, dict[str, Any]] = {}
+    for key, value in differing.items():
+        place, _, name = key.rpartition(".")
+        if place:
+            below.setdefault(place, {})[name] = value
+    stacks = {place: getattr(root.model, place).model_copy(update=more) for place, more in below.items()}
+    changed = root.model_copy(update={"model": root.model.model_copy(update={**own, **stacks})})
+    if _errors(changed, target) - _errors(root, target):
+        return None
+    try:
+        return Change(differing, make_plan(changed, target, vocab_size=plan.facts.vocab_size))
+    except NoBackendError:  # another micro batch is another call
+        return None
+
+
+def _errors(root: RootBlock, target: Target) -> set[str]:
+    """What the rules refuse, and what a CUDA graph that is asked for cannot record."""
+    facts = Facts(root, frozenset(), frozenset(), {})
+    found = {finding.message for finding in run_rules(facts) if finding.level == "error"}
+    try:
+        uses_cuda_graph(root, torch.device(target.device), target.world_size)
+    except UserError as error:
+        found.add(error.lines[0])
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A value as the command line takes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return str(value)

@@ -1,0 +1,116 @@
+"""`stoker plan`: what a run will take, without starting it and without its device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+
+if TYPE_CHECKING:
+    from ..config.schema import RootBlock
+    from .changes import Change
+    from .facts import Target
+    from .plan import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `stoker config` takes, the card, and the form of the answer."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="choices of groups and values of keys")
+    parser.add_argument("--config-dir", type=Path, metavar="D", help="a folder of your own configuration files")
+    parser.add_argument("--config-name", metavar="N", help="the primary file, without .yaml (default: train)")
+    parser.add_argument(
+        "--device",
+        metavar="CARD",
+        help="h100, h200, a100 and so on, a size of memory as 80GiB, or both as h100:40GiB; without it the GPU of this "
+        "machine, or an H100 where there is none",
+    )
+    parser.add_argument("--fit", action="store_true", help="find the overrides with which it fits in the least time")
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan; 0, or 2 where `--fit` finds nothing that fits.
+
+    Raises:
+        UserError: a configuration that is wrong, or a card that is not known.
+    """
+    from ..config.load import load_run_config
+    from .changes import search, suggestions
+    from .plan import make_plan
+    from .report import as_document, report
+
+    root = load_run_config(args.config_name, args.config_dir, args.overrides).root
+    target = _target(root, args.device)
+    vocab_size, unknown = _vocabulary(root)
+    try:
+        plan = make_plan(root, target, vocab_size=vocab_size)
+    except ValueError as error:
+        raise UserError(str(error).splitlines()) from None
+    if args.fit:
+        best, least = search(root, target, plan)
+        return _tell_fit(args, plan, best, least)
+    changes = [] if plan.fits else suggestions(root, target, plan)
+    if args.json:
+        print(json.dumps(as_document(plan, changes), indent=2))
+        return EXIT_DONE
+    for line in report(plan, changes):
+        print(line)
+    if unknown:
+        print(f"\n{unknown}")
+    return EXIT_DONE
+
+
+def _target(root: RootBlock, device: str | None) -> Target:
+    """The card that is asked for; this machine's; the default one."""
+    import torch
+
+    from ..parts import choose_device
+    from .cards import DEFAULT_CARD, card_named
+    from .plan import target_elsewhere, target_here
+
+    trainer = root.trainer
+    processes = (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
+    if device is None and torch.cuda.is_available() and trainer.accelerator in ("auto", "gpu", "cuda"):
+        return target_here(root, choose_device(root), processes)
+    try:
+        card = card_named(device or DEFAULT_CARD)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return target_elsewhere(root, card, processes)
+
+
+def _vocabulary(root: RootBlock) -> tuple[int | None, str]:
+    """Tokens of the vocabulary, None with a line that says why where only the data can tell."""
+    from ..data.tokenizers import ByteTokenizer
+    from ..data.vocabulary import named_tokenizer
+
+    if root.model.override_vocab_size is not None:
+        return root.model.override_vocab_size, ""
+    with suppress(UserError):
+        tokenizer = named_tokenizer(root) or ByteTokenizer()
+        return tokenizer.vocab_size, ""
+    return None, "the vocabulary follows from the data and is left out; set model.override_vocab_size to count it"
+
+
+def _tell_fit(args: argparse.Namespace, plan: Plan, best: Change | None, least: Change) -> int:
+    from .report import change_document, change_lines, gib
+
+    if args.json:
+        found = {"fits": best is not None, "best": best and change_document(best), "least": change_document(least)}
+        print(json.dumps(found, indent=2))
+        return EXIT_DONE if best else EXIT_BAD_INPUT
+    if best is not None:
+        if not best.values:
+            print(f"it fits as it is: {gib(plan.needed)} of {gib(plan.available or 0)}")
+            return EXIT_DONE
+        for line in change_lines(plan, [best]):
+            print(line.lstrip())
+        return EXIT_DONE
+    print(f"nothing fits; nearest, {gib(least.plan.needed - (plan.available or 0))} too much:")
+    for line in change_lines(plan, [least]):
+        print(line)
+    return EXIT_BAD_INPUT

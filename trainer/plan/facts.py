@@ -1,0 +1,255 @@
+"""What memory and time of a run follow from: its slices, the attention it will take, and what each rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+
+from ...kernels.attention.call import AttentionCall, Installed
+from ...kernels.attention.dispatch import Decision
+from ...kernels.attention.flags import AttentionFlags
+from ...models.attention_calls import CallKind, decide
+from ...models.attention_plan import CallFacts, planned_attentions
+from ...models.build import DTYPE_NAMES, compile_policy, has_dropout
+from ...models.config.families import FamilySlice, family_slice
+from ...models.config.samples import SampleForm
+from ...models.config.slices import AttentionSlice, StackSlice
+from ...models.config.t5_slice import T5Slice
+from ..config.schema import AnyModelBlock, RootBlock
+from ..distributed.asked import layout_of, reduce_dtype
+from ..distributed.layout import DataLayout
+from ..precision import PrecisionPlan, plan_precision
+from ..sample_form import sample_form
+from .cards import Card
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a run is planned for.
+
+    Attributes:
+        device: kind of device.
+        capability: CUDA compute capability, None elsewhere.
+        card: the card, None where there is none.
+        memory: bytes of the device (of the host, for a CPU), None where unknown.
+        software: what is installed there, or taken to be.
+        flags: what the environment says about attention there.
+        world_size: processes of the run.
+    """
+
+    device: str
+    capability: tuple[int, int] | None
+    card: Card | None
+    memory: int | None
+    software: Installed
+    flags: AttentionFlags
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Bytes of a number.
+
+    Attributes:
+        weights: of the parameters and their gradients.
+        compute: of what is multiplied.
+        stream: of the residual stream.
+    """
+
+    weights: int
+    compute: int
+    stream: int
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether layers multiply with narrow copies of their weights (autocast)."""
+        return self.compute < self.weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackFacts:
+    """One stack of a run and the micro batch that goes through it.
+
+    Attributes:
+        name: `encoder` or `decoder` of a T5, empty elsewhere.
+        stack: what it is.
+        batch: samples in a micro batch.
+        length: tokens of a sample.
+        attention: the choice for its self-attention in training.
+        cross: its cross-attention, None without one.
+        cross_attention: the choice for that in training.
+        memory_length: tokens of a sample that cross-attention reads.
+        widths: bytes of its numbers.
+        compiled: whether its layers run through torch.compile.
+    """
+
+    name: str
+    stack: StackSlice
+    batch: int
+    length: int
+    attention: Decision
+    cross: AttentionSlice | None
+    cross_attention: Decision | None
+    memory_length: int
+    widths: Widths
+    compiled: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro batch."""
+        return self.batch * self.length
+
+    @property
+    def memory_tokens(self) -> int:
+        """Tokens of a micro batch that cross-attention reads."""
+        return self.batch * self.memory_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Everything a plan reads.
+
+    Attributes:
+        keys: the configuration of the model and of its batches.
+        target: where it runs.
+        family: what the model is.
+        form: its samples.
+        stacks: its stacks, in the order data goes through them.
+        precision: of the run.
+        layout: what each rank holds; None for one process.
+        reduce_width: bytes of a gradient that is summed over ranks.
+        micro_batches: of a rank in each step.
+        average_width: bytes of each number of the moving average on the device, 0 without one there.
+        vocab_size: tokens of the tokenizer.
+    """
+
+    keys: AnyModelBlock
+    target: Target
+    family: FamilySlice
+    form: SampleForm
+    stacks: tuple[StackFacts, ...]
+    precision: PrecisionPlan
+    layout: DataLayout | None
+    reduce_width: int
+    micro_batches: int
+    average_width: int
+    vocab_size: int
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.target.world_size
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold different rows of the optimizer's state."""
+        return self.layout.shards if self.layout else 1
+
+    @property
+    def widths(self) -> Widths:
+        """Bytes of the numbers outside of the stacks, which are those within."""
+        return self.stacks[0].widths
+
+    @property
+    def out_tokens(self) -> int:
+        """Tokens of a micro batch whose next one is predicted."""
+        return self.stacks[-1].tokens
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return self.stacks[0].compiled
+
+
+def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab_size: int | None = None) -> RunFacts:
+    """What a plan of these keys reads.
+
+    Args:
+        root: the keys; the rules have found no error in them.
+        target: where the run will be.
+        precision: of the run there.
+        vocab_size: tokens of the tokenizer; None where it is not known, which `override_vocab_size` makes up for.
+
+    Raises:
+        ValueError: no attention backend is left, compilation cannot be had, or the vocabulary is too small.
+    """
+    keys, form = root.model, sample_form(root)
+    vocab_size = vocab_size or keys.override_vocab_size or 1
+    family = family_slice(keys, vocab_size=vocab_size, form=form)
+    dtype = precision.autocast or precision.weights
+    common: CallFacts = {
+        "device": target.device,
+        "capability": target.capability,
+        "dtype": DTYPE_NAMES[dtype],
+        "batch": keys.micro_batch_size,
+        "deterministic": not target.flags.allow_nondeterministic,
+    }
+    decisions: dict[str, Decision] = {}
+    for planned in planned_attentions(family, form, common):
+        asked: dict[CallKind, AttentionCall] = {"training": planned.calls["training"]}
+        decisions[planned.name] = decide(planned.attention, asked, target.flags, target.software)["training"]
+    dropout = any(map(has_dropout, family.stacks))
+    compiled, _ = compile_policy(keys.compile, target.device, target.software.torch, dropout=dropout)
+    widths = Widths(
+        weights=precision.weights.itemsize,
+        compute=dtype.itemsize,
+        stream=precision.weights.itemsize if precision.autocast else dtype.itemsize,
+    )
+    layout = layout_of(root, target.world_size)
+    summed = reduce_dtype(root, precision.weights) or precision.weights
+    average = root.exp_manager.ema
+    return RunFacts(
+        keys=keys,
+        target=target,
+        family=family,
+        form=form,
+        stacks=_stacks(family, form, decisions, keys.micro_batch_size, widths, compiled=compiled),
+        precision=precision,
+        layout=layout,
+        reduce_width=summed.itemsize,
+        micro_batches=keys.global_batch_size // keys.micro_batch_size // target.world_size,
+        average_width=max(4, precision.weights.itemsize) if average.enable and not average.cpu_offload else 0,
+        vocab_size=vocab_size,
+    )
+
+
+def _stacks(
+    family: FamilySlice,
+    form: SampleForm,
+    decisions: dict[str, Decision],
+    batch: int,
+    widths: Widths,
+    *,
+    compiled: bool,
+) -> tuple[StackFacts, ...]:
+    cross = family.cross_attention if isinstance(family, T5Slice) else None
+    names, lengths = (("encoder", "decoder"), (form.length, form.decoder_length)) if cross else (("",), (form.length,))
+    found: list[StackFacts] = []
+    for number, (name, stack, length) in enumerate(zip_longest(names, family.stacks, lengths)):
+        reads = cross if number else None
+        found.append(
+            StackFacts(
+                name=name,
+                stack=stack,
+                batch=batch,
+                length=length,
+                attention=decisions[name],
+                cross=reads,
+                cross_attention=decisions["cross"] if reads else None,
+                memory_length=form.length if reads else 0,
+                widths=widths,
+                compiled=compiled,
+            )
+        )
+    return tuple(found)
+
+
+def precision_there(root: RootBlock, target: Target) -> PrecisionPlan:
+    """The precision of a run on a device that need not be here: null is decided by the capability of the target."""
+    trainer = root.trainer
+    if trainer.precision is None:
+        narrow = target.device == "cuda" and (target.capability or (0, 0)) >= (8, 0)
+        trainer = trainer.model_copy(update={"precision": "bf16" if narrow else "32"})
+    return plan_precision(trainer, root.model.megatron_amp_O2, torch.device(target.device))

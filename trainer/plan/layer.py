@@ -1,0 +1,259 @@
+"""What one layer keeps of a micro batch for its backward pass, and what that pass needs besides.
+
+Two forms, told apart by whether the layer is compiled. As written, autograd keeps what each operation saves: an RMSNorm
+in 16 bits keeps its input and its quotient in fp32. Compiled, the partitioner keeps the inputs of matrix products and
+of attention, what the residual adds, and little else: pointwise results are calculated again. The tests hold both
+against what torch really saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...kernels.moe.routing import capacity_of
+from ...models.config.counting import count_cross_attention, count_experts, count_layer, count_mlp, count_norm
+from ...models.config.memory import RecomputeModule
+from ...models.config.moe_slice import MoESlice
+from ...models.config.slices import MLPSlice
+from .attention import Kept, Sides, attention_memory
+from .facts import StackFacts
+
+_KEPT_BY_NONE = ("relu",)
+"""Activations whose backward pass needs their result alone."""
+_TWICE_AS_WRITTEN = ("relu_squared", "gelu_sigmoid")
+"""Activations that, as written, keep a number more for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """One layer of a stack, for one micro batch.
+
+    Attributes:
+        boundary: bytes of its input, which the residual stream hands to it.
+        keeps_boundary: whether it is kept where nothing is recomputed.
+        norm_inputs: bytes of the stream that are kept only where norms are recomputed.
+        mlp: what its feed-forward part keeps where nothing is recomputed, but for the normed stream.
+        rest: everything else that it keeps then.
+        normed: bytes of the stream that the feed-forward part reads.
+        parts: of the layer that have a norm of their own: attention, cross-attention, feed-forward part.
+        mlp_working: bytes of the backward pass of the feed-forward part besides.
+        attention_working: likewise of the attention.
+        parameters: of the layer.
+    """
+
+    boundary: int
+    keeps_boundary: bool
+    norm_inputs: int
+    mlp: tuple[Kept, ...]
+    rest: tuple[Kept, ...]
+    normed: int
+    parts: int
+    mlp_working: int
+    attention_working: int
+    parameters: int
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """Everything besides the input that it keeps where nothing is recomputed."""
+        return self.rest + self.mlp
+
+    @property
+    def all_kept(self) -> int:
+        """Bytes kept besides the input where nothing is recomputed."""
+        return sum(each.size for each in self.kept)
+
+    def kept_with(self, modules: frozenset[RecomputeModule]) -> int:
+        """Bytes kept besides the input where these parts are recomputed."""
+        inputs = self.norm_inputs if "norm" in modules else 0
+        return inputs + self.all_kept - recomputed(self.kept, modules)
+
+    def in_backward(self, modules: frozenset[RecomputeModule]) -> tuple[int, int]:
+        """What its backward pass makes again, and what it needs besides, in bytes, when they are most together.
+
+        That is in the feed-forward part, or in the attention, when what that part kept is given back.
+        """
+        of_norms = sum(each.size for each in self.rest if each.module == "norm") if "norm" in modules else 0
+        norm, in_mlp = of_norms // self.parts, recomputed(self.mlp, modules)
+        given_back = sum(each.size for each in self.mlp) - in_mlp + self.normed * ("norm" not in modules)
+        in_attention = recomputed(self.rest, modules) - of_norms + norm
+        moments = (in_mlp + norm, self.mlp_working), (in_attention, self.attention_working - given_back)
+        return max(moments, key=sum)
+
+    def whole_in_backward(self) -> tuple[int, int]:
+        """Likewise where everything is made again."""
+        given_back = sum(each.size for each in self.mlp) + self.normed
+        return self.all_kept, max(self.mlp_working, self.attention_working - given_back)
+
+
+def recomputed(kept: tuple[Kept, ...], modules: frozenset[RecomputeModule]) -> int:
+    """Bytes of what belongs to these modules."""
+    return sum(each.size for each in kept if each.module is not None and each.module in modules)
+
+
+def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
+    """What a layer of a stack needs.
+
+    Args:
+        facts: of the stack.
+        experts: whether this layer has experts.
+    """
+    stack, widths, tokens = facts.stack, facts.widths, facts.tokens
+    e, s = widths.compute, widths.stream
+    wide = tokens * stack.hidden_size
+    own = attention_memory(
+        stack.attention, stack, facts.attention, Sides(queries=tokens, keys=tokens), widths, compiled=facts.compiled
+    )
+    moe = stack.moe if experts else None
+    kept = [*own.kept, *_stream_and_norms(facts, moe)]
+    attention_working = own.working
+    parameters = count_layer(stack)
+    if facts.cross is not None and facts.cross_attention is not None:
+        sides = Sides(queries=tokens, keys=facts.memory_tokens, across=True)
+        across = attention_memory(facts.cross, stack, facts.cross_attention, sides, widths, compiled=facts.compiled)
+        kept += across.kept
+        attention_working = max(attention_working, across.working)
+        parameters += count_cross_attention(stack, facts.cross)
+    if moe is None:
+        mlp, mlp_working = _mlp(facts, stack.mlp, stack.mlp.ffn_hidden_size)
+        in_mlp = count_mlp(stack)
+    else:
+        mlp, mlp_working = _experts(facts, moe)
+        in_mlp = count_experts(stack, moe)
+    parameters += in_mlp
+    if widths.casts_weights:
+        attention_weights = parameters - in_mlp - 2 * count_norm(stack)
+        kept.append(Kept("weights", attention_weights * e))
+        mlp.append(Kept("weights", in_mlp * e, "moe" if moe else None))
+    keeps_boundary = facts.compiled or norm_keeps_input(facts) or stack.block == "post_ln"
+    stream = wide * s  # its gradient as it comes; as it goes it is written over where a compiler sees that
+    comes_and_goes = stream * (1 if facts.compiled else 2)
+    down = stack.hidden_size * stack.mlp.ffn_hidden_size * widths.weights if moe is None else 0
+    return LayerMemory(
+        boundary=wide * s,
+        keeps_boundary=keeps_boundary,
+        norm_inputs=0 if keeps_boundary else _sublayers(facts) * wide * s,
+        mlp=tuple(each for each in mlp if each.size),
+        rest=tuple(each for each in kept if each.size),
+        normed=wide * e,
+        parts=_sublayers(facts),
+        mlp_working=comes_and_goes + mlp_working + down,
+        attention_working=2 * stream + attention_working + parameters * widths.weights,
+        parameters=parameters,
+    )
+
+
+# ---------------------------------------------------------------- stream, norms, dropout
+
+
+def _sublayers(facts: StackFacts) -> int:
+    """Parts of a layer that add to the stream."""
+    return 2 if facts.cross is None else 3
+
+
+def norm_keeps_input(facts: StackFacts) -> bool:
+    """Whether a norm, as written, keeps the stream itself rather than a copy in fp32."""
+    narrow = facts.widths.stream < 4
+    centred = facts.stack.norm.zero_centered
+    return not narrow or (facts.stack.norm.kind == "layernorm" and not centred)
+
+
+def norm_extra(facts: StackFacts, numbers: int) -> int:
+    """Bytes that one norm of `numbers`, as written, keeps besides an input that something else keeps too."""
+    if facts.stack.norm.kind == "rmsnorm":  # the input and its quotient by the root, in fp32
+        return numbers * 4 * (1 if norm_keeps_input(facts) else 2)
+    return 0 if norm_keeps_input(facts) else numbers * 4
+
+
+def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
+    stack, widths = facts.stack, facts.widths
+    e, s = widths.compute, widths.stream
+    wide = facts.tokens * stack.hidden_size
+    parts = _sublayers(facts)
+    # what the first projection of each part reads; post-norm it is the stream, and the first of them is the input
+    normed = parts if stack.block != "post_ln" else parts - 1
+    if moe is not None and _is_written_out(moe) and not moe.shared_ffn_hidden_size:
+        normed -= 1  # experts that gather rows keep those
+    found = [Kept("norm", normed * wide * e, "norm" if stack.block != "post_ln" else None)]
+    statistics = facts.tokens * 4 * (2 if stack.norm.kind == "layernorm" else 1)
+    norms = parts + (parts if stack.block == "normformer" else 0)
+    found.append(Kept("norm", norms * statistics))
+    if facts.compiled:
+        # what the first part adds; the sum of stream and updates before each further one
+        found.append(Kept("stream", wide * e + (parts - 2) * wide * s))
+        found += [Kept("stream", wide * s)] if stack.block == "post_ln" else []
+    else:
+        inputs = parts if stack.block == "post_ln" else parts - 1
+        found += [Kept("stream", inputs * wide * s)] if norm_keeps_input(facts) else []
+        found.append(Kept("norm", parts * norm_extra(facts, wide), "norm" if stack.block != "post_ln" else None))
+        if stack.block == "normformer":
+            outputs = parts - 1
+            found.append(Kept("norm", outputs * (norm_extra(facts, wide) + norm_keeps_input(facts) * wide * e)))
+    if stack.hidden_dropout:
+        found.append(Kept("dropout", parts * wide))
+    return found
+
+
+# ---------------------------------------------------------------- feed-forward part
+
+
+def _mlp(facts: StackFacts, mlp: MLPSlice, width: int) -> tuple[list[Kept], int]:
+    """What an MLP of `width` keeps besides its input, and bytes that its backward pass needs besides."""
+    e, numbers = facts.widths.compute, facts.tokens * width
+    ups = 2 if mlp.gated else 1
+    before = ups * numbers * e
+    if not mlp.gated and mlp.nonlinearity in _KEPT_BY_NONE:
+        before = numbers if facts.compiled else 0  # where it is positive
+    if not mlp.gated and mlp.nonlinearity in _TWICE_AS_WRITTEN and not facts.compiled:
+        before = 2 * numbers * e if mlp.nonlinearity == "gelu_sigmoid" else numbers * e
+    kept = [Kept("mlp", before), Kept("activation", numbers * e, "mlp_activation")]
+    if facts.stack.block == "normformer":
+        inner = numbers * e if facts.compiled or norm_keeps_input(facts) else 0
+        if not facts.compiled:
+            inner += norm_extra(facts, numbers)
+        kept.append(Kept("activation", inner, "mlp_activation"))
+    if mlp.dropout:
+        kept.append(Kept("dropout", numbers))
+    # the gradient of the result, then that of what was projected; by then the result is given back
+    return kept, ups * numbers * e
+
+
+def rows_of(moe: MoESlice, tokens: int) -> int:
+    """Rows that the experts of a layer compute."""
+    rows = tokens * moe.topk
+    if moe.capacity_factor is not None and moe.pad_to_capacity:
+        return moe.experts * capacity_of(tokens, moe.experts, moe.topk, moe.capacity_factor)
+    return rows
+
+
+def _is_written_out(moe: MoESlice) -> bool:
+    """Whether the experts are not one operation that keeps little."""
+    return bool(moe.dropout) or moe.pad_to_capacity or moe.implementation == "sequential"
+
+
+def _experts(facts: StackFacts, moe: MoESlice) -> tuple[list[Kept], int]:
+    """What router, experts and shared expert keep, and bytes that their backward pass needs besides."""
+    stack, widths, tokens = facts.stack, facts.widths, facts.tokens
+    e, hidden = widths.compute, stack.hidden_size
+    ups = 2 if stack.mlp.gated else 1
+    rows, width = rows_of(moe, tokens), moe.ffn_hidden_size
+    wide_router = max(4, 8 if moe.router_dtype == "fp64" else 4)
+    # the stream in the router's dtype, noise, and per token the scores of all experts and the choice of some
+    router = (
+        tokens * hidden * wide_router * (2 if moe.jitter else 1) if wide_router > widths.stream or moe.jitter else 0
+    )
+    router += tokens * (3 * moe.experts * wide_router + moe.topk * 28)
+    if widths.casts_weights:  # the normed stream is in fp32; the experts read a narrow copy
+        router += tokens * hidden * 4
+    kept = [Kept("experts", router, "moe"), Kept("experts", rows * width * ups * e, "moe")]
+    if _is_written_out(moe):  # gathered rows, what the second matrices read, and their results
+        kept.append(Kept("experts", rows * (2 * hidden + width) * e, "moe"))
+    if moe.dropout:
+        noise = 1 if facts.compiled else e  # a mask, or the factors themselves
+        kept.append(Kept("dropout", tokens * moe.topk * width * noise, "moe"))
+    gradients = rows * width * e * (2 + ups)
+    later = rows * width * ups * e + rows * hidden * e + count_experts(stack, moe) * widths.weights
+    working = max(gradients, later)
+    if moe.shared_ffn_hidden_size:
+        shared, _ = _mlp(facts, stack.mlp, moe.shared_ffn_hidden_size)
+        kept += [each if each.module == "mlp_activation" else Kept(each.part, each.size, "moe") for each in shared]
+    return kept, working

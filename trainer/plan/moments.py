@@ -1,0 +1,308 @@
+"""The memory of a step at the moments where it may be highest, from which the peak follows.
+
+A step is: forward through all layers, the loss, backward through all layers in reverse order, the update. What layers
+keep grows during the forward pass and shrinks during the backward, while gradients grow; so the peak is at the loss, at
+the beginning of the backward pass, in a layer that is recomputed, or where all gradients are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...models.config.memory_slice import RecomputeSlice
+from ...models.offload import LEAST_SIZE
+from .ends import (
+    embedding_kept,
+    final_norm_kept,
+    loss_memory,
+    memory_kept,
+    table_is_read_twice,
+    transform_kept,
+)
+from .facts import RunFacts, StackFacts
+from .layer import LayerMemory, layer_memory
+from .states import HeldState, adds_up, held_state, parameters_of, update_working
+
+_NOTHING = RecomputeSlice(chunk=1, layers=0, modules=frozenset())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What there is on the device at one moment besides the held state, in bytes.
+
+    Attributes:
+        where: the moment in words.
+        gradients: that have been calculated.
+        activations: kept for the backward pass.
+        recomputed: activations that were made again.
+        logits: what the loss needs.
+        working: everything else that the operations of the moment need.
+        away: bytes of weights, of those that are held, which are on the host.
+    """
+
+    where: str
+    gradients: int = 0
+    activations: int = 0
+    recomputed: int = 0
+    logits: int = 0
+    working: int = 0
+    away: int = 0
+
+    @property
+    def total(self) -> int:
+        """What it adds to the held state."""
+        return self.gradients + self.activations + self.recomputed + self.logits + self.working - self.away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedLayer:
+    """A layer in its stack.
+
+    Attributes:
+        name: in words.
+        stack: the stack.
+        number: of the layer.
+        memory: what it needs.
+        recompute: what its stack recomputes.
+    """
+
+    name: str
+    stack: StackFacts
+    number: int
+    memory: LayerMemory
+    recompute: RecomputeSlice
+
+    @property
+    def is_recomputed(self) -> bool:
+        """As a whole."""
+        return self.number < self.recompute.layers
+
+    @property
+    def begins_chunk(self) -> bool:
+        """Whether it is the first of those that are recomputed together."""
+        return self.is_recomputed and self.number % self.recompute.chunk == 0
+
+    @property
+    def kept(self) -> int:
+        """Bytes it keeps from its forward to its backward pass, its input included."""
+        if self.is_recomputed:
+            return self.memory.boundary if self.begins_chunk else 0
+        own = self.memory.boundary if self.memory.keeps_boundary else 0
+        return own + self.memory.kept_with(self.recompute.modules)
+
+    @property
+    def stays(self) -> int:
+        """Bytes of what it keeps that are too small to be offloaded."""
+        if self.is_recomputed:
+            return self.kept if self.kept < LEAST_SIZE else 0
+        modules = self.recompute.modules
+        kept = (each.size for each in self.memory.kept if each.module not in modules)
+        return sum(size for size in kept if size < LEAST_SIZE)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether it runs on a GPU, without which nothing is offloaded."""
+        return self.stack.attention.call.device == "cuda"
+
+    @property
+    def in_backward(self) -> tuple[int, int]:
+        """What its backward pass makes again, and what it needs besides, in bytes, when they are most together.
+
+        Of layers that are recomputed together, those before it are there again too.
+        """
+        if not self.is_recomputed:
+            return self.memory.in_backward(self.recompute.modules)
+        again, working = self.memory.whole_in_backward()
+        own_input = self.memory.boundary if self.memory.keeps_boundary else 0
+        before = self.number % self.recompute.chunk
+        return again + before * (self.memory.all_kept + own_input), working
+
+
+def placed_layers(facts: RunFacts) -> tuple[PlacedLayer, ...]:
+    """All layers, in the order data goes through them."""
+    found: list[PlacedLayer] = []
+    for stack in facts.stacks:
+        moe = stack.stack.moe
+        kinds = {experts: layer_memory(stack, experts=experts) for experts in set(moe.layers if moe else (False,))}
+        for number in range(stack.stack.num_layers):
+            memory = kinds[moe.layers[number] if moe else False]
+            name = f"layer {number}" + (f" of the {stack.name}" if stack.name else "")
+            recompute = stack.stack.recompute or _NOTHING
+            found.append(PlacedLayer(name=name, stack=stack, number=number, memory=memory, recompute=recompute))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The memory of a run on CUDA.
+
+    Attributes:
+        held: what is there all the time.
+        peak: the moment at which there is most.
+        moments: all that were looked at.
+        layers: of the model.
+    """
+
+    held: HeldState
+    peak: Moment
+    moments: tuple[Moment, ...]
+    layers: tuple[PlacedLayer, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes that the allocator has given out at the peak."""
+        return self.held.total + self.peak.total
+
+
+def memory_plan(facts: RunFacts) -> MemoryPlan:
+    """The memory of a run."""
+    layers = placed_layers(facts)
+    moments = tuple(_moments(facts, layers))
+    peak = max(moments, key=lambda moment: moment.total)
+    return MemoryPlan(held=held_state(facts), peak=peak, moments=moments, layers=layers)
+
+
+def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Moment]:
+    gradients, loss = _Gradients(facts), loss_memory(facts)
+    gathered, memory = _gathered(facts, layers), memory_kept(facts)
+    stacks = [_StackOnDevice([layer for layer in layers if layer.stack is stack]) for stack in facts.stacks]
+    around = sum(embedding_kept(facts, stack) for stack in facts.stacks)
+    after = [final_norm_kept(stack) for stack in facts.stacks]
+    everything = around + memory + sum(after) + sum(stack.after_forward for stack in stacks)
+    away = sum(stack.weights_away for stack in stacks)
+    for where, logits in (("the loss", loss.forward), ("the loss, backward", loss.backward)):
+        yield Moment(
+            where=where,
+            gradients=gradients.before,
+            activations=everything,
+            logits=logits,
+            working=gathered + transform_kept(facts),
+            away=away,
+        )
+    have = gradients.of(loss.parameters)
+    for number in reversed(range(len(stacks))):
+        stack, below = stacks[number], stacks[:number]
+        reads_memory = number > 0
+        under = around + sum(each.after_forward for each in below) + (memory + sum(after[:number]) if below else 0)
+        away_below = sum(each.weights_away for each in below)
+        for layer in reversed(stack.layers):
+            parameters = layer.memory.parameters
+            again, working = layer.in_backward
+            yield Moment(
+                where=f"{layer.name}, backward",
+                gradients=max(gradients.before, have),
+                activations=under + stack.during_backward(layer.number),
+                recomputed=again,
+                # the gradient of what cross-attention reads is added up over the layers
+                working=working + gathered + gradients.adding(parameters) + 2 * memory * reads_memory,
+                away=away_below + stack.weights_away_at(layer.number),
+            )
+            have += gradients.of(parameters)
+    table = facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
+    yield Moment(
+        where="the embeddings, backward",
+        gradients=gradients.all,
+        working=table * facts.widths.weights * table_is_read_twice(facts) + layers[0].memory.boundary + gathered,
+    )
+    largest = max(table, *map(_largest_weight, layers))
+    yield Moment(where="the update", gradients=gradients.all, working=update_working(facts, largest))
+
+
+class _StackOnDevice:
+    """The layers of a stack and what of them is on the device, where some are offloaded.
+
+    Of L layers the first N are: see `models.offload` and `models.offload_weights` for when they leave and come back.
+
+    Args:
+        layers: all of them, in order.
+
+    Attributes:
+        layers: the same.
+        after_forward: bytes kept on the device when the forward pass has ended.
+        weights_away: bytes of weights that are on the host then.
+    """
+
+    def __init__(self, layers: list[PlacedLayer]) -> None:
+        self.layers = layers
+        offload = layers[0].stack.stack.offload if layers[0].on_cuda else None
+        self._sends = offload is not None and offload.activations
+        self._offloaded = offload.layers if offload is not None else 0
+        self._ahead = max(1, len(layers) - self._offloaded - 1)
+        width = layers[0].stack.widths.weights
+        self._weights = [
+            layer.memory.parameters * width if offload is not None and offload.weights and layer.number < offload.layers
+            else 0
+            for layer in layers
+        ]  # fmt: skip
+        self.weights_away = sum(self._weights)
+        self.after_forward = sum(layer.stays if self._is_sent(layer) else layer.kept for layer in layers)
+
+    def during_backward(self, number: int) -> int:
+        """Bytes kept on the device when the backward pass of layer `number` begins."""
+        if not self._sends:
+            return sum(layer.kept for layer in self.layers[: number + 1])
+        return sum(
+            layer.stays if self._is_sent(layer) and layer.number < number - self._ahead else layer.kept
+            for layer in self.layers[: number + 1]
+        )
+
+    def weights_away_at(self, number: int) -> int:
+        """Bytes of weights on the host when the backward pass of layer `number` begins."""
+        return sum(self._weights[: max(number - 1, 0)])
+
+    def _is_sent(self, layer: PlacedLayer) -> bool:
+        return self._sends and layer.number < self._offloaded
+
+
+def _largest_weight(layer: PlacedLayer) -> int:
+    """Numbers of the largest weight of a layer: the experts of a layer are one."""
+    stack = layer.stack.stack
+    up = stack.hidden_size * stack.mlp.ffn_hidden_size * (2 if stack.mlp.gated else 1)
+    if stack.moe is None or not stack.moe.layers[layer.number]:
+        return up
+    return stack.hidden_size * stack.moe.ffn_hidden_size * (2 if stack.mlp.gated else 1) * stack.moe.experts
+
+
+class _Gradients:
+    """The gradients of a rank during a micro batch after the first.
+
+    Attributes:
+        before: bytes there are before the backward pass.
+        all: bytes there are after it.
+    """
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._width = facts.widths.weights
+        self._kept = facts.layout is None or facts.layout.whole_weights
+        # ranks with whole weights add a layer's gradients to the sums as soon as they are there
+        self._leave = facts.layout is not None and self._kept and adds_up(facts)
+        self._shards = facts.shards
+        parameters = parameters_of(facts)
+        # narrow gradients are added to the sums at once (ranks) or after the micro batch, and dropped
+        narrow = self._width < 4 and facts.precision.main_weights
+        accumulates = facts.micro_batches > 1
+        self.all = self.of(parameters)
+        self._adds_in_place = accumulates and not narrow
+        self.before = self.all if self._adds_in_place else 0
+
+    def of(self, parameters: int) -> int:
+        """Bytes that the gradients of some parameters stay, once they are calculated."""
+        if self._leave:
+            return 0
+        return parameters * self._width // (1 if self._kept else self._shards)
+
+    def adding(self, parameters: int) -> int:
+        """Bytes of the gradients of a layer while they are added to those of the micro batch before."""
+        return parameters * self._width if self._adds_in_place else 0
+
+
+def _gathered(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> int:
+    """Bytes of whole weights and whole gradients that FSDP2 makes for a while: of all layers, or of two."""
+    layout = facts.layout
+    if layout is None or layout.whole_weights:
+        return 0
+    largest = max(layer.memory.parameters for layer in layers)
+    whole = parameters_of(facts) if not layout.reshard_after_forward else 2 * largest
+    width = facts.widths.weights
+    return whole * width + largest * (width + facts.reduce_width)

@@ -1,0 +1,133 @@
+"""The plan of a run: what it takes of memory and time on a device, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...kernels.attention.backends import installed
+from ...models.config.counting import count_parameters
+from ..config.schema import RootBlock
+from ..determinism import attention_flags
+from ..manifest import device_name
+from .cards import Card, card_of
+from .facts import RunFacts, Target, facts_of, precision_there
+from .moments import MemoryPlan, memory_plan
+from .states import CONTEXT, parameters_of
+from .work import StepTime, sent_each_micro_batch, step_time
+
+FRAGMENTS = 1.03
+"""What the allocator reserves, in what it has given out at the peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run will take.
+
+    Attributes:
+        facts: what it follows from.
+        parameters: of the model.
+        active: those that a token meets.
+        memory: of each rank.
+        time: of a step; None where the card's peak is not known, or there is no card.
+    """
+
+    facts: RunFacts
+    parameters: int
+    active: int
+    memory: MemoryPlan
+    time: StepTime | None
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that the allocator has given out at the peak: `torch.cuda.max_memory_allocated`."""
+        return self.memory.total
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the allocator holds then: `torch.cuda.max_memory_reserved`."""
+        return int(self.allocated * FRAGMENTS)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the device, the CUDA context included."""
+        return self.reserved + CONTEXT
+
+    @property
+    def available(self) -> int | None:
+        """Bytes the device has; None where that is not known."""
+        return self.facts.target.memory
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has enough; None where that is not known."""
+        return None if self.available is None else self.needed <= self.available
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of page-locked host memory of each rank for what is offloaded."""
+        return sent_each_micro_batch(self.memory) + self.memory.held.on_host
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; infinite where it is not known, so that plans can be compared by (time, memory)."""
+        return self.time.seconds if self.time else float("inf")
+
+
+def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None) -> Plan:
+    """Plan a run.
+
+    Args:
+        root: the keys; the rules have found no error in them.
+        target: where it will be.
+        vocab_size: tokens of the tokenizer, None where that is not known.
+
+    Raises:
+        ValueError: no attention backend is left there, compilation cannot be had, or the vocabulary is too small.
+    """
+    facts = facts_of(root, target, precision_there(root, target), vocab_size=vocab_size)
+    memory = memory_plan(facts)
+    return Plan(
+        facts=facts,
+        parameters=parameters_of(facts),
+        active=count_parameters(facts.keys, facts.vocab_size, facts.form, active=True),
+        memory=memory,
+        time=step_time(facts, memory),
+    )
+
+
+def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:
+    """This machine's device."""
+    card: Card | None = None
+    capability, memory = None, None
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        capability, memory = torch.cuda.get_device_capability(device), facts.total_memory
+        card = card_of(device_name(device), memory, capability)
+    software = replace(installed(device.type), deterministic_algorithms=bool(root.trainer.deterministic))
+    return Target(
+        device=device.type,
+        capability=capability,
+        card=card,
+        memory=memory,
+        software=software,
+        flags=attention_flags(root),
+        world_size=world_size,
+    )
+
+
+def target_elsewhere(root: RootBlock, card: Card, world_size: int = 1) -> Target:
+    """A card that need not be here, with the software of this machine as it would be beside it."""
+    from ..explain import assumed_software, run_flags
+
+    software = assumed_software(root, "cuda")
+    return Target(
+        device="cuda",
+        capability=card.capability,
+        card=card,
+        memory=card.memory,
+        software=replace(software, deterministic_algorithms=bool(root.trainer.deterministic)),
+        flags=run_flags(root),
+        world_size=world_size,
+    )

@@ -1,0 +1,271 @@
+"""A plan in words and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .cards import GIB
+from .changes import Change
+from .moments import Moment
+from .plan import Plan
+from .states import CONTEXT
+
+_HELD = {
+    "weights": "weights",
+    "main_weights": "main weights",
+    "optimizer": "optimizer state",
+    "average": "average of the weights",
+    "gradient_sums": "sums of gradients",
+    "tables": "tables and masks",
+    "batches": "batches",
+    "workspace": "library workspace",
+}
+_AT_PEAK = {
+    "gradients": "gradients",
+    "activations": "activations",
+    "recomputed": "activations made again",
+    "logits": "logits and the loss",
+    "working": "working memory",
+}
+_LEAST_SHOWN = GIB // 200
+
+
+def gib(size: float) -> str:
+    """A size in GiB, or in MiB where it is small."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.0f} MiB"
+
+
+def categories(plan: Plan) -> list[tuple[str, int]]:
+    """What there is at the peak, by what it is, as many bytes as the peak in all."""
+    held, peak = plan.memory.held, plan.memory.peak
+    found = [(name, getattr(held, field)) for field, name in _HELD.items()]
+    found[0] = (found[0][0], found[0][1] - peak.away)
+    return found + [(name, getattr(peak, field)) for field, name in _AT_PEAK.items()]
+
+
+def activation_parts(plan: Plan) -> list[tuple[str, int]]:
+    """What layers keep for the backward pass, by part, where nothing is offloaded."""
+    found: dict[str, int] = {}
+    for layer in plan.memory.layers:
+        own = layer.kept
+        if not layer.is_recomputed:
+            modules = layer.recompute.modules
+            for part in layer.memory.kept:
+                if part.module is None or part.module not in modules:
+                    found[part.part] = found.get(part.part, 0) + part.size
+                    own -= part.size
+        found["layer inputs"] = found.get("layer inputs", 0) + own
+    return sorted(found.items(), key=lambda item: -item[1])
+
+
+def summary(plan: Plan) -> list[str]:
+    """A few lines for the beginning of a run."""
+    device = plan.facts.target
+    if device.device != "cuda":
+        state = plan.memory.held.total + plan.memory.peak.gradients
+        return [
+            f"plan: {gib(plan.memory.held.total)} of weights and optimizer state, with gradients and what layers keep "
+            f"about {gib(max(plan.allocated, state))}"
+        ]
+    largest = sorted(categories(plan), key=lambda item: -item[1])[:4]
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in largest if size >= _LEAST_SHOWN)
+    lines = [f"plan: {gib(plan.allocated)} at the peak ({plan.memory.peak.where}): {parts}"]
+    if plan.available is not None:
+        there = f"of {gib(plan.available)}"
+        if plan.fits:
+            lines[0] += f"; {gib(plan.available - plan.needed)} left {there}"
+        else:
+            lines.append(
+                f"warning: plan: needs {gib(plan.needed)} with what the allocator and CUDA take, {there}; "
+                "`stoker plan --fit` with the same keys finds some that fit"
+            )
+    if plan.time is not None:
+        time = plan.time
+        again = f", {time.recomputed_flops / 1e12:,.1f} of them again" if time.recomputed_flops else ""
+        lines.append(
+            f"plan: {(time.model_flops + time.recomputed_flops) / 1e12:,.1f} TFLOP a step{again}, about "
+            f"{_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s{_how_sure(plan)}"
+        )
+    if plan.on_host:
+        lines.append(f"plan: {gib(plan.on_host)} in page-locked host memory for each process")
+    return lines
+
+
+def comparison(plan: Plan, allocated: int, reserved: int) -> str:
+    """What was measured beside what was planned."""
+
+    def beside(measured: int, planned: int) -> str:
+        return f"{gib(measured)} (planned {gib(planned)}, {100 * (planned / measured - 1):+.1f} %)"
+
+    return (
+        f"memory at the peak: allocated {beside(allocated, plan.allocated)}, reserved {beside(reserved, plan.reserved)}"
+    )
+
+
+def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
+    """The whole plan, in lines."""
+    facts, target = plan.facts, plan.facts.target
+    each = f", {plan.active:,} for each token" if plan.active < plan.parameters else ""
+    yield f"model        {plan.parameters:,} parameters{each}"
+    yield f"device       {_device(plan)}"
+    ranks = f"{facts.ranks} processes, " if facts.ranks > 1 else ""
+    layout = f"{facts.layout.name}, " if facts.layout else ""
+    samples = f"{facts.keys.micro_batch_size} sample{'s' * (facts.keys.micro_batch_size != 1)}"
+    yield (
+        f"step         {ranks}{layout}{facts.micro_batches} micro batch{'es' * (facts.micro_batches != 1)} of {samples}"
+        f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}"
+    )
+    for stack in facts.stacks:
+        cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
+        how = "compiled" if stack.compiled else "as written"
+        recompute, offload = stack.stack.recompute, stack.stack.offload
+        saves = _mode(recompute.layers, recompute.chunk, sorted(recompute.modules)) if recompute else "nothing"
+        sent = ""
+        if offload is not None:
+            what = " and ".join(name for name in ("activations", "weights") if getattr(offload, name))
+            sent = f"; {what} of {offload.layers} layers on the host"
+        yield (
+            f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {how}, attention "
+            f"{stack.attention.backend}{cross}; recomputes {saves}{sent}"
+        )
+    yield ""
+    yield f"memory       {gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
+    for name, size in categories(plan):
+        if size >= _LEAST_SHOWN:
+            yield f"  {name:<26} {size / GIB:>9,.2f} GiB"
+    parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in activation_parts(plan) if size >= _LEAST_SHOWN)
+    yield f"  layers keep, in GiB: {parts}" if parts else "  layers keep nothing worth telling"
+    yield f"  {_where_else(plan)}"
+    yield (
+        f"  {gib(plan.reserved)} reserved by the allocator, {gib(plan.needed)} with the CUDA context ({gib(CONTEXT)})"
+    )
+    if plan.on_host:
+        yield f"  {gib(plan.on_host)} in page-locked host memory{' for each process' * (facts.ranks > 1)}"
+    if plan.fits is not None and plan.available is not None:
+        left = plan.available - plan.needed
+        yield f"  fits, with {gib(left)} left" if plan.fits else f"  does not fit: {gib(-left)} too much"
+    yield ""
+    yield from _time_lines(plan)
+    if changes:
+        yield ""
+        yield "to need less" if plan.fits else "to fit"
+        yield from change_lines(plan, changes)
+    if target.card is not None and not target.card.measured and plan.time is not None:
+        yield ""
+        yield "the speeds of this card are those of the H200 in the same part of its peak, not measured"
+
+
+def change_lines(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
+    """Changes with their effect, one line each."""
+    for change in changes:
+        saved = plan.allocated - change.plan.allocated
+        slower = ""
+        if plan.time and change.plan.time:
+            slower = f", step {100 * (change.plan.seconds / plan.seconds - 1):+.0f} %"
+        fits = "" if change.plan.fits or change.plan.fits is None else ", does not fit yet"
+        yield f"  {gib(change.plan.allocated)} (-{gib(saved)}{slower}{fits})  {' '.join(change.overrides)}"
+
+
+def _mode(layers: int, chunk: int, modules: list[str]) -> str:
+    chunks = f" in chunks of {chunk}" if chunk > 1 else ""
+    whole = [f"{layers} whole layers{chunks}"] if layers else []
+    return " and ".join([*whole, *([", ".join(modules)] if modules else [])]) or "nothing"
+
+
+def _where_else(plan: Plan) -> str:
+    """The highest moment of each kind."""
+    kinds: dict[str, Moment] = {}
+    for moment in plan.memory.moments:
+        kind = "a layer, backward" if moment.where.startswith("layer") else moment.where
+        if kind not in kinds or moment.total > kinds[kind].total:
+            kinds[kind] = moment
+    told = ", ".join(f"{kind} {(plan.memory.held.total + moment.total) / GIB:,.1f}" for kind, moment in kinds.items())
+    return f"by moment, in GiB: {told}"
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    time = plan.time
+    if time is None:
+        yield "time         not known: there is no figure of this device's speed"
+        return
+    again = f" and {time.recomputed_flops / 1e12:,.1f} recomputed" if time.recomputed_flops else ""
+    yield (
+        f"time         about {_seconds(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, MFU "
+        f"{100 * time.mfu:.0f} %: {time.model_flops / 1e12:,.1f} TFLOP{again}"
+    )
+    for name, seconds in time.parts.items():
+        if seconds >= time.seconds / 1000:
+            yield f"  {name:<26} {seconds * 1e3:>9,.1f} ms"
+    if time.sent:
+        card = plan.facts.target.card
+        assert card is not None
+        yield (
+            f"  {gib(time.sent)} a step to the host and back, {1e3 * time.sent / card.host_link:,.0f} ms each way at "
+            f"{card.host_link / 1e9:,.0f} GB/s"
+        )
+
+
+def _device(plan: Plan) -> str:
+    target = plan.facts.target
+    name = target.card.name if target.card else target.device
+    return name if plan.available is None else f"{name}, {gib(plan.available)}"
+
+
+def _how_sure(plan: Plan) -> str:
+    card = plan.facts.target.card
+    return "" if card is None or card.measured else " (speeds of this card not measured)"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.0f} ms"
+
+
+def as_document(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
+    """Everything as plain data; sizes in bytes, times in seconds."""
+    facts, target = plan.facts, plan.facts.target
+    return {
+        "device": {
+            "name": target.card.name if target.card else target.device,
+            "memory": plan.available,
+            "measured": target.card.measured if target.card else False,
+        },
+        "parameters": plan.parameters,
+        "active_parameters": plan.active,
+        "processes": facts.ranks,
+        "micro_batches": facts.micro_batches,
+        "precision": facts.precision.name,
+        "compiled": facts.compiled,
+        "attention": {stack.name or "self": stack.attention.backend for stack in facts.stacks},
+        "memory": {
+            "allocated": plan.allocated,
+            "reserved": plan.reserved,
+            "needed": plan.needed,
+            "on_host": plan.on_host,
+            "peak_at": plan.memory.peak.where,
+            "at_peak": dict(categories(plan)),
+            "layers_keep": dict(activation_parts(plan)),
+            "moments": {moment.where: plan.memory.held.total + moment.total for moment in plan.memory.moments},
+        },
+        "fits": plan.fits,
+        "time": None
+        if plan.time is None
+        else {
+            **asdict(plan.time),
+            "tokens_per_second": plan.time.tokens_per_second,
+            "mfu": plan.time.mfu,
+        },
+        "changes": [change_document(change) for change in changes],
+    }
+
+
+def change_document(change: Change) -> dict[str, Any]:
+    """A change as plain data."""
+    return {
+        "overrides": change.overrides,
+        "allocated": change.plan.allocated,
+        "needed": change.plan.needed,
+        "fits": change.plan.fits,
+        "seconds": change.plan.time.seconds if change.plan.time else None,
+    }

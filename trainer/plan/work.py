@@ -1,0 +1,339 @@
+"""What a step computes and moves, from which a roofline gives its time.
+
+Matrix products, attention, and pointwise kernels run one after the other, each at the part of the card's peak that it
+was measured to reach; messages between ranks are added, copies to the host count where they do not fit beside the
+computation. The parts that are no constant of a card come from the training step of docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...kernels.attention.dispatch import Decision
+from ...models.config.memory import RecomputeModule
+from ...models.config.slices import AttentionSlice, StackSlice
+from ..config.optim import optimizer_kind, optimizer_settings
+from ..flops import training_flops_per_sample
+from .cards import Card
+from .facts import RunFacts, StackFacts
+from .layer import recomputed, rows_of
+from .moments import MemoryPlan, PlacedLayer
+from .states import main_weight_bytes, parameters_of
+
+BACKWARD_OF_ATTENTION = 2.5
+"""FLOPs of fused attention's backward pass, in those of its forward: five products to two."""
+PASSES_COMPILED, PASSES_AS_WRITTEN = 4.8, 8.0
+"""How often pointwise kernels, forward and backward, move the bytes that a layer keeps. Compiled: what is left of the
+measured step when everything else is taken off; as written: from the difference that compiling makes."""
+PASSES_OF_SCORES = 10
+"""Likewise of the scores of unfused attention: products, softmax and their gradients."""
+SLOW_ATTENTION = 0.63
+"""The speed of FlashAttention 2 on Hopper in that of the kernels written for it."""
+KERNELS_OF_LAYER, KERNELS_AS_WRITTEN = 65, 180
+"""Launches of a layer, forward and backward: T5 base, compiled and not."""
+LAUNCH_SECONDS = 4.5e-6
+FILLING_TOKENS = 256
+"""Matrix products of so many tokens run at half their speed, for they leave much of the card idle: an estimate."""
+MEASURED_TOKENS = 16_384
+"""Of the step that gave the speeds of the cards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one pass through some layers computes and moves.
+
+    Attributes:
+        matmul: FLOPs of matrix products.
+        attention: FLOPs of fused attention.
+        moved: bytes that pointwise kernels read and write.
+    """
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            matmul=self.matmul + other.matmul,
+            attention=self.attention + other.attention,
+            moved=self.moved + other.moved,
+        )
+
+    def times(self, factor: float) -> Work:
+        """So many times the work."""
+        return Work(matmul=self.matmul * factor, attention=self.attention * factor, moved=self.moved * factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The time of a step of all ranks.
+
+    Attributes:
+        seconds: of the step.
+        model_flops: of the step, recomputed ones not counted.
+        recomputed_flops: of the step.
+        tokens: of the step.
+        peak_flops: of all cards; None where it is not known.
+        parts: seconds by what takes them.
+        sent: bytes a rank sends to its host in a step, and as many come back.
+    """
+
+    seconds: float
+    model_flops: float
+    recomputed_flops: float
+    tokens: int
+    peak_flops: float
+    parts: dict[str, float] = field(default_factory=dict)
+    sent: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs in those that the cards could do."""
+        return self.model_flops / self.seconds / self.peak_flops
+
+
+# ---------------------------------------------------------------- FLOPs
+
+
+def visible_pairs(attention: AttentionSlice, queries: int, keys: int) -> float:
+    """Pairs of a query and a key that a sample's attention computes, causal ones counted at half."""
+    if attention.causal:
+        left = -1 if attention.window is None else attention.window[0]
+        width = keys if left < 0 else min(left + 1, keys)
+        return queries * (2 * width - width**2 / keys) / 2
+    pairs = float(queries * keys)
+    for side in attention.window or ():
+        beyond = keys - 1 - side if 0 <= side < keys else 0
+        pairs -= beyond * (beyond + 1) / 2
+    return pairs
+
+
+def attention_forward(attention: AttentionSlice, decision: Decision, batch: int, queries: int, keys: int) -> Work:
+    """Scores and values of a micro batch; unfused attention multiplies and moves all pairs."""
+    width = attention.heads * attention.head_dim
+    if not decision.keeps_scores:
+        return Work(attention=4.0 * width * batch * visible_pairs(attention, queries, keys))
+    pairs = float(batch * queries * keys)
+    passes = PASSES_OF_SCORES / 3
+    return Work(matmul=4.0 * width * pairs, moved=decision.call.score_bytes * passes)
+
+
+def projections_forward(facts: StackFacts, *, experts: bool) -> tuple[float, float]:
+    """FLOPs of the matrix products of a layer in a forward pass, and of the last of them."""
+    stack, tokens = facts.stack, facts.tokens
+    hidden = stack.hidden_size
+    total = tokens * _attention_weights(stack, stack.attention)
+    if facts.cross is not None:
+        query, key = facts.cross.heads * facts.cross.head_dim, facts.cross.groups * facts.cross.head_dim
+        total += 2 * tokens * hidden * query + facts.memory_tokens * hidden * 2 * key
+    ups, moe = (2 if stack.mlp.gated else 1), stack.moe if experts else None
+    if moe is None:
+        last = tokens * hidden * stack.mlp.ffn_hidden_size
+        total += last * (ups + 1)
+    else:
+        last = 0.0
+        total += rows_of(moe, tokens) * (ups + 1) * hidden * moe.ffn_hidden_size + tokens * hidden * moe.experts
+        total += tokens * (ups + 1) * hidden * (moe.shared_ffn_hidden_size or 0)
+    return 2.0 * total, 2.0 * last
+
+
+def _attention_weights(stack: StackSlice, attention: AttentionSlice) -> int:
+    query, key = attention.heads * attention.head_dim, attention.groups * attention.head_dim
+    return stack.hidden_size * (2 * query + 2 * key)
+
+
+def experts_forward(facts: StackFacts) -> float:
+    """FLOPs of the experts of a layer, its router and shared expert in a forward pass."""
+    with_experts, _ = projections_forward(facts, experts=True)
+    attention_alone = 2.0 * facts.tokens * _attention_weights(facts.stack, facts.stack.attention)
+    if facts.cross is not None:
+        query, key = facts.cross.heads * facts.cross.head_dim, facts.cross.groups * facts.cross.head_dim
+        attention_alone += 2.0 * facts.stack.hidden_size * (2 * facts.tokens * query + 2 * facts.memory_tokens * key)
+    return with_experts - attention_alone
+
+
+# ---------------------------------------------------------------- a micro batch
+
+
+def core_forward(facts: StackFacts) -> Work:
+    """The core of all attentions of a layer in a forward pass."""
+    stack = facts.stack
+    work = attention_forward(stack.attention, facts.attention, facts.batch, facts.length, facts.length)
+    if facts.cross is not None and facts.cross_attention is not None:
+        work += attention_forward(facts.cross, facts.cross_attention, facts.batch, facts.length, facts.memory_length)
+    return work
+
+
+def layer_work(layer: PlacedLayer) -> Work:
+    """Forward and backward of a layer where nothing is recomputed."""
+    facts, experts = layer.stack, _has_experts(layer)
+    matmul, _ = projections_forward(facts, experts=experts)
+    core = core_forward(facts)
+    passes = PASSES_COMPILED if facts.compiled else PASSES_AS_WRITTEN
+    kept = sum(each.size for each in layer.memory.kept if each.part not in ("scores", "weights"))
+    return Work(
+        matmul=3 * matmul + 3 * core.matmul,
+        attention=(1 + BACKWARD_OF_ATTENTION) * core.attention,
+        moved=passes * (kept + layer.memory.boundary) + 3 * core.moved,
+    )
+
+
+def recomputed_work(layer: PlacedLayer) -> Work:
+    """What the backward pass of a layer does again."""
+    facts, experts = layer.stack, _has_experts(layer)
+    core = core_forward(facts)
+    if layer.is_recomputed:
+        matmul, last = projections_forward(facts, experts=experts)
+        spared = last if facts.compiled and layer.recompute.chunk == 1 else 0.0
+        moved = layer_work(layer).moved - 3 * core.moved
+        return Work(matmul=matmul - spared, moved=moved / 3) + core
+    modules: frozenset[RecomputeModule] = layer.recompute.modules
+    again = Work(moved=2.0 * recomputed(layer.memory.kept, modules - {"core_attention"}))
+    if "core_attention" in modules:
+        again += core
+    if "moe" in modules and experts:
+        again += Work(matmul=experts_forward(facts))
+    return again
+
+
+def _has_experts(layer: PlacedLayer) -> bool:
+    moe = layer.stack.stack.moe
+    return moe is not None and moe.layers[layer.number]
+
+
+def ends_work(facts: RunFacts) -> Work:
+    """Embeddings, head and loss of a micro batch."""
+    vocab, hidden = facts.family.padded_vocab_size, facts.stacks[-1].stack.hidden_size
+    e = facts.widths.compute
+    logits = facts.out_tokens * vocab
+    moved = logits * e * 4 + sum(stack.tokens * stack.stack.hidden_size for stack in facts.stacks) * e * 8
+    return Work(matmul=6.0 * logits * hidden, moved=moved)
+
+
+# ---------------------------------------------------------------- bytes over links
+
+
+def sent_each_micro_batch(memory: MemoryPlan) -> int:
+    """Bytes that offloaded layers send to the host in a forward pass."""
+    sent = 0
+    for layer in memory.layers:
+        offload = layer.stack.stack.offload if layer.on_cuda else None
+        if offload is None or layer.number >= offload.layers:
+            continue
+        sent += (layer.kept - layer.stays) * offload.activations
+        sent += layer.memory.parameters * layer.stack.widths.weights * offload.weights
+    return sent
+
+
+def _messages(facts: RunFacts) -> float:
+    """Bytes over the link between cards in a step, as sums count them."""
+    layout = facts.layout
+    if layout is None:
+        return 0.0
+    parameters = parameters_of(facts)
+    part = (facts.ranks - 1) / facts.ranks
+    weights, summed = parameters * facts.widths.weights, parameters * facts.reduce_width
+    if layout.whole_weights:
+        return part * (2 * summed if layout.shards == 1 else summed + weights)
+    gathers = 2 if layout.reshard_after_forward else 1
+    return part * facts.micro_batches * (gathers * weights + summed)
+
+
+def _update_bytes(facts: RunFacts) -> float:
+    """Bytes that the update of a step moves in the memory of the card."""
+    kind = optimizer_kind(facts.keys.optim.name)
+    main = main_weight_bytes(facts.precision) or facts.widths.weights
+    state = {"adamw": 2, "sgd": 1, "muon": 1}.get(kind, 2)
+    gradient = facts.widths.weights
+    each = main * 2 + state * main * 2 + gradient * 2 + facts.widths.weights
+    sums = (2 * 4 + gradient) * facts.micro_batches if facts.micro_batches > 1 else 0
+    return parameters_of(facts) / facts.shards * each + parameters_of(facts) * sums
+
+
+def _orthogonalised(facts: RunFacts, memory: MemoryPlan) -> float:
+    """FLOPs of Muon's iterations: 4 m^2 n + 2 m^3 each for an m x n matrix, m <= n."""
+    if optimizer_kind(facts.keys.optim.name) != "muon":
+        return 0.0
+    steps, total = optimizer_settings(facts.keys.optim)["ns_steps"], 0.0
+    for layer in memory.layers:
+        stack = layer.stack.stack
+        hidden, mlp = stack.hidden_size, stack.mlp
+        number = stack.moe.experts if stack.moe and stack.moe.layers[layer.number] else 1
+        width = stack.moe.ffn_hidden_size if number > 1 and stack.moe else mlp.ffn_hidden_size
+        heads = stack.attention.heads * stack.attention.head_dim
+        shapes = [(hidden, width)] * number * (3 if mlp.gated else 2) + [(hidden, heads)] * 3
+        total += sum(4.0 * min(a, b) ** 2 * max(a, b) + 2.0 * min(a, b) ** 3 for a, b in shapes)
+    return total * steps / facts.shards
+
+
+# ---------------------------------------------------------------- time
+
+
+def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
+    """The time of a step on the card of the target; None where its peak is not known."""
+    card = facts.target.card
+    if card is None or card.peak is None:
+        return None
+    plain, again = ends_work(facts), Work()
+    for layer in memory.layers:
+        plain += layer_work(layer)
+        again += recomputed_work(layer)
+    micro = facts.micro_batches
+    attention = min(1.0, _attention_speed(facts)) * card.attention_part
+    products = card.peak * card.matmul_part * _filled(facts)
+    parts = {
+        "matrix products": micro * plain.matmul / products,
+        "attention": micro * plain.attention / (card.peak * attention),
+        "pointwise": micro * plain.moved / (card.bandwidth * card.bandwidth_part),
+        "recomputed": micro * _seconds(again, card, products, card.peak * attention),
+    }
+    computing = sum(parts.values())
+    offloads = any(stack.stack.offload for stack in facts.stacks)
+    graph = facts.keys.enable_cuda_graph is not False and facts.layout is None and not offloads
+    kernels = KERNELS_OF_LAYER if facts.compiled else KERNELS_AS_WRITTEN
+    launching = 0.0 if graph else micro * len(memory.layers) * kernels * LAUNCH_SECONDS
+    parts["waiting for the host"] = max(0.0, launching - computing)
+    sent = sent_each_micro_batch(memory)
+    each_way = micro * sent / card.host_link
+    parts["copies not hidden"] = max(0.0, each_way - computing / 3) + max(0.0, each_way - computing * 2 / 3)
+    update = _update_bytes(facts) / (card.bandwidth * card.bandwidth_part)
+    update += _orthogonalised(facts, memory) / products
+    parts["update"] = max(update, memory.held.on_host / card.host_link)
+    parts["messages"] = _messages(facts) / card.peer_link
+    samples = facts.keys.global_batch_size
+    return StepTime(
+        seconds=sum(parts.values()),
+        model_flops=samples * training_flops_per_sample(facts.keys, facts.family.padded_vocab_size, facts.form),
+        recomputed_flops=facts.ranks * micro * (again.matmul + again.attention),
+        tokens=samples * (facts.form.length + facts.form.decoder_length),
+        peak_flops=card.peak * facts.ranks,
+        parts=parts,
+        sent=micro * sent + memory.held.on_host,
+    )
+
+
+def _attention_speed(facts: RunFacts) -> float:
+    """The speed of the attention that was chosen, in that of the best for the card."""
+    slow = ("sdpa_flash", "sdpa_efficient", "flash_attn")
+    capability = facts.target.capability or (0, 0)
+    return SLOW_ATTENTION if capability >= (9, 0) and facts.stacks[-1].attention.backend in slow else 1.0
+
+
+def _filled(facts: RunFacts) -> float:
+    """The speed of matrix products of a micro batch, in that of the measured one."""
+
+    def speed(tokens: int) -> float:
+        return tokens / (tokens + FILLING_TOKENS)
+
+    return speed(max(stack.tokens for stack in facts.stacks)) / speed(MEASURED_TOKENS)
+
+
+def _seconds(work: Work, card: Card, products: float, attention: float) -> float:
+    """Of some work on a card whose matrix products and attention have these FLOP/s."""
+    moving = work.moved / (card.bandwidth * card.bandwidth_part)
+    return work.matmul / products + work.attention / attention + moving
