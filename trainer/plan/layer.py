@@ -230,17 +230,25 @@ def _is_written_out(moe: MoESlice) -> bool:
     return bool(moe.dropout) or moe.pad_to_capacity or moe.implementation == "sequential"
 
 
+def _copies_for_router(facts: StackFacts, moe: MoESlice) -> bool:
+    """Whether the router reads a copy of the stream; see `kernels.moe.router_logits`."""
+    if moe.jitter or moe.router_dtype == "fp64":
+        return True
+    if facts.widths.stream >= 4:
+        return False
+    aligned = moe.experts % 8 == 0 and facts.stack.hidden_size % 8 == 0
+    return not (facts.attention.call.device == "cuda" and aligned)
+
+
 def _experts(facts: StackFacts, moe: MoESlice) -> tuple[list[Kept], int]:
     """What router, experts and shared expert keep, and bytes that their backward pass needs besides."""
     stack, widths, tokens = facts.stack, facts.widths, facts.tokens
     e, hidden = widths.compute, stack.hidden_size
     ups = 2 if stack.mlp.gated else 1
     rows, width = rows_of(moe, tokens), moe.ffn_hidden_size
-    wide_router = max(4, 8 if moe.router_dtype == "fp64" else 4)
+    wide_router = 8 if moe.router_dtype == "fp64" else 4
     # the stream in the router's dtype, noise, and per token the scores of all experts and the choice of some
-    router = (
-        tokens * hidden * wide_router * (2 if moe.jitter else 1) if wide_router > widths.stream or moe.jitter else 0
-    )
+    router = tokens * hidden * wide_router * (1 + bool(moe.jitter)) if _copies_for_router(facts, moe) else 0
     router += tokens * (3 * moe.experts * wide_router + moe.topk * 28)
     if widths.casts_weights:  # the normed stream is in fp32; the experts read a narrow copy
         router += tokens * hidden * 4
