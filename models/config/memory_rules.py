@@ -107,7 +107,7 @@ def modules_are_in_some_layer(keys: StackKeys, of_t5: bool) -> Iterator[Finding]
                 f"use {_MODULES}=null, or {_METHOD}=block with fewer layers",
             )
         return
-    with_experts = layers_with_experts(keys) if has_experts(keys, of_t5=of_t5) else (False,) * keys.num_layers
+    with_experts = layers_with_experts(keys) if has_experts(keys, of_t5=of_t5) else ()
     rest = with_experts[layers:]
     shared = keys.moe_shared_expert_intermediate_size is not None
     others = "layers that are not recomputed as a whole have" if layers else "layers have"
@@ -119,7 +119,7 @@ def modules_are_in_some_layer(keys: StackKeys, of_t5: bool) -> Iterator[Finding]
             f"`{name}` ({_shown(keys, name)}): `moe` has no effect where no {others} experts.",
             "use num_moe_experts=8, or leave it out",
         )
-    if "mlp_activation" in modules and all(rest) and not shared:
+    if "mlp_activation" in modules and rest and all(rest) and not shared:
         yield Finding(
             "warning",
             (_MODULES, "num_moe_experts"),

@@ -51,17 +51,17 @@ def recompute_slice(keys: StackKeys, *, with_experts: tuple[bool, ...]) -> Recom
 
     Args:
         keys: of the stack; the rules have found no error in them.
-        with_experts: for each layer of the stack, whether it has experts.
+        with_experts: for each layer of the stack, whether it has experts; () where none has.
     """
     chunk, layers = whole_layers(keys)
     modules, others = modules_of(keys), with_experts[layers:]
     if not any(others):
         modules -= {"moe"}
-    if all(others) and keys.moe_shared_expert_intermediate_size is None:
+    if others and all(others) and keys.moe_shared_expert_intermediate_size is None:
         modules -= {"mlp_activation"}
     if keys.transformer_block_type == "post_ln":  # norms give the stream itself, which is kept
         modules -= {"norm"}
-    if not others:
+    if layers == keys.num_layers:
         modules = frozenset()
     return RecomputeSlice(chunk=chunk, layers=layers, modules=modules) if layers or modules else None
 

@@ -244,7 +244,7 @@ def stack_slice(keys: StackKeys, *, causal: bool, positions: int, of_t5: bool = 
         moe=moe,
         init_std=keys.init_method_std,
         output_init_std=scaled if keys.use_scaled_init_method else keys.init_method_std,
-        recompute=recompute_slice(keys, with_experts=moe.layers if moe else (False,) * keys.num_layers),
+        recompute=recompute_slice(keys, with_experts=moe.layers if moe else ()),
         offload=offload_slice(keys),
     )
 
