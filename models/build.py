@@ -21,13 +21,14 @@ from .bert import BERT
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
 from .config.memory import RecomputeModule
+from .config.memory_slice import RecomputeSlice, acting_modules
 from .config.samples import SampleForm
 from .config.slices import StackSlice
 from .config.t5_slice import T5Slice
 from .gpt import GPT
 from .init import InitRules, initialise_
 from .offload import ActivationOffload
-from .offload_copies import Copies, CudaCopies
+from .offload_copies import Copies, CudaCopies, HostPool
 from .offload_weights import WeightOffload
 from .recompute import policies_of
 from .stack import Stack
@@ -41,6 +42,9 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
+
+
+_CHEAP_FIRST: tuple[RecomputeModule, ...] = ("norm", "mlp_activation", "core_attention", "moe")
 
 
 class Sharding(Protocol):
@@ -261,8 +265,8 @@ def stacks_of(model: LanguageModel) -> tuple[Stack, ...]:
 
 
 def copies_of(device: torch.device) -> Callable[[], Copies] | None:
-    """What makes copies between a device and host memory; None where these are one and the same."""
-    return partial(CudaCopies, device) if device.type == "cuda" else None
+    """What makes copies between a device and host memory, all from one pool; None where these are one and the same."""
+    return partial(CudaCopies, device, HostPool(pinned=True)) if device.type == "cuda" else None
 
 
 def offload(model: LanguageModel, described: FamilySlice, make_copies: Callable[[], Copies]) -> None:
@@ -323,24 +327,59 @@ def recomputes_draws(stack: StackSlice) -> bool:
     return (recompute.layers > 0 and has_dropout(stack)) or any(of_modules[name] for name in recompute.modules)
 
 
-def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> Iterator[str]:
-    """For each attention that shall be recomputed but keeps no scores: why that saves nothing, and what does.
+def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> tuple[RecomputeSlice | None, ...]:
+    """What the backward of each stack calculates again: core attention only where an attention of it keeps scores.
 
     Args:
         model: what the model is.
         decisions: what the dispatcher chose for each attention and kind of call.
     """
+    acting: list[RecomputeSlice | None] = []
     for stack, labels in zip(model.stacks, _training_labels(model), strict=True):
+        recompute = stack.recompute
+        made = [decisions[label] for label in labels if label in decisions]
+        if recompute is not None and made and not any(decision.keeps_scores for decision in made):
+            modules = recompute.modules - {"core_attention"}
+            recompute = replace(recompute, modules=modules) if recompute.layers or modules else None
+        acting.append(recompute)
+    return tuple(acting)
+
+
+def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> Iterator[str]:
+    """For each attention that shall be recomputed but keeps no scores: why that saves nothing, and what would.
+
+    Args:
+        model: what the model is.
+        decisions: what the dispatcher chose for each attention and kind of call.
+    """
+    acting = acting_recompute(model, decisions)
+    for stack, labels, done in zip(model.stacks, _training_labels(model), acting, strict=True):
         if stack.recompute is None or "core_attention" not in stack.recompute.modules:
             continue
+        modules = _with_more(stack, frozenset() if done is None else done.modules)
         for label in labels:
             if label in decisions and not decisions[label].keeps_scores:
                 at = f"model.{label.split()[0].replace('cross', 'decoder')}" if " " in label else "model"
                 yield (
                     f"recomputing core attention has no effect on attention `{label}`: its backend "
-                    f"{decisions[label].backend} keeps no scores; "
-                    f"{at}.activations_checkpoint_modules=[norm,mlp_activation] saves memory"
+                    f"{decisions[label].backend} keeps no scores"
+                    + (f"; {at}.activations_checkpoint_modules=[{','.join(modules)}] saves memory" if modules else "")
                 )
+
+
+def _with_more(stack: StackSlice, modules: frozenset[RecomputeModule]) -> list[RecomputeModule]:
+    """These parts and others that act in the stack: the cheap ones, or else the experts; [] where none is left."""
+    first, moe = 0 if stack.recompute is None else stack.recompute.layers, stack.moe
+    acting = acting_modules(
+        moe.layers[first:] if moe else (),
+        shared_expert=moe is not None and moe.shared_ffn_hidden_size is not None,
+        post_ln=stack.block == "post_ln",
+    )
+    steps: tuple[frozenset[RecomputeModule], ...] = (frozenset({"norm", "mlp_activation"}), frozenset({"moe"}))
+    for step in steps:
+        if more := (step & acting) - modules:
+            return [name for name in _CHEAP_FIRST if name in modules | more]
+    return []
 
 
 def compile_policy(

@@ -3,7 +3,8 @@
 Of L layers the first N are offloaded. What layer i saves for the backward is copied to the host as soon as it is saved,
 has left the device before layer i + L - N runs, and is fetched when the backward reaches layer i + L - N - 1 (with
 N = L - 1, layer i + 1), so that about L - N layers are on the device at any time. This is the order of
-TransformerEngine's `cpu_offload` (since 2.10).
+TransformerEngine's `cpu_offload` (since 2.10). Of layers that are recomputed in chunks, the input of a chunk is fetched
+at the latest when the backward reaches the chunk after it.
 
 What stays on the device: parameters, whatever all layers share (angles of positions, masks, the encoder's output),
 tensors of less than `LEAST_SIZE`, and the input of the first layer that is not offloaded. What several operations save
@@ -84,6 +85,7 @@ class ForwardPass:
             numbers: which, counted from 0: one, or a chunk that is recomputed together. They run in order.
             modules: these layers, whose parameters stay where they are.
         """
+        self._ahead = max(self._ahead, len(numbers))  # the chunk before is the nearest that can be fetched
         leaving = min(numbers.start, numbers.stop - self._away)
         for group in self._groups[self._left : max(leaving, 0)]:
             for stored in group.values():
@@ -110,8 +112,8 @@ class ForwardPass:
             self._carried = {place: stored for place, stored in group.items() if place.address == address}
             for place in self._carried:
                 del group[place]
-        first, last = max(numbers.start - self._ahead, 0), min(numbers.stop - self._ahead, numbers.start)
-        coming = [group for group in self._groups[first : max(last, 0)] if group]
+        first, last = (max(number - self._ahead, 0) for number in (numbers.start, numbers.stop))
+        coming = [group for group in self._groups[first:last] if group]
         if coming and hidden.requires_grad:
             hidden.register_hook(_fetching(coming))
 
@@ -149,9 +151,11 @@ class _Stored:
 
     def __init__(self, memory: Tensor, copies: Copies) -> None:
         self._copies = copies
-        self._host = copies.host(memory.numel())
         self._memory: Tensor | None = memory
-        self._copying: Any = copies.send(memory, self._host)
+        self._copying: Any = None
+        self._host: Tensor | None = None  # and stays so where the host has no memory left
+        self._host = copies.host(memory.numel())
+        self._copying = copies.send(memory, self._host)
 
     def leave(self) -> None:
         """Give up the memory of the device."""
@@ -161,6 +165,7 @@ class _Stored:
     def come_back(self) -> None:
         """Begin to fetch it, where it is not on the device."""
         if self._memory is None:
+            assert self._host is not None
             self._memory = self._copies.new(self._host.numel())
             self._copying = self._copies.fetch(self._host, self._memory)
 
@@ -178,7 +183,8 @@ class _Stored:
 
     def __del__(self) -> None:
         self._wait()  # the next who gets the memory, or the buffer, must not meet this copy
-        self._copies.give_back(self._host)
+        if self._host is not None:
+            self._copies.give_back(self._host)
 
 
 class _Saved(NamedTuple):

@@ -14,6 +14,10 @@ ALIGNMENT = 512
 """Of a buffer within a slab, in bytes: what a copy engine likes, and every dtype."""
 
 
+class HostMemoryError(RuntimeError):
+    """The host has no memory left to offload to; what would mend a device that is full does not mend this."""
+
+
 class Copies(Protocol):
     """What offloading needs of a device: memory, copies that run beside the work, and a way to wait for them.
 
@@ -25,12 +29,21 @@ class Copies(Protocol):
         """Whose work goes on meanwhile."""
         ...
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that was taken so far, which is kept."""
+        ...
+
     def begin(self) -> None:
         """The work that copies run beside is the one the caller submits from now on."""
         ...
 
     def host(self, size: int) -> Tensor:
-        """A buffer of so many bytes in host memory, uint8 (size,)."""
+        """A buffer of so many bytes in host memory, uint8 (size,).
+
+        Raises:
+            HostMemoryError: there is none left.
+        """
         ...
 
     def give_back(self, host: Tensor) -> None:
@@ -67,13 +80,14 @@ class CudaCopies:
 
     Args:
         device: a CUDA device.
+        pool: its host memory, which copies beside the same work may share; None for one of its own.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pool: HostPool | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._work = torch.cuda.current_stream(device)
-        self._pool = HostPool(pinned=True)
+        self._pool = HostPool(pinned=True) if pool is None else pool
 
     @property
     def host_bytes(self) -> int:
@@ -147,7 +161,11 @@ class HostPool:
         self.size = 0
 
     def take(self, size: int) -> Tensor:
-        """A buffer of `size` bytes, uint8."""
+        """A buffer of `size` bytes, uint8.
+
+        Raises:
+            HostMemoryError: the system does not give that much.
+        """
         room = _rounded_up(size)
         buffer = self._free[room].pop() if self._free[room] else self._cut(room)
         return buffer[:size]
@@ -162,9 +180,17 @@ class HostPool:
         place = next((place for place, rest in enumerate(self._rests) if rest.numel() >= room), None)
         if place is None:
             slab = max(SLAB, 1 << (room - 1).bit_length()) if self._pinned else room
+            try:
+                memory = torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned)
+            except RuntimeError as error:
+                raise HostMemoryError(
+                    f"`cpu_offloading` (True) has {self.size / 2**30:,.1f} GiB of host memory, and the system does not "
+                    f"give {slab / 2**30:,.1f} GiB more; use a smaller cpu_offloading_num_layers, "
+                    "cpu_offloading_weights=false, or cpu_offloading_activations=false."
+                ) from error
             self.size += slab
             place = len(self._rests)
-            self._rests.append(torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned))
+            self._rests.append(memory)
         buffer, rest = self._rests[place][:room], self._rests[place][room:]
         self._rests[place] = rest
         return buffer

@@ -35,6 +35,7 @@ class WeightOffload:
         ValueError: the weights are cut over processes.
 
     Attributes:
+        copies: as given.
         sent_bytes: bytes of all copies to the host in one forward, as many as come back in its backward.
     """
 
@@ -46,7 +47,7 @@ class WeightOffload:
                 "`cpu_offloading_weights` (True) needs whole weights, but these are cut over processes; use "
                 "cpu_offloading_weights=false."
             )
-        self._copies = copies
+        self.copies = copies
         self._layers = [
             [_Weight(parameter, copies) for parameter in layer.parameters() if parameter.nbytes >= least_size]
             for layer in layers[:offloaded]
@@ -58,7 +59,7 @@ class WeightOffload:
     def before(self, numbers: range) -> None:
         """Layers with these numbers, counted from 0, are about to run forward: their weights are on the device."""
         if numbers.start == 0:
-            self._copies.begin()
+            self.copies.begin()
             self._left = 0
         for weight in self._weights(numbers):
             weight.be_there()

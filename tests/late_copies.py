@@ -48,6 +48,10 @@ class LateCopies:
         self._memory: list[weakref.ref[Tensor]] = []
 
     @property
+    def host_bytes(self) -> int:
+        return self.pool.size
+
+    @property
     def held(self) -> int:
         """Bytes of the device's memory that offloaded tensors take."""
         return sum(memory.untyped_storage().nbytes() and memory.numel() for memory in self._alive())

@@ -14,12 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import offload_copies
-from stoker.models.build import build_model, stacks_of
+from stoker.models.build import build_model, copies_of, stacks_of
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
 from stoker.models.offload import ActivationOffload
-from stoker.models.offload_copies import ALIGNMENT, HostPool
+from stoker.models.offload_copies import ALIGNMENT, HostMemoryError, HostPool
+from stoker.trainer.memory import is_out_of_memory
 
 LAYERS, TOKENS, VOCAB = 5, 16, 50
 STACK: dict[str, Any] = {
@@ -353,6 +354,73 @@ def test_a_chunk_of_layers_is_offloaded_as_one() -> None:
                 assert names.count("fetch") == layers
 
 
+@pytest.mark.parametrize(("size", "layers"), [(2, 6), (3, 6), (3, 7), (4, 7), (2, 3), (1, 7)])
+def test_chunks_are_fetched_before_the_backward_reads_them(size: int, layers: int) -> None:
+    """When the backward reaches a chunk, what was saved by the one before it is on its way."""
+    parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+    copies = LateCopies()
+    run = ActivationOffload(copies, layers, least_size=1).forward_pass(len(parts), ())
+    hidden = torch.randn(16, 64, requires_grad=True)
+    for start in range(0, len(parts), size):
+        numbers = range(start, min(start + size, len(parts)))
+        with run.layers(numbers, [parts[number] for number in numbers]):
+            for number in numbers:
+                hidden = parts[number](hidden).relu()
+        # before the engine's own: what that fetches for this chunk itself comes too late
+        hidden.register_hook(lambda _, start=start: copies.events.append(("backward", start)))
+        run.after(numbers, hidden)
+    del run
+    copies.events.clear()
+    hidden.sum().backward()
+    reached = [number for name, number in copies.events if name == "backward"]
+    assert reached == sorted(range(0, len(parts), size), reverse=True)
+    names = [name for name, _ in copies.events]
+    last_reached = len(names) - names[::-1].index("backward")
+    assert "fetch" in names[:last_reached]
+    assert "fetch" not in names[last_reached:]  # nothing is asked for that was not ordered
+    copies.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("broken", ["host", "send"])
+def test_a_host_without_memory_is_one_error_and_leaves_nothing(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-made entries die in silence (an error in `__del__` is a warning, which fails here), and steps go on."""
+    model = model_of()
+    expected = gradients(model, lambda: [loss_of(model)])
+    copies = offloaded(model)
+    calls = [0]
+    works = getattr(copies, broken)
+
+    def fail(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise HostMemoryError("none left")
+        return works(*arguments)
+
+    monkeypatch.setattr(copies, broken, fail)
+    with pytest.raises(HostMemoryError, match="none left"):
+        loss_of(model)
+    gc.collect()
+    copies.check_nothing_is_left()
+    assert_equal(gradients(model, lambda: [loss_of(model)]), expected)
+    copies.check_nothing_is_left()
+
+
+def test_memory_that_the_system_does_not_pin_names_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not look like a device that is full, for which the cures are others."""
+    pool = HostPool(pinned=True)
+
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(HostMemoryError) as error:
+        pool.take(3 << 30)
+    assert "has 0.0 GiB of host memory, and the system does not give 4.0 GiB more" in str(error.value)
+    assert "cpu_offloading_num_layers" in str(error.value)
+    assert not is_out_of_memory(error.value)
+    assert pool.size == 0
+
+
 def test_what_dies_during_its_copy_waits_for_it() -> None:
     """A graph that nobody needs any more: others get its memory and its buffer when the copy is done."""
     copies = LateCopies()
@@ -426,6 +494,21 @@ def test_pool_does_not_grow_with_the_number_of_sizes() -> None:
         assert pool.size - before <= size * 9 / 8
         pool.give_back(buffer)
     assert pool.size <= 9 * (1 << 21)
+
+
+def test_activations_and_weights_of_a_model_share_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pool of its own would pin 1 GiB at least, twice for each stack."""
+    empty = torch.empty
+    monkeypatch.setattr(offload_copies.torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    make = copies_of(torch.device("cuda", 0))
+    assert make is not None
+    made: list[Any] = [make() for _ in range(4)]
+    buffers = [copies.host(1000) for copies in made]
+    assert len({buffer.untyped_storage().data_ptr() for buffer in buffers}) == 1
+    assert len({buffer.data_ptr() for buffer in buffers}) == 4
+    assert [copies.host_bytes for copies in made] == [offload_copies.SLAB] * 4
 
 
 def test_pool_cuts_slabs(monkeypatch: pytest.MonkeyPatch) -> None:

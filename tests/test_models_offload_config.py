@@ -14,7 +14,8 @@ from test_models_offload import LAYERS, STACK, model_of
 from tiny_run import tiny_config
 from torch import nn
 
-from stoker.models.build import offload, stacks_of
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.build import build_model, offload, stacks_of
 from stoker.models.config.block import Finding
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
@@ -23,14 +24,15 @@ from stoker.models.config.offload_rules import offload_rules
 from stoker.models.config.samples import SampleForm
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
-from stoker.models.offload_weights import WeightOffload
+from stoker.models.offload_weights import WeightOffload, weight_offloads
 from stoker.trainer import memory
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.cuda_graph import uses_cuda_graph
 from stoker.trainer.errors import UserError
 from stoker.trainer.memory import check_memory
-from stoker.trainer.parts import describe_offload
+from stoker.trainer.parts import describe_moved, describe_offload
 from stoker.trainer.precision import plan_precision
+from stoker.trainer.sample_form import sample_form
 
 ON = {"num_layers": 6, "cpu_offloading": True}
 CUDA = torch.device("cuda", 0)
@@ -79,23 +81,6 @@ def test_slice(changes: dict[str, Any], expected: OffloadSlice | None) -> None:
             "error",
             "needs `cpu_offloading_activations` or `cpu_offloading_weights`, which are both False",
             "cpu_offloading_activations=true",
-        ),
-        (
-            {
-                "cpu_offloading_num_layers": 4,
-                "activations_checkpoint_granularity": "full",
-                "activations_checkpoint_method": "uniform",
-                "activations_checkpoint_num_layers": 2,
-            },
-            "info",
-            "acts beside `activations_checkpoint_granularity`, which Megatron does not allow: the input of each chunk",
-            "",
-        ),
-        (
-            {"cpu_offloading_num_layers": 4, "activations_checkpoint_modules": ["norm"]},
-            "info",
-            "acts beside `activations_checkpoint_modules`, which Megatron does not allow: what is still kept",
-            "",
         ),
         ({"cpu_offloading": False, "cpu_offloading_num_layers": 5}, None, "", ""),  # every file of NeMo
         ({"cpu_offloading": False, "cpu_offloading_num_layers": 3}, "info", "`cpu_offloading_num_layers` (3) has", ""),
@@ -151,6 +136,60 @@ def test_a_gpu_is_needed() -> None:
     assert "cpu_offloading" in told
     assert "no effect with `accelerator` (cpu)" in told
     assert "no effect" not in "\n".join(rules_of_a_run(few, "trainer.accelerator=gpu"))
+
+
+def test_what_a_run_says_in_the_end() -> None:
+    keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": 16, "cpu_offloading": True})
+    model: Any = model_of()
+    assert list(describe_moved(model)) == []
+    copies = LateCopies()
+    offload(model, family_slice(keys, vocab_size=50, form=SampleForm(length=16)), lambda: copies)
+    copies.pool.size = 3 << 30
+    (part,) = stacks_of(model)
+    assert part.activation_offload is not None
+    assert part.weight_offload is not None
+    part.activation_offload.sent_bytes, part.weight_offload.sent_bytes = 1 << 30, 1 << 29
+    (line,) = describe_moved(model)
+    assert "moved 1.50 GiB to host memory and back in a micro batch, and took 3.00 GiB" in line
+
+
+FULL = ("granularity=full", "method=uniform", "num_layers=2")
+
+
+@pytest.mark.parametrize(
+    ("model", "at", "recomputed", "says"),
+    [
+        (
+            "gpt_tiny",
+            "",
+            FULL,
+            "`activations_checkpoint_granularity`, which Megatron does not allow: the input of each ch",
+        ),
+        (
+            "gpt_tiny",
+            "",
+            ("modules=[norm]",),
+            "`activations_checkpoint_modules`, which Megatron does not allow: what is",
+        ),
+        ("t5_tiny", "encoder.", ("modules=[norm]",), "`activations_checkpoint_modules`, which Megatron does not allow"),
+    ],
+)
+def test_recomputation_may_stay(model: str, at: str, recomputed: tuple[str, ...], says: str) -> None:
+    """Nothing goes to the host where nothing is offloaded."""
+    lines = [f"model.{at}activations_checkpoint_{line}" for line in recomputed]
+    on = [f"model.{at}cpu_offloading=true", f"model.{at}num_layers=4", f"model.{at}cpu_offloading_num_layers=2"]
+    given = (f"model={model}", "data=mock", *on, *lines)
+    found = load(*given, "trainer.accelerator=gpu").findings
+    (finding,) = (finding for finding in found if "acts beside" in finding.message)
+    assert f"acts beside {says}" in finding.message
+    assert finding.level == "info"
+    assert finding.keys[0] == f"model.{at}cpu_offloading"
+    for without in (
+        load(*given, "trainer.accelerator=cpu"),
+        load(*given, "trainer.accelerator=gpu", f"model.{at}cpu_offloading_activations=false"),
+        load(*given, "trainer.accelerator=gpu", f"model.{at}cpu_offloading_num_layers=0"),
+    ):
+        assert not any("acts beside" in finding.message for finding in without.findings)
 
 
 def test_weights_are_not_cut_by_fsdp() -> None:
@@ -254,3 +293,30 @@ def test_bounds_know_what_is_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert least_need(monkeypatch, both, of_host=True) == inputs
     away = config(**many, model__cpu_offloading=True, model__cpu_offloading_num_layers=2).root
     assert least_need(monkeypatch, away, of_host=False) < least_need(monkeypatch, two, of_host=False)
+
+
+BIG: dict[str, Any] = {"hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 8, "cpu_offloading": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("gpt_tiny", {"activation": "swiglu"}),
+        ("gpt_tiny", {"num_query_groups": 1, "ffn_hidden_size": 256}),  # the projections back are small ones
+        ("gpt_tiny", {"num_moe_experts": 4, "moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 1024}),
+        ("t5_tiny", {}),
+    ],
+)
+def test_weights_count_on_the_host(monkeypatch: pytest.MonkeyPatch, model: str, changes: dict[str, Any]) -> None:
+    """As many bytes as the engine sends; matrices of less than 1 MiB stay."""
+    keys = BIG | changes | {"num_layers": 3, "cpu_offloading_num_layers": 2, "cpu_offloading_activations": False}
+    stacks = ("model.encoder", "model.decoder") if model == "t5_tiny" else ("model",)
+    given = [f"{stack}.{name}={value}" for stack in stacks for name, value in keys.items()]
+    root = load(f"model={model}", "data=mock", "trainer.accelerator=gpu", "trainer.precision=32", *given).root
+    form = sample_form(root)
+    facts: Any = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 1}
+    built = build_model(root.model, vocab_size=50, form=form, **facts)
+    offload(built, family_slice(root.model, vocab_size=50, form=form), LateCopies)
+    sent = sum(part.sent_bytes for part in weight_offloads(built))
+    assert sent > 0
+    assert least_need(monkeypatch, root, of_host=True) == sent

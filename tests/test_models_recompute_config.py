@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,14 +23,18 @@ from stoker.models.config.slices import StackSlice, gpt_slice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.recompute import RecomputedAttention
 from stoker.models.stack import Layer, Stack
+from stoker.trainer import parts
 from stoker.trainer.cuda_graph import uses_cuda_graph
+from stoker.trainer.data.build import build_data
 from stoker.trainer.errors import UserError
+from stoker.trainer.precision import PrecisionPlan
 
 AT = "activations_checkpoint_"
 BASE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 8}
 EXPERTS = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
 BLOCK = {f"{AT}granularity": "full", f"{AT}method": "block"}
 UNIFORM = {f"{AT}granularity": "full", f"{AT}method": "uniform"}
+LAST_ONLY = BLOCK | {f"{AT}num_layers": 3, f"{AT}modules": ["core_attention"], "moe_layer_freq": [0, 0, 0, 1]}
 
 
 def keys(**changes: Any) -> GPTKeys:
@@ -174,8 +179,9 @@ def test_the_lines_of_nemos_documents_run_verbatim() -> None:
 def test_what_needs_pipelines_is_not_yet() -> None:
     name = "model.num_micro_batches_with_partial_activation_checkpoints"
     assert load(f"{name}=null", "model.activations_checkpoint_layers_per_pipeline=0").root
-    (problem,) = problems(f"{name}=2", "model.activations_checkpoint_granularity=selective").values()
-    assert problem.rule.startswith("not yet")
+    for value in (0, 1, 2):  # 0 too: in NeMo it recomputes all layers where there is no pipeline
+        (problem,) = problems(f"{name}={value}", "model.activations_checkpoint_granularity=selective").values()
+        assert problem.rule.startswith("not yet")
 
 
 # ---------------------------------------------------------------- where the backend keeps no scores
@@ -216,6 +222,55 @@ def test_without_scores_nothing_is_wrapped_and_one_line_names_what_saves() -> No
     assert wrapped(stack) == [False] * 4
     assert "sdpa_flash keeps no scores" in note
     assert "model.activations_checkpoint_modules=[norm,mlp_activation]" in note
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, "norm,mlp_activation"),
+        ({f"{AT}modules": ["core_attention", "norm"]}, "norm,mlp_activation"),
+        ({f"{AT}modules": ["core_attention", "norm", "mlp_activation"]}, None),
+        ({"transformer_block_type": "post_ln"}, "mlp_activation"),
+        (EXPERTS, "norm"),
+        (EXPERTS | {"moe_shared_expert_intermediate_size": 8}, "norm,mlp_activation"),
+        (EXPERTS | {"moe_layer_freq": 2}, "norm,mlp_activation"),
+        (EXPERTS | {"transformer_block_type": "post_ln"}, "moe"),
+        (EXPERTS | {"moe_layer_recompute": True}, "norm,moe"),
+        (EXPERTS | {f"{AT}modules": ["core_attention", "norm"]}, "norm,moe"),
+        (EXPERTS | {f"{AT}modules": ["core_attention", "norm", "moe"]}, None),
+        (EXPERTS | LAST_ONLY, "norm"),  # which has experts
+    ],
+)  # fmt: skip
+def test_what_is_advised_acts_in_this_stack_and_keeps_what_is_set(changes: dict[str, Any], names: str | None) -> None:
+    _, (note,) = stacks("sdpa_flash", **{"attention_dropout": 0.0} | changes)
+    assert note.endswith("keeps no scores" if names is None else f"_checkpoint_modules=[{names}] saves memory")
+    if names is not None:
+        slices = stack(**{f"{AT}modules": names.split(",")} | {k: v for k, v in changes.items() if "modules" not in k})
+        assert slices.recompute is not None
+        assert slices.recompute.modules == set(names.split(","))
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "expected"),
+    [
+        ("unfused", {}, sliced(1, 0, "core_attention")),
+        ("sdpa_flash", {}, None),
+        ("sdpa_flash", {f"{AT}modules": ["core_attention", "norm"]}, sliced(1, 0, "norm")),
+        ("sdpa_flash", BLOCK | {f"{AT}num_layers": 3, f"{AT}modules": ["core_attention"]}, sliced(1, 3)),
+    ],
+)
+def test_a_run_tells_only_what_it_recomputes(
+    tmp_path: Path, backend: str, changes: dict[str, Any], expected: RecomputeSlice | None
+) -> None:
+    changes = {f"{AT}granularity": "selective", "attention_backend": backend, "attention_dropout": 0.0} | changes
+    root = tiny_config(
+        tmp_path, model__num_layers=4, **{f"model__{name}": value for name, value in changes.items()}
+    ).root
+    data, precision, cpu = build_data(root), PrecisionPlan("fp32", torch.float32), torch.device("cpu")
+    said = list(parts.describe(root, parts.build_model(root, data, precision, cpu), data, precision, cpu))
+    told = [line for line in said if line.startswith("recompute ")]
+    assert told == ([f"recompute {expected.description}"] if expected else [])
+    assert sum("has no effect" in line for line in said) == (backend != "unfused")
 
 
 def test_each_attention_of_a_t5_is_looked_at() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import torch
 from ..kernels.moe.routing import capacity_of
 from ..models.build import plan_model
 from ..models.config.counting import count_parameters
-from ..models.config.families import family_slice
-from ..models.config.slices import StackSlice
+from ..models.config.families import FamilySlice, family_slice
+from ..models.config.moe_slice import MoESlice
+from ..models.config.slices import AttentionSlice, StackSlice
 from ..models.config.t5 import T5Keys
+from ..models.config.t5_slice import T5Slice
+from ..models.offload import LEAST_SIZE
 from .config.schema import AnyModelBlock, RootBlock
 from .determinism import attention_flags
 from .distributed.layout import DataLayout
@@ -57,7 +61,8 @@ def check_memory(
     form = sample_form(root)
     vocab_size = keys.override_vocab_size or 1
     parameters = count_parameters(keys, vocab_size, form)
-    stacks = family_slice(keys, vocab_size=vocab_size, form=form).stacks
+    model = family_slice(keys, vocab_size=vocab_size, form=form)
+    stacks = model.stacks
     lengths = (form.length, form.decoder_length)[: len(stacks)]
     table = rotary_tables(stacks)
     width = precision.weights.itemsize
@@ -79,6 +84,7 @@ def check_memory(
     sized = list(zip(stacks, tokens, strict=True))
     activations = sum(_kept(stack, n, _offloaded(stack, device)) for stack, n in sized) * narrow
     sent = sum(_kept(stack, n, 0) for stack, n in sized) * narrow - activations
+    beside = _weights_on_host(model, device, width)
     # at most so many weights are on the host when the backward begins
     away = parameters * width if any(_offloaded(stack, device, weights=True) for stack in stacks) else 0
     mask = _mask_bytes(root, precision, device)
@@ -127,7 +133,7 @@ def check_memory(
             f"cpu_offloading_optimizer {' '.join(depth + width)}",
         ),
         (
-            on_host + sent,
+            on_host + sent + beside,
             host,
             f"the activations of a micro batch and whatever else offloading keeps in host memory need{each}",
             f"micro_batch_size {length} {' '.join(f'{place}cpu_offloading_num_layers' for place in places)} "
@@ -151,6 +157,35 @@ def _offloaded(stack: StackSlice, device: torch.device, *, weights: bool = False
     if offload is None or device.type != "cuda":
         return 0
     return offload.layers if (offload.weights if weights else offload.activations) else 0
+
+
+def _weights_on_host(model: FamilySlice, device: torch.device, itemsize: int) -> int:
+    """Bytes of the weights that have a copy in host memory: the matrices of the first layers, but for small ones."""
+    total = 0
+    for stack in model.stacks:
+        cross = model.cross_attention if isinstance(model, T5Slice) and stack is model.stacks[-1] else None
+        for layer in range(_offloaded(stack, device, weights=True)):
+            moe = stack.moe if stack.moe is not None and stack.moe.layers[layer] else None
+            sizes = (count * itemsize for count in _matrices(stack, moe, cross))
+            total += sum(size for size in sizes if size >= LEAST_SIZE)
+    return total
+
+
+def _matrices(stack: StackSlice, moe: MoESlice | None, cross: AttentionSlice | None) -> Iterator[int]:
+    """Numbers in each matrix of a layer, with these experts and this cross-attention; all experts have one."""
+    own = stack.attention
+    asked, read = own.heads * own.head_dim, 2 * own.groups * own.head_dim
+    rows = [asked + read, asked]
+    if cross is not None:
+        asked, read = cross.heads * cross.head_dim, 2 * cross.groups * cross.head_dim
+        rows += [asked, read, asked]
+    widths = [stack.mlp.ffn_hidden_size]
+    if moe is not None:
+        widths = [moe.experts * moe.ffn_hidden_size, moe.shared_ffn_hidden_size or 0]
+        rows.append(moe.experts)
+    for width in widths:
+        rows += [width * (2 if stack.mlp.gated else 1), width]
+    yield from (stack.hidden_size * number for number in rows)
 
 
 def _kept(stack: StackSlice, tokens: int, first: int) -> int:

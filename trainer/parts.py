@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..models.build import LanguageModel, idle_recompute, parameter_count, plan_model, stacks_of
+from ..models.build import LanguageModel, acting_recompute, idle_recompute, parameter_count, plan_model, stacks_of
 from ..models.build import build_model as build_from_keys
 from ..models.config.counting import count_parameters
 from ..models.config.families import family_slice
@@ -334,9 +334,9 @@ def describe(
     )
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
-    for at, stack in zip(stacks, described.stacks, strict=True):
-        if stack.recompute is not None:
-            yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{stack.recompute.description}"
+    for at, recompute in zip(stacks, acting_recompute(described, model.attention_decisions), strict=True):
+        if recompute is not None:
+            yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
     for note in idle_recompute(described, model.attention_decisions):
         yield f"warning: {note}"
     yield from describe_offload(root, model, device)
@@ -370,6 +370,19 @@ def describe_offload(root: RootBlock, model: LanguageModel, device: torch.device
         if stack.activation_offload is not None:
             parts.append("what they save for the backward")
         yield f"host memory keeps of the first {offload.layers} layers{of_stack} {' and '.join(reversed(parts))}"
+
+
+def describe_moved(model: LanguageModel) -> Iterator[str]:
+    """What `cpu_offloading` has moved in each micro batch, and the host memory it took, in a line after training."""
+    stacks = stacks_of(model)
+    offloads = [part for stack in stacks for part in (stack.activation_offload, stack.weight_offload) if part]
+    if offloads:
+        moved = sum(part.sent_bytes for part in offloads) / 2**30
+        held = max(part.copies.host_bytes for part in offloads) / 2**30  # they share a pool
+        yield (
+            f"offloading moved {moved:,.2f} GiB to host memory and back in a micro batch, and took {held:,.2f} GiB of "
+            "host memory"
+        )
 
 
 def describe_host_state(root: RootBlock, optimizer: Optimizer, device: torch.device) -> Iterator[str]:

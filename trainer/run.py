@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..models.build import LanguageModel
+from ..models.offload_copies import HostMemoryError
 from .batching import BatchPlan, RankBatches, ramp_up_of
 from .checkpoint import Checkpoint, checkpoint_paths, open_checkpoint
 from .config.run_config import RunConfig
@@ -48,6 +49,7 @@ from .parts import (
     choose_device,
     describe,
     describe_host_state,
+    describe_moved,
 )
 from .plan.advice import out_of_memory_lines, plan_here
 from .plan.plan import Plan
@@ -122,6 +124,8 @@ def _memory_told(root: RootBlock, device: torch.device, plan: Plan | None = None
     """Turn an allocation that failed into lines for the user, with the keys that would help where there is a plan."""
     try:
         yield
+    except HostMemoryError as error:
+        raise UserError(f"out of host memory: {error}") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -162,6 +166,8 @@ def _prepare_and_train(
                 if plan is not None and device.type == "cuda" and result.step > (resumed.state.step if resumed else 0):
                     allocated = torch.cuda.max_memory_allocated(device)
                     journal.say(comparison(plan, allocated, torch.cuda.max_memory_reserved(device)))
+                for line in describe_moved(result.model):
+                    journal.say(line)
                 return result
             except UserError as error:
                 with suppress(UserError):  # a disk that takes no log line either: the first error says more

@@ -54,16 +54,29 @@ def recompute_slice(keys: StackKeys, *, with_experts: tuple[bool, ...]) -> Recom
         with_experts: for each layer of the stack, whether it has experts; () where none has.
     """
     chunk, layers = whole_layers(keys)
-    modules, others = modules_of(keys), with_experts[layers:]
-    if not any(others):
-        modules -= {"moe"}
-    if others and all(others) and keys.moe_shared_expert_intermediate_size is None:
-        modules -= {"mlp_activation"}
-    if keys.transformer_block_type == "post_ln":  # norms give the stream itself, which is kept
-        modules -= {"norm"}
-    if layers == keys.num_layers:
-        modules = frozenset()
+    shared = keys.moe_shared_expert_intermediate_size is not None
+    acting = acting_modules(
+        with_experts[layers:], shared_expert=shared, post_ln=keys.transformer_block_type == "post_ln"
+    )
+    modules = modules_of(keys) & acting if layers < keys.num_layers else frozenset()
     return RecomputeSlice(chunk=chunk, layers=layers, modules=modules) if layers or modules else None
+
+
+def acting_modules(with_experts: tuple[bool, ...], *, shared_expert: bool, post_ln: bool) -> frozenset[RecomputeModule]:
+    """The parts that some layers have and that the backward can calculate again.
+
+    Args:
+        with_experts: for each of the layers, whether it has experts; () where none has.
+        shared_expert: beside the experts is an MLP that every token passes.
+        post_ln: norms give the stream itself, which is kept.
+    """
+    parts: dict[RecomputeModule, bool] = {
+        "core_attention": True,  # where its backend keeps scores, which the keys do not tell
+        "norm": not post_ln,
+        "mlp_activation": shared_expert or not (with_experts and all(with_experts)),
+        "moe": any(with_experts),
+    }
+    return frozenset(name for name, acts in parts.items() if acts)
 
 
 def whole_layers(keys: StackKeys) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .block import Finding
-from .memory_slice import modules_of, offloaded_layers, whole_layers
+from .memory_slice import offloaded_layers
 from .stack import StackKeys
 
 _SWITCH = "cpu_offloading"
@@ -15,7 +15,7 @@ _WEIGHTS = "cpu_offloading_weights"
 
 
 def offload_rules(keys: StackKeys) -> Iterator[Finding]:
-    """Everything the keys of offloading of one stack have against each other and against recomputation."""
+    """Everything the keys of offloading of one stack have against each other."""
     if not keys.cpu_offloading:
         yield from settings_need_the_switch(keys)
         return
@@ -81,24 +81,7 @@ def something_is_offloaded(keys: StackKeys) -> Iterator[Finding]:
         )
 
 
-def recomputation_may_stay(keys: StackKeys) -> Iterator[Finding]:
-    """Megatron refuses both; here each does its part."""
-    chunk, whole = whole_layers(keys)
-    if not (keys.cpu_offloading_activations and offloaded_layers(keys)) or not (whole or modules_of(keys)):
-        return
-    names = ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute")
-    recomputed = next(name for name in names if getattr(keys, name))
-    kept = "the input of each chunk" if chunk > 1 else "the input of each such layer"
-    what = f"{kept} is what goes to the host" if whole else "what is still kept goes to the host"
-    yield Finding(
-        "info",
-        (_SWITCH, recomputed),
-        f"`{_SWITCH}` (True) acts beside `{recomputed}`, which Megatron does not allow: {what}.",
-    )
-
-
 OFFLOAD_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
     layers_are_left,
     something_is_offloaded,
-    recomputation_may_stay,
 )

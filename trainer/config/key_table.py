@@ -362,11 +362,15 @@ def _parallel() -> Iterator[Row]:
 
 def _memory() -> Iterator[Row]:
     at = "model"
-    yield from _rows(
+    yield Row(  # 0 is not off: it recomputes all layers where there is no pipeline
+        f"{at}.num_micro_batches_with_partial_activation_checkpoints",
         State.NOT_YET,
-        at,
-        "num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline",
-        "recomputing fewer layers in some micro batches or stages of a pipeline",
+        "recomputing fewer layers in some micro batches of a pipeline",
+    )
+    yield Row(
+        f"{at}.activations_checkpoint_layers_per_pipeline",
+        State.NOT_YET,
+        "recomputing fewer layers in some stages of a pipeline",
         off=(0,),
     )
     yield _off(at, "distribute_saved_activations", "tensor parallelism", False)

@@ -1,4 +1,4 @@
-"""Rules between the keys of offloading and those of the device and the processes; `models/config` has the others."""
+"""Rules between the keys of offloading and others; `models/config` has those between themselves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from ...models.config.block import Finding
 from ...models.config.family_rules import stacks_of_keys
-from ...models.config.memory_slice import OffloadSlice, offload_slice
+from ...models.config.memory_slice import OffloadSlice, modules_of, offload_slice, whole_layers
 from .facts import Facts, Rule, no_effect, processes
+
+_WITHOUT_MEMORY = ("cpu", "mps")
+"""Accelerators whose memory is that of the host."""
 
 
 def _offloads(facts: Facts) -> Iterator[tuple[str, OffloadSlice]]:
@@ -20,10 +23,31 @@ def _offloads(facts: Facts) -> Iterator[tuple[str, OffloadSlice]]:
 def offloading_needs_a_gpu(facts: Facts) -> Iterator[Finding]:
     """Elsewhere the device's memory is that of the host; `accelerator: auto` is told when the run starts."""
     accelerator = facts.root.trainer.accelerator
-    if accelerator in ("cpu", "mps"):
+    if accelerator in _WITHOUT_MEMORY:
         for at, _ in _offloads(facts):
             when = f"with `accelerator` ({accelerator}), whose memory is that of the host"
             yield no_effect(f"{at}cpu_offloading", "trainer.accelerator", when)
+
+
+def recomputation_may_stay(facts: Facts) -> Iterator[Finding]:
+    """Megatron refuses both; here each does its part, where there is a GPU."""
+    if facts.root.trainer.accelerator in _WITHOUT_MEMORY:
+        return
+    stacks = stacks_of_keys(facts.root.model)
+    for path, offload in _offloads(facts):
+        keys = stacks[path.removeprefix("model.")]
+        chunk, whole = whole_layers(keys)
+        if not offload.activations or not (whole or modules_of(keys)):
+            continue
+        names = ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute")
+        recomputed = next(name for name in names if getattr(keys, name))
+        kept = "the input of each chunk" if chunk > 1 else "the input of each such layer"
+        what = f"{kept} is what goes to the host" if whole else "what is still kept goes to the host"
+        yield Finding(
+            "info",
+            (f"{path}cpu_offloading", f"{path}{recomputed}"),
+            f"`cpu_offloading` (True) acts beside `{recomputed}`, which Megatron does not allow: {what}",
+        )
 
 
 def offloaded_weights_are_whole(facts: Facts) -> Iterator[Finding]:
@@ -55,6 +79,7 @@ def recordings_do_not_offload(facts: Facts) -> Iterator[Finding]:
 
 OFFLOAD_RULES: tuple[Rule, ...] = (
     offloading_needs_a_gpu,
+    recomputation_may_stay,
     offloaded_weights_are_whole,
     recordings_do_not_offload,
 )

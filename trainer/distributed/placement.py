@@ -54,7 +54,7 @@ def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
     Raises:
         UserError: they contradict each other, or the machines have no place to meet.
     """
-    per_node = _devices(trainer)
+    per_node = devices_here(trainer)
     world = per_node * trainer.num_nodes
     keys = f"`trainer.devices` ({trainer.devices}) on `trainer.num_nodes` ({trainer.num_nodes})"
     started = "RANK" in environ and "WORLD_SIZE" in environ
@@ -94,7 +94,8 @@ def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
     return Placement(world, per_node, node, trainer.num_nodes, address=_address(environ))
 
 
-def _devices(trainer: TrainerBlock) -> int:
+def devices_here(trainer: TrainerBlock) -> int:
+    """Processes on this machine: `trainer.devices`, of which `auto` is one for each GPU."""
     if trainer.devices != "auto":
         return trainer.devices
     if trainer.accelerator in ("cpu", "mps"):

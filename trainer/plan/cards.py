@@ -15,7 +15,7 @@ class Card:
     """A GPU as a plan sees it.
 
     Attributes:
-        name: as the driver reports it, or what was asked for.
+        name: as the driver reports it; it tells the peak.
         memory: bytes there are in all, as the driver reports them.
         capability: CUDA compute capability.
         bandwidth: bytes a second to its own memory, from the data sheet.
@@ -96,6 +96,21 @@ _TABLE: dict[str, Card] = {
         host_link=48e9, peer_link=40e9,
     ),
 }  # fmt: skip
+_PRODUCTS = {
+    "h100": "H[18]00",
+    "h100-pcie": "H[18]00 PCIe",
+    "h200": "H200",
+    "gh200": "GH200",
+    "b200": "G?B200",
+    "a100": "A[18]00",
+    "a100-40": "A[18]00",
+    "a10": "A10G?",
+    "l4": "L4",
+    "l40s": "L40S",
+    "rtx4090": "RTX 4090",
+    "rtx5090": "RTX 5090",
+}
+"""What is said of each card in the names of its product, of which other forms have speeds like it."""
 CARD_NAMES = tuple(_TABLE)
 DEFAULT_CARD = "h100"
 
@@ -108,38 +123,39 @@ def card_named(text: str) -> Card:
     Raises:
         ValueError: it is neither.
     """
-    name, _, size = text.lower().partition(":")
-    if name in _TABLE and not size:
+    name, colon, size = text.lower().partition(":")
+    if name in _TABLE and not colon:
         return _TABLE[name]
-    memory = _bytes(size or name)
-    if memory is None or (size and name not in _TABLE):
+    memory = _bytes(size if colon else name)
+    if memory is None or (colon and name not in _TABLE):
         raise ValueError(
             f"`--device` ({text}) must be one of {', '.join(CARD_NAMES)}, a size as 80GiB, or both as h100:40GiB."
         )
-    known = _TABLE[name if size else DEFAULT_CARD]
+    known = _TABLE[name if colon else DEFAULT_CARD]
     return replace(known, memory=memory)
 
 
 def card_of(driver_name: str, memory: int, capability: tuple[int, int]) -> Card:
     """The card of this machine: its own memory, and the speeds of the table's card that its name says it is."""
-    known = [card for card in _TABLE.values() if _same_card(card.name, driver_name)]
-    if known:
-        return replace(known[0], memory=memory, capability=capability)
-    alike = [card for card in _TABLE.values() if card.capability[0] == capability[0]] or [_TABLE[DEFAULT_CARD]]
-    return replace(alike[-1], name=driver_name, memory=memory, capability=capability, measured=False)
-
-
-def _same_card(known: str, driver_name: str) -> bool:
-    """Whether two names are of one product; variants of another memory are."""
-    model = re.search(r"\b(GH200|H200|H100 PCIe|H100|B200|A100|A10|L40S|L4|RTX \d+)\b", known)
-    return model is not None and re.search(rf"\b{model.group(1)}\b", driver_name) is not None
+    said = {key: re.search(rf"\b{pattern}\b", driver_name) for key, pattern in _PRODUCTS.items()}
+    hits = {key: len(match.group()) for key, match in said.items() if match}
+    if hits:  # the name that says most; of one name in several sizes, the nearest
+        named = [_TABLE[key] for key, length in hits.items() if length == max(hits.values())]
+        like = min(named, key=lambda card: abs(card.memory - memory))
+    else:
+        cards = list(_TABLE.values())
+        alike = [card for card in cards if card.capability == capability]
+        alike += [card for card in cards if card.capability[0] == capability[0]]
+        like = [*alike, _TABLE[DEFAULT_CARD]][0]
+    measured = like.measured and like.name == driver_name
+    return replace(like, name=driver_name, memory=memory, capability=capability, measured=measured)
 
 
 def _bytes(text: str) -> int | None:
     """A size in words; None where it is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib|mb)", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(tib|tb|gib|gb|g|mib|mb)", text.strip().lower())
     if match is None:
         return None
-    unit = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}[match.group(2)]
-    size = int(float(match.group(1)) * unit)
+    units = {"tib": 2**40, "tb": 10**12, "gib": GIB, "g": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+    size = int(float(match.group(1)) * units[match.group(2)])
     return size or None

@@ -10,12 +10,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ...kernels.attention.dispatch import NoBackendError
-from ...models.config.t5 import T5Keys
+from ...models.config.family_rules import stacks_of_keys
+from ...models.config.memory import RecomputeModule
+from ...models.config.memory_slice import acting_modules
 from ..config.facts import Facts
 from ..config.rules import run_rules
 from ..config.schema import RootBlock
@@ -26,6 +29,7 @@ from .plan import Plan, make_plan
 
 Values = Mapping[str, Any]
 _RECOMPUTE = "activations_checkpoint"
+_CHEAP_FIRST: tuple[RecomputeModule, ...] = ("core_attention", "norm", "mlp_activation", "moe")
 _OF_STACK: dict[str, Any] = {
     f"{_RECOMPUTE}_granularity": None,
     f"{_RECOMPUTE}_method": None,
@@ -116,8 +120,12 @@ def _cost(change: Change) -> tuple[float, int, int]:
 
 def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Values]:
     batches = [{}, *_smaller_batches(root)]
-    stacks = [{}, *_recomputing(root, plan, with_some=True), *_offloading(root)]
+    recomputing, offloading = _recomputing(root, plan, with_some=True), _offloading(root)
+    whole = _in_stacks(root, {**_full("uniform", 1), **_without_moe(plan)})
+    stacks = [{}, *recomputing, *offloading, *({**whole, **each} for each in offloading)]
     others = [{}, *_others(root, target)]
+    if len(others) > 2:
+        others.append({**others[1], **others[2]})
     for batch in batches:
         for stack in stacks:
             for other in others:
@@ -127,29 +135,36 @@ def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Value
 
 def _recomputing(root: RootBlock, plan: Plan, *, with_some: bool = False) -> list[dict[str, Any]]:
     """Modes of recomputation, the cheap ones first; `with_some`: also of a part of the layers."""
-    scores = any(stack.attention.keeps_scores for stack in plan.facts.stacks)
-    experts = any(stack.stack.moe for stack in plan.facts.stacks)
-    dense = any(stack.stack.moe is None or not all(stack.stack.moe.layers) for stack in plan.facts.stacks)
-    named: list[list[str]] = [["norm"]]
-    if dense:
-        named.append(["norm", "mlp_activation"])
-    if scores:
-        named = [["core_attention"], *([*names, "core_attention"] for names in named)]
-    if experts:
-        named += [[*named[-1], "moe"]]
-    modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": names} for names in named]
+    order = modules_that_save(plan)
+    cheap = [name for name in order if name != "moe"]
+    modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": order[:number]} for number in range(1, len(order) + 1)]
     layers = min(stack.stack.num_layers for stack in plan.facts.stacks)
-    cheap = named[-1] if not experts else named[-2]
     if with_some and layers > 1:
         for eighths in range(1, 8):
             number = round(layers * eighths / 8)
             if 0 < number < layers:
-                modes.append({**_full("block", number), f"{_RECOMPUTE}_modules": cheap})
+                modes.append({**_full("block", number), f"{_RECOMPUTE}_modules": cheap or None})
     modes.append(_full("uniform", 1))
     root_of = round(math.sqrt(layers))
     if root_of > 1:
         modes.append(_full("uniform", root_of))
-    return [_in_stacks(root, {**mode, "moe_layer_recompute": False} if experts else mode) for mode in modes]
+    return [_in_stacks(root, {**mode, **_without_moe(plan)}) for mode in modes]
+
+
+def modules_that_save(plan: Plan) -> list[RecomputeModule]:
+    """The parts of layers that save something in every stack when they are recomputed, the cheap ones first."""
+    found = set(_CHEAP_FIRST)
+    for each in plan.facts.stacks:
+        moe = each.stack.moe
+        shared = moe is not None and moe.shared_ffn_hidden_size is not None
+        found &= acting_modules(moe.layers if moe else (), shared_expert=shared, post_ln=each.stack.block == "post_ln")
+    if not any(stack.keeps_scores for stack in plan.facts.stacks):
+        found.discard("core_attention")
+    return sorted(found, key=_CHEAP_FIRST.index)
+
+
+def _without_moe(plan: Plan) -> dict[str, Any]:
+    return {"moe_layer_recompute": False} if any(stack.stack.moe for stack in plan.facts.stacks) else {}
 
 
 def _full(method: str, number: int) -> dict[str, Any]:
@@ -162,15 +177,15 @@ def _full(method: str, number: int) -> dict[str, Any]:
 
 
 def _offloading(root: RootBlock) -> list[dict[str, Any]]:
-    """Activations of some layers in host memory, then all but one layer with their weights."""
-    layers = min(keys.num_layers for keys in _stacks(root).values())
+    """Activations of some layers in host memory, then all but two layers with their weights."""
+    layers = min(keys.num_layers for keys in stacks_of_keys(root.model).values())
     whole = root.model.fsdp  # weights that are cut over ranks stay where they are
     found: list[dict[str, Any]] = []
-    for number in sorted({max(1, layers // 4), max(1, layers // 2), layers - 1}):
+    for number in sorted({max(1, layers // 4), max(1, layers // 2), layers - 2}):
         if 0 < number < layers:
             found.append(_offload(number, weights=False))
-    if layers > 1 and not whole:
-        found.append(_offload(layers - 1, weights=True))
+    if layers > 2 and not whole:  # with one layer less on the host copies are hidden better
+        found.append(_offload(layers - 2, weights=True))
     return [_in_stacks(root, mode) for mode in found]
 
 
@@ -198,30 +213,16 @@ def _others(root: RootBlock, target: Target) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- plans of changed keys
 
 
-def _stacks(root: RootBlock) -> dict[str, Any]:
-    """The keys of each stack by where they are below `model`."""
-    if isinstance(root.model, T5Keys):
-        return {"encoder.": root.model.encoder, "decoder.": root.model.decoder}
-    return {"": root.model}
-
-
 def _in_stacks(root: RootBlock, values: Values) -> dict[str, Any]:
     """The same values in every stack; those of a kind, recomputation or offloading, that are not given are off."""
     kinds = [kind for kind in (_RECOMPUTE, "cpu_offloading") if any(key.startswith(kind) for key in values)]
     asked = {key: off for key, off in _OF_STACK.items() if any(key.startswith(kind) for kind in kinds)}
-    return {f"{place}{key}": value for place in _stacks(root) for key, value in {**asked, **values}.items()}
-
-
-def _value(root: RootBlock, key: str) -> Any:
-    value: Any = root.model
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    return {f"{at}{key}": value for at in stacks_of_keys(root.model) for key, value in {**asked, **values}.items()}
 
 
 def _changed(root: RootBlock, target: Target, plan: Plan, values: Values) -> Change | None:
     """The run with other values; None where nothing differs, or it cannot be had."""
-    differing = {key: value for key, value in values.items() if _value(root, key) != value}
+    differing = {key: value for key, value in values.items() if attrgetter(key)(root.model) != value}
     if not differing:
         return None
     own: dict[str, Any] = {key: value for key, value in differing.items() if "." not in key}
@@ -232,7 +233,8 @@ def _changed(root: RootBlock, target: Target, plan: Plan, values: Values) -> Cha
             below.setdefault(place, {})[name] = value
     stacks = {place: getattr(root.model, place).model_copy(update=more) for place, more in below.items()}
     changed = root.model_copy(update={"model": root.model.model_copy(update={**own, **stacks})})
-    if _errors(changed, target) - _errors(root, target):
+    errors = _errors(changed, target)
+    if errors and errors - _errors(root, target):
         return None
     try:
         return Change(differing, make_plan(changed, target, vocab_size=plan.facts.vocab_size))

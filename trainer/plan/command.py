@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 
 if TYPE_CHECKING:
+    from ...models.config.block import Finding
     from ..config.schema import RootBlock
     from .changes import Change
     from .facts import Target
@@ -40,42 +42,65 @@ def run(args: argparse.Namespace) -> int:
     """
     from ..config.load import load_run_config
     from .changes import search, suggestions
-    from .plan import make_plan
+    from .plan import idle_modules, make_plan
     from .report import as_document, report
 
-    root = load_run_config(args.config_name, args.config_dir, args.overrides).root
+    config = load_run_config(args.config_name, args.config_dir, args.overrides)
+    root = config.root
     target = _target(root, args.device)
     vocab_size, unknown = _vocabulary(root)
     try:
         plan = make_plan(root, target, vocab_size=vocab_size)
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
+    notes = [*_notes(root, args.device, target), *idle_modules(plan), *filter(None, [unknown])]
     if args.fit:
         best, least = search(root, target, plan)
-        return _tell_fit(args, plan, best, least)
+        return _tell_fit(args, plan, best, least, config.findings, notes)
     changes = [] if plan.fits else suggestions(root, target, plan)
     if args.json:
-        print(json.dumps(as_document(plan, changes), indent=2))
+        print(json.dumps(as_document(plan, changes) | _said(config.findings, notes), indent=2))
         return EXIT_DONE
     for line in report(plan, changes):
         print(line)
-    if unknown:
-        print(f"\n{unknown}")
+    _tell(config.findings, notes)
     return EXIT_DONE
+
+
+def _notes(root: RootBlock, device: str | None, target: Target) -> list[str]:
+    """What this plan takes for granted about the device."""
+    accelerator = root.trainer.accelerator
+    if accelerator not in ("cpu", "mps") or target.card is None:
+        return []
+    card = "it" if device else f"an {target.card.name}"
+    return [f"`trainer.accelerator` ({accelerator}) trains on the host; this is the plan of a run on {card} instead"]
+
+
+def _said(findings: Sequence[Finding], notes: Sequence[str]) -> dict[str, Any]:
+    told = [{"level": f.level, "keys": list(f.keys), "message": f.message, "fix": f.fix} for f in findings]
+    return {"findings": told, "notes": list(notes)}
+
+
+def _tell(findings: Sequence[Finding], notes: Sequence[str]) -> None:
+    from ..config.show import finding_lines
+
+    lines = [*finding_lines(findings), *(f"note: {note}" for note in notes)]
+    if lines:
+        print("\n" + "\n".join(lines))
 
 
 def _target(root: RootBlock, device: str | None) -> Target:
     """The card that is asked for; this machine's; the default one."""
     import torch
 
-    from ..parts import choose_device
+    from ..distributed.placement import devices_here
     from .cards import DEFAULT_CARD, card_named
     from .plan import target_elsewhere, target_here
 
     trainer = root.trainer
-    processes = (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
+    processes = devices_here(trainer) * trainer.num_nodes
     if device is None and torch.cuda.is_available() and trainer.accelerator in ("auto", "gpu", "cuda"):
-        return target_here(root, choose_device(root), processes)
+        return target_here(root, torch.device("cuda", 0), processes)
     try:
         card = card_named(device or DEFAULT_CARD)
     except ValueError as error:
@@ -96,21 +121,30 @@ def _vocabulary(root: RootBlock) -> tuple[int | None, str]:
     return None, "the vocabulary follows from the data and is left out; set model.override_vocab_size to count it"
 
 
-def _tell_fit(args: argparse.Namespace, plan: Plan, best: Change | None, least: Change) -> int:
+def _tell_fit(
+    args: argparse.Namespace,
+    plan: Plan,
+    best: Change | None,
+    least: Change,
+    findings: Sequence[Finding],
+    notes: Sequence[str],
+) -> int:
     from .report import change_document, change_lines, gib
 
     if args.json:
         found = {"fits": best is not None, "best": best and change_document(best), "least": change_document(least)}
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found | _said(findings, notes), indent=2))
         return EXIT_DONE if best else EXIT_BAD_INPUT
     if best is not None:
         if not best.values:
             print(f"it fits as it is: {gib(plan.needed)} of {gib(plan.available or 0)}")
-            return EXIT_DONE
-        for line in change_lines(plan, [best]):
+        for line in change_lines(plan, [best] if best.values else []):
             print(line.lstrip())
+        _tell(findings, notes)
         return EXIT_DONE
-    print(f"nothing fits; nearest, {gib(least.plan.needed - (plan.available or 0))} too much:")
+    missing = least.plan.needed - (plan.available or 0)
+    print(f"nothing fits; nearest, {gib(missing if missing > 0 else least.plan.short_of_host)} too much:")
     for line in change_lines(plan, [least]):
         print(line)
+    _tell(findings, notes)
     return EXIT_BAD_INPUT

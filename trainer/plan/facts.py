@@ -33,10 +33,11 @@ class Target:
         device: kind of device.
         capability: CUDA compute capability, None elsewhere.
         card: the card, None where there is none.
-        memory: bytes of the device (of the host, for a CPU), None where unknown.
+        memory: bytes of the device, None where unknown or for a CPU.
         software: what is installed there, or taken to be.
         flags: what the environment says about attention there.
         world_size: processes of the run.
+        host_memory: bytes of the host for each process, None where unknown.
     """
 
     device: str
@@ -46,6 +47,7 @@ class Target:
     software: Installed
     flags: AttentionFlags
     world_size: int = 1
+    host_memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,12 @@ class StackFacts:
     def tokens(self) -> int:
         """Tokens of a micro batch."""
         return self.batch * self.length
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether any of its attentions keeps scores for the backward pass."""
+        cross = self.cross_attention
+        return self.attention.keeps_scores or (cross is not None and cross.keeps_scores)
 
     @property
     def memory_tokens(self) -> int:

@@ -205,8 +205,7 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
         gradients=gradients.all,
         working=table * facts.widths.weights * table_is_read_twice(facts) + layers[0].memory.boundary + gathered,
     )
-    largest = max(table, *map(_largest_weight, layers))
-    yield Moment(where="the update", gradients=gradients.all, working=update_working(facts, largest))
+    yield Moment(where="the update", gradients=gradients.all, working=update_working(facts))
 
 
 class _StackOnDevice:
@@ -227,41 +226,45 @@ class _StackOnDevice:
         self.layers = layers
         offload = layers[0].stack.stack.offload if layers[0].on_cuda else None
         self._sends = offload is not None and offload.activations
-        self._offloaded = offload.layers if offload is not None else 0
-        self._ahead = max(1, len(layers) - self._offloaded - 1)
+        number = offload.layers if offload is not None else 0
+        last = self._together(len(layers) - 1)
+        self._offloaded = min(number, last.start)  # what the last ones keep does not leave
+        self._ahead = max(layers[0].recompute.chunk, len(layers) - number - 1)
         width = layers[0].stack.widths.weights
         self._weights = [
             layer.memory.parameters * width if offload is not None and offload.weights and layer.number < offload.layers
             else 0
             for layer in layers
         ]  # fmt: skip
-        self.weights_away = sum(self._weights)
+        self._left = max(0, min(last.start, last.stop - max(2, len(layers) - number) + 1))
+        self.weights_away = sum(self._weights[: self._left])
         self.after_forward = sum(layer.stays if self._is_sent(layer) else layer.kept for layer in layers)
 
     def during_backward(self, number: int) -> int:
         """Bytes kept on the device when the backward pass of layer `number` begins."""
         if not self._sends:
             return sum(layer.kept for layer in self.layers[: number + 1])
+        first = self._together(number).start
         return sum(
-            layer.stays if self._is_sent(layer) and layer.number < number - self._ahead else layer.kept
+            layer.stays if self._is_sent(layer) and layer.number < first - self._ahead else layer.kept
             for layer in self.layers[: number + 1]
         )
 
     def weights_away_at(self, number: int) -> int:
         """Bytes of weights on the host when the backward pass of layer `number` begins."""
-        return sum(self._weights[: max(number - 1, 0)])
+        together = self._together(number)  # theirs have come back, and those of as many layers before them
+        return sum(self._weights[: max(min(self._left, together.start - len(together)), 0)])
+
+    def _together(self, number: int) -> range:
+        """The layers that run together with layer `number`: its chunk, or it alone."""
+        layer = self.layers[number]
+        if not layer.is_recomputed:
+            return range(number, number + 1)
+        start = number - number % layer.recompute.chunk
+        return range(start, min(start + layer.recompute.chunk, len(self.layers)))
 
     def _is_sent(self, layer: PlacedLayer) -> bool:
         return self._sends and layer.number < self._offloaded
-
-
-def _largest_weight(layer: PlacedLayer) -> int:
-    """Numbers of the largest weight of a layer: the experts of a layer are one."""
-    stack = layer.stack.stack
-    up = stack.hidden_size * stack.mlp.ffn_hidden_size * (2 if stack.mlp.gated else 1)
-    if stack.moe is None or not stack.moe.layers[layer.number]:
-        return up
-    return stack.hidden_size * stack.moe.ffn_hidden_size * (2 if stack.mlp.gated else 1) * stack.moe.experts
 
 
 class _Gradients:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...kernels.attention.backends import installed
+from ...kernels.attention.dispatch import Decision
+from ...models.build import idle_recompute
 from ...models.config.counting import count_parameters
+from ...models.offload_copies import SLAB
 from ..config.schema import RootBlock
 from ..determinism import attention_flags
 from ..manifest import device_name
@@ -61,13 +64,19 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has enough; None where that is not known."""
-        return None if self.available is None else self.needed <= self.available
+        """Whether the device has enough, and the host as far as it is known; None where that of neither is."""
+        return None if self.available is None else self.needed <= self.available and not self.short_of_host
 
     @property
     def on_host(self) -> int:
-        """Bytes of page-locked host memory of each rank for what is offloaded."""
-        return sent_each_micro_batch(self.memory) + self.memory.held.on_host
+        """Bytes of page-locked host memory of each rank for what is offloaded; that of layers is taken in slabs."""
+        return -(-sent_each_micro_batch(self.memory) // SLAB) * SLAB + self.memory.held.on_host
+
+    @property
+    def short_of_host(self) -> int:
+        """Bytes of host memory that are missing, as far as is known."""
+        there = self.facts.target.host_memory
+        return 0 if there is None else max(0, self.on_host - there)
 
     @property
     def seconds(self) -> float:
@@ -97,8 +106,21 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
     )
 
 
+def idle_modules(plan: Plan) -> list[str]:
+    """For each attention that shall be recomputed but keeps no scores: why that saves nothing, and what does."""
+    decisions: dict[str, Decision] = {}
+    for stack in plan.facts.stacks:
+        decisions[f"{stack.name} training".strip()] = stack.attention
+        if stack.cross_attention is not None:
+            decisions["cross training"] = stack.cross_attention
+    return list(idle_recompute(plan.facts.family, decisions))
+
+
 def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:
-    """This machine's device."""
+    """This machine's device, and its host memory."""
+    from ..memory import host_memory
+
+    host = host_memory()
     card: Card | None = None
     capability, memory = None, None
     if device.type == "cuda":
@@ -114,6 +136,7 @@ def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> T
         software=software,
         flags=attention_flags(root),
         world_size=world_size,
+        host_memory=None if host is None else host // max(1, world_size // root.trainer.num_nodes),
     )
 
 

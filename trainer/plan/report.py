@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from .cards import GIB
@@ -64,17 +64,16 @@ def summary(plan: Plan) -> list[str]:
     """A few lines for the beginning of a run."""
     device = plan.facts.target
     if device.device != "cuda":
-        state = plan.memory.held.total + plan.memory.peak.gradients
         return [
             f"plan: {gib(plan.memory.held.total)} of weights and optimizer state, with gradients and what layers keep "
-            f"about {gib(max(plan.allocated, state))}"
+            f"about {gib(plan.allocated)}"
         ]
     largest = sorted(categories(plan), key=lambda item: -item[1])[:4]
     parts = ", ".join(f"{name} {gib(size)}" for name, size in largest if size >= _LEAST_SHOWN)
     lines = [f"plan: {gib(plan.allocated)} at the peak ({plan.memory.peak.where}): {parts}"]
     if plan.available is not None:
         there = f"of {gib(plan.available)}"
-        if plan.fits:
+        if plan.needed <= plan.available:
             lines[0] += f"; {gib(plan.available - plan.needed)} left {there}"
         else:
             lines.append(
@@ -90,6 +89,8 @@ def summary(plan: Plan) -> list[str]:
         )
     if plan.on_host:
         lines.append(f"plan: {gib(plan.on_host)} in page-locked host memory for each process")
+    if plan.short_of_host:
+        lines.append(f"warning: plan: that is {gib(plan.short_of_host)} more in host memory than there is")
     return lines
 
 
@@ -121,7 +122,9 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
         how = "compiled" if stack.compiled else "as written"
         recompute, offload = stack.stack.recompute, stack.stack.offload
-        saves = _mode(recompute.layers, recompute.chunk, sorted(recompute.modules)) if recompute else "nothing"
+        if recompute is not None and not stack.keeps_scores:
+            recompute = replace(recompute, modules=recompute.modules - {"core_attention"})
+        saves = (recompute.description if recompute else "") or "nothing"
         sent = ""
         if offload is not None:
             what = " and ".join(name for name in ("activations", "weights") if getattr(offload, name))
@@ -145,13 +148,17 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
         yield f"  {gib(plan.on_host)} in page-locked host memory{' for each process' * (facts.ranks > 1)}"
     if plan.fits is not None and plan.available is not None:
         left = plan.available - plan.needed
-        yield f"  fits, with {gib(left)} left" if plan.fits else f"  does not fit: {gib(-left)} too much"
+        yield f"  fits, with {gib(left)} left" if left >= 0 else f"  does not fit: {gib(-left)} too much"
+    if plan.short_of_host:
+        yield f"  does not fit: {gib(plan.short_of_host)} more in host memory than there is"
     yield ""
     yield from _time_lines(plan)
     if changes:
         yield ""
         yield "to need less" if plan.fits else "to fit"
         yield from change_lines(plan, changes)
+        if plan.fits is False and not any(change.plan.fits for change in changes):
+            yield "  none of these is enough alone; `stoker plan --fit` with the same keys looks for several together"
     if target.card is not None and not target.card.measured and plan.time is not None:
         yield ""
         yield "the speeds of this card are those of the H200 in the same part of its peak, not measured"
@@ -165,13 +172,8 @@ def change_lines(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
         if plan.time and change.plan.time:
             slower = f", step {100 * (change.plan.seconds / plan.seconds - 1):+.0f} %"
         fits = "" if change.plan.fits or change.plan.fits is None else ", does not fit yet"
-        yield f"  {gib(change.plan.allocated)} (-{gib(saved)}{slower}{fits})  {' '.join(change.overrides)}"
-
-
-def _mode(layers: int, chunk: int, modules: list[str]) -> str:
-    chunks = f" in chunks of {chunk}" if chunk > 1 else ""
-    whole = [f"{layers} whole layers{chunks}"] if layers else []
-    return " and ".join([*whole, *([", ".join(modules)] if modules else [])]) or "nothing"
+        host = f", {gib(change.plan.on_host)} on the host" if change.plan.on_host else ""
+        yield f"  {gib(change.plan.allocated)} (-{gib(saved)}{slower}{host}{fits})  {' '.join(change.overrides)}"
 
 
 def _where_else(plan: Plan) -> str:
@@ -188,7 +190,8 @@ def _where_else(plan: Plan) -> str:
 def _time_lines(plan: Plan) -> Iterator[str]:
     time = plan.time
     if time is None:
-        yield "time         not known: there is no figure of this device's speed"
+        wide = plan.facts.widths.compute != 2
+        yield f"time         not known: there is no figure of this device's speed{' in this precision' * wide}"
         return
     again = f" and {time.recomputed_flops / 1e12:,.1f} recomputed" if time.recomputed_flops else ""
     yield (

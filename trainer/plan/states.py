@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from ...models.config.counting import count_parameters
 from ...models.config.slices import StackSlice
+from ...models.config.t5_slice import T5Slice
 from ..config.optim import optimizer_kind, optimizer_settings
 from ..distributed.layout import DataLayout
-from ..optim.buckets import BUCKET_BYTES, SLOTS
+from ..optim.buckets import BUCKET_BYTES, StateShape, plan_buckets
 from ..optim.build import count_state, is_state_on_host
 from ..precision import PrecisionPlan
 from .facts import RunFacts
@@ -137,32 +139,97 @@ def _workspace(facts: RunFacts) -> int:
     return 0 if capability is None else _HANDLES * CUBLAS_WORKSPACE.get(capability[0], _SMALL_WORKSPACE)
 
 
-def update_working(facts: RunFacts, largest: int) -> int:
-    """Bytes the optimizer needs during its update besides what it keeps.
-
-    Args:
-        facts: of the run.
-        largest: numbers of the largest weight.
-    """
+def update_working(facts: RunFacts) -> int:
+    """Bytes the optimizer needs during its update besides what it keeps."""
     kind, chosen = optimizer_kind(facts.keys.optim.name), optimizer_settings(facts.keys.optim)
+    weights = _weights(facts)
     parameters = parameters_of(facts) // facts.shards
-    largest //= facts.shards
-    buckets = 0
-    if is_state_on_host(facts.keys, torch.device(facts.target.device)):
-        whole = kind in ("adafactor", "muon")  # a weight's state is on the device as a whole
-        buckets = SLOTS * max(BUCKET_BYTES, largest * 8 * whole)
-    return buckets + _update_itself(facts, kind, chosen, parameters, largest)
-
-
-def _update_itself(facts: RunFacts, kind: str, chosen: dict[str, Any], parameters: int, largest: int) -> int:
-    """Bytes of what an update calculates on the way."""
+    largest = max(weight.numbers for weight in weights) // facts.shards
+    hidden = max((weight.numbers for weight in weights if weight.is_hidden), default=0) // facts.shards
+    slots = slots_of(facts) if is_state_on_host(facts.keys, torch.device(facts.target.device)) else 0
     match kind:
         case "adafactor":  # steps of all weights together, in fp32 unless they are the gradients themselves
-            steps = parameters * 4 if facts.widths.weights < 4 and not adds_up(facts) else 0
-            return steps + largest * 4 * (4 if chosen["beta1"] is not None else 3)
+            together = largest if slots else parameters
+            steps = together * 4 if facts.widths.weights < 4 and not adds_up(facts) else 0
+            return slots + steps + largest * 4 * (4 if chosen["beta1"] is not None else 3)
         case "muon":  # gradient, mean and direction in fp32, iterations in bf16, the step
-            return largest * 28
+            return slots + hidden * 28
         case "sgd":
-            return largest * 16
+            return slots + (min(largest, BUCKET_BYTES // 4) if slots else largest) * 16
         case _:
-            return 0
+            return slots
+
+
+def slots_of(facts: RunFacts) -> int:
+    """Bytes of the buckets on the device through which state goes that is kept on the host."""
+    kind, chosen = optimizer_kind(facts.keys.optim.name), optimizer_settings(facts.keys.optim)
+    main = main_weight_bytes(facts.precision)
+    states: list[tuple[int, int, bool]] = []
+    for weight in _weights(facts):
+        moments = count_moments(kind, chosen, is_hidden=weight.is_hidden)
+        whole = kind == "adafactor" or (kind == "muon" and weight.is_hidden) or chosen.get("scale_parameter", False)
+        width = main + moments * (main or facts.widths.weights)
+        states.append((-(-weight.numbers // facts.shards), width, whole))
+    return _slots(tuple(states))
+
+
+@lru_cache(maxsize=16)
+def _slots(states: tuple[tuple[int, int, bool], ...]) -> int:
+    """Bytes of all slots, from the elements of each state, the bytes of an element, and whether it must be whole."""
+    shapes: list[StateShape] = []
+    for elements, width, whole in states:
+        unit = torch.float32 if width % 4 == 0 else torch.bfloat16
+        tensors = {str(number): ((elements,), unit) for number in range(width // unit.itemsize)}
+        shapes.append(StateShape(tensors, most_bytes=elements * width, elements=None if whole else elements))
+    return sum(plan_buckets([shapes]).slots)
+
+
+def count_moments(kind: str, chosen: dict[str, Any], *, is_hidden: bool) -> int:
+    """Numbers an optimizer keeps for each of a weight, its main weight and small vectors left out."""
+    match kind:
+        case "adafactor":
+            return int(chosen["beta1"] is not None)
+        case "sgd":
+            return int(bool(chosen["momentum"]))
+        case "muon":
+            return 1 if is_hidden else 2
+        case _:
+            return 2
+
+
+class _Weight(NamedTuple):
+    """A large parameter.
+
+    Attributes:
+        numbers: in it.
+        is_hidden: it is a matrix of a layer, or those of all experts of one.
+    """
+
+    numbers: int
+    is_hidden: bool
+
+
+def _weights(facts: RunFacts) -> list[_Weight]:
+    """The large parameters, in the order in which an optimizer has them."""
+    first = facts.stacks[0].stack.hidden_size
+    table = _Weight(facts.family.padded_vocab_size * first, is_hidden=False)
+    family = facts.family
+    of_decoder = isinstance(family, T5Slice) and not family.shared_embeddings
+    found = [table] * (1 + of_decoder)
+    for each in facts.stacks:
+        stack, mlp = each.stack, each.stack.mlp
+        hidden, ups = stack.hidden_size, 2 if mlp.gated else 1
+        attentions = [stack.attention, *([each.cross] if each.cross else [])]
+        for number in range(stack.num_layers):
+            sizes: list[int] = []
+            for attention in attentions:
+                query, key = attention.heads * attention.head_dim, attention.groups * attention.head_dim
+                sizes += [hidden * (query + 2 * key), hidden * query]
+            if stack.moe is None or not stack.moe.layers[number]:
+                sizes += [hidden * mlp.ffn_hidden_size * ups, hidden * mlp.ffn_hidden_size]
+            else:
+                experts = stack.moe.experts * hidden * stack.moe.ffn_hidden_size
+                shared = hidden * (stack.moe.shared_ffn_hidden_size or 0)
+                sizes += [experts * ups, experts, *([shared * ups, shared] if shared else [])]
+            found += [_Weight(size, is_hidden=True) for size in sizes]
+    return found if family.tied else [*found, table]

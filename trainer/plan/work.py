@@ -14,6 +14,7 @@ from ...models.config.memory import RecomputeModule
 from ...models.config.slices import AttentionSlice, StackSlice
 from ..config.optim import optimizer_kind, optimizer_settings
 from ..flops import training_flops_per_sample
+from ..optim.build import count_state
 from .cards import Card
 from .facts import RunFacts, StackFacts
 from .layer import recomputed, rows_of
@@ -160,12 +161,14 @@ def experts_forward(facts: StackFacts) -> float:
 # ---------------------------------------------------------------- a micro batch
 
 
-def core_forward(facts: StackFacts) -> Work:
-    """The core of all attentions of a layer in a forward pass."""
-    stack = facts.stack
-    work = attention_forward(stack.attention, facts.attention, facts.batch, facts.length, facts.length)
-    if facts.cross is not None and facts.cross_attention is not None:
-        work += attention_forward(facts.cross, facts.cross_attention, facts.batch, facts.length, facts.memory_length)
+def core_forward(facts: StackFacts, *, with_scores: bool = False) -> Work:
+    """The core of all attentions of a layer in a forward pass; `with_scores`: of those that keep scores."""
+    stack, work = facts.stack, Work()
+    if facts.attention.keeps_scores or not with_scores:
+        work += attention_forward(stack.attention, facts.attention, facts.batch, facts.length, facts.length)
+    cross = facts.cross_attention
+    if facts.cross is not None and cross is not None and (cross.keeps_scores or not with_scores):
+        work += attention_forward(facts.cross, cross, facts.batch, facts.length, facts.memory_length)
     return work
 
 
@@ -195,7 +198,7 @@ def recomputed_work(layer: PlacedLayer) -> Work:
     modules: frozenset[RecomputeModule] = layer.recompute.modules
     again = Work(moved=2.0 * recomputed(layer.memory.kept, modules - {"core_attention"}))
     if "core_attention" in modules:
-        again += core
+        again += core_forward(facts, with_scores=True)
     if "moe" in modules and experts:
         again += Work(matmul=experts_forward(facts))
     return again
@@ -246,9 +249,8 @@ def _messages(facts: RunFacts) -> float:
 
 def _update_bytes(facts: RunFacts) -> float:
     """Bytes that the update of a step moves in the memory of the card."""
-    kind = optimizer_kind(facts.keys.optim.name)
     main = main_weight_bytes(facts.precision) or facts.widths.weights
-    state = {"adamw": 2, "sgd": 1, "muon": 1}.get(kind, 2)
+    state = count_state(facts.keys, facts.vocab_size) / parameters_of(facts)
     gradient = facts.widths.weights
     each = main * 2 + state * main * 2 + gradient * 2 + facts.widths.weights
     sums = (2 * 4 + gradient) * facts.micro_batches if facts.micro_batches > 1 else 0
@@ -275,9 +277,12 @@ def _orthogonalised(facts: RunFacts, memory: MemoryPlan) -> float:
 
 
 def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
-    """The time of a step on the card of the target; None where its peak is not known."""
+    """The time of a step on the card of the target; None where its peak is not known.
+
+    The peaks are those of 16-bit numbers; fp32 and fp64 are calculated as such, at a small part of them.
+    """
     card = facts.target.card
-    if card is None or card.peak is None:
+    if card is None or card.peak is None or facts.widths.compute != 2:
         return None
     plain, again = ends_work(facts), Work()
     for layer in memory.layers:
