@@ -23,7 +23,7 @@ from .offload_weights import WeightOffload
 from .positions import RotaryEmbedding, Rotation, XPosEmbedding
 from .score_positions import ScorePositions, ScoreTerms
 
-BlockType = Literal["pre_ln", "post_ln", "normformer"]
+BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 
 MOST_COMPILATIONS = 256
 """Of one layer in one process: a few per model (training, validation), each for one shape."""
@@ -38,7 +38,8 @@ class Layer(nn.Module):
     """Self-attention, cross-attention where there is a memory, MLP: each adds to the stream x.
 
     `pre_ln`: x + part(norm(x)) (arXiv 2002.04745). `post_ln`: norm(x + part(x)) (arXiv 1706.03762). `normformer`:
-    pre-norm, with norms after each attention and inside the MLP (arXiv 2110.09456).
+    pre-norm, with norms after each attention and inside the MLP (arXiv 2110.09456). `parallel_ln`: every part reads
+    the x that entered the layer, x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX, arXiv 2204.06745).
 
     Args:
         attention_norm: norm of the self-attention.
@@ -135,21 +136,26 @@ class Layer(nn.Module):
         terms: ScoreTerms | None,
         padding: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
+        entered = hidden
         before, norm = self._before(self.attention_norm, hidden)
         update = self.attention(before, rotary, kind, packed, terms, padding, norm)
         hidden = self._add(hidden, update, self.attention_norm, self.attention_output_norm)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             assert memory is not None
-            before, norm = self._before(self.cross_attention_norm, hidden)
+            before, norm = self._before(self.cross_attention_norm, self._read(hidden, entered))
             update = self.cross_attention(before, memory, kind, norm)
             hidden = self._add(hidden, update, self.cross_attention_norm, self.cross_attention_output_norm)
-        sums = None
+        sums, reads = None, self._read(hidden, entered)
         if isinstance(self.mlp, MoE):
-            before, norm = self._before(self.mlp_norm, hidden, read_often=not self.mlp.recompute)
+            before, norm = self._before(self.mlp_norm, reads, read_often=not self.mlp.recompute)
             update, sums = self.mlp.run(before, padding, norm)
         else:
-            update = self.mlp(*self._before(self.mlp_norm, hidden))
+            update = self.mlp(*self._before(self.mlp_norm, reads))
         return self._add(hidden, update, self.mlp_norm), sums
+
+    def _read(self, hidden: Tensor, entered: Tensor) -> Tensor:
+        """What the parts after the self-attention read: the stream, or the stream as it entered the layer."""
+        return entered if self.block == "parallel_ln" else hidden
 
     def _before(
         self, norm: LayerNorm | RMSNorm, hidden: Tensor, *, read_often: bool = False

@@ -252,7 +252,7 @@ GEOMETRY = st.fixed_dictionaries(
         "qkv_bias": st.booleans(),
         "position_embedding_type": st.sampled_from(get_args(PositionEmbedding)),
         "relative_attention_num_buckets": st.sampled_from([2, 8]),
-        "transformer_block_type": st.sampled_from(["pre_ln", "post_ln", "normformer"]),
+        "transformer_block_type": st.sampled_from(["pre_ln", "post_ln", "normformer", "parallel_ln"]),
         "qk_layernorm": st.booleans(),
         "headscale": st.booleans(),
         "max_position_embeddings": st.sampled_from([None, 600]),

@@ -185,7 +185,7 @@ def test_embeddings_grow_with_their_positions(table: str) -> None:
         torch.testing.assert_close(scaled.hidden_states(some_tokens(TOKENS)), hidden)
 
 
-@pytest.mark.parametrize("block", ["pre_ln", "post_ln", "normformer"])
+@pytest.mark.parametrize("block", ["pre_ln", "post_ln", "normformer", "parallel_ln"])
 def test_order_of_norms(block: str) -> None:
     model = gpt(transformer_block_type=block, num_layers=1)
     generator = torch.Generator().manual_seed(0)
@@ -212,7 +212,7 @@ def test_order_of_norms(block: str) -> None:
     else:
         update = attention(norm("attention_norm", x))
         expected = x + (norm("attention_output_norm", update) if block == "normformer" else update)
-        expected = expected + mlp(norm("mlp_norm", expected))
+        expected = expected + mlp(norm("mlp_norm", x if block == "parallel_ln" else expected))
     torch.testing.assert_close(layer(x, None, "training")[0], expected)
     assert (model.decoder.final_norm is None) == (block == "post_ln")
     if model.decoder.final_norm is not None:

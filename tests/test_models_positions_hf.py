@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_fp64 import _rms_norm, _rotary, llama_names
+from hf_fp64 import _rms_norm, _rotary, our_values
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -26,6 +26,7 @@ from stoker.models.attention import SelfAttention
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
+from stoker.models.hf.llama import QWEN3
 from stoker.models.positions import RotaryEmbedding, Rotation
 from stoker.models.score_positions import ALiBi
 
@@ -157,18 +158,7 @@ def test_qwen3() -> None:
     randomised(reference).set_attn_implementation("sdpa")
     model = model_of(activation="fast-swiglu", qk_layernorm=True, share_embeddings_and_output_weights=False)
 
-    def names(of: str) -> dict[str, Tensor]:
-        theirs = {name: getattr(parameter, of) for name, parameter in reference.named_parameters()}
-        norms = {
-            f"decoder.layers.{layer}.attention.{name}_norm.weight": theirs[
-                f"model.layers.{layer}.self_attn.{name[0]}_norm.weight"
-            ]
-            for layer in range(2)
-            for name in ("query", "key")
-        }
-        return llama_names(reference, 2, of) | norms
-
-    compare(model, reference, names)
+    compare(model, reference, lambda of: our_values(QWEN3, model, reference, of))
 
 
 def _gemma_norm(self: Any, x: Tensor) -> Tensor:

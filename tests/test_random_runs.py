@@ -53,7 +53,7 @@ POOLS = {
     "model.apply_embedding_scaling": ["true", "false"],
     "model.qk_layernorm": ["true", "false"],
     "model.headscale": ["true", "false"],
-    "model.transformer_block_type": ["pre_ln", "post_ln", "normformer"],
+    "model.transformer_block_type": ["pre_ln", "post_ln", "normformer", "parallel_ln"],
     "model.normalize_attention_scores": ["true", "false"],
     "model.use_flash_attention": ["null", "true", "false"],
     "model.attention_backend": list(AttentionBackend.__args__),

@@ -2,7 +2,8 @@
 
     step-1000/
         model.safetensors      the parameters and the biases of experts, by name
-        optimizer.safetensors  parameter name + .main (fp32 main weight) and the optimizer's own, as .exp_avg
+        optimizer.safetensors  parameter name + .main (fp32 main weight) and the optimizer's own, as .exp_avg; a
+                               converted model has none, and no run goes on from it
         ema.safetensors        the moving average of the weights, where there is one
         state.json             step, consumed samples, seed, data fingerprint, validation loss, versions
         config.json            the configuration document
@@ -75,7 +76,7 @@ class RunState(Block):
     optimizer: dict[str, str | int | float | None]
     """Settings of optimizer and schedule."""
     data_fingerprint: str
-    """Identity of the training data."""
+    """Identity of the training data; empty where nobody knows, in a converted model."""
     data_keys: dict[str, bool | int | float | str | None] = Field(default={})
     """Keys of `model.data` that say how samples are made of them; empty in a checkpoint of a version without."""
     versions: dict[str, str]
@@ -104,6 +105,11 @@ class Checkpoint:
     def has_average(self) -> bool:
         """Whether it holds a moving average of the weights."""
         return bool(files_of(AVERAGE, self.files))
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files of the weights, by rank."""
+        return [self.path / name for name in files_of(WEIGHTS, self.files)]
 
     def load_weights(self, model: nn.Module, *, cast: bool = False) -> None:
         """Copy the weights into a model of the same geometry.
@@ -165,7 +171,8 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
 
     Args:
         path: a directory `step-N`.
-        with_optimizer: verify the optimizer's file too, the largest; False where it is not going to be read.
+        with_optimizer: it must be there; verify the optimizer's file too, the largest. False where it is not going to
+            be read.
         verify: compare hashes; False where another rank has done so.
 
     Raises:
@@ -174,6 +181,8 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
     if not path.is_dir():
         raise DamagedFileError(f"{path} is not a directory")
     records = _read_manifest(path / MANIFEST)
+    if with_optimizer and not files_of(OPTIMIZER, records):
+        raise DamagedFileError("it holds the weights of a converted model alone; use model.restore_from_path")
     unread = () if with_optimizer else files_of(OPTIMIZER, records)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
         checks = [
@@ -245,9 +254,7 @@ def _read_manifest(path: Path) -> dict[str, FileRecord]:
     if not isinstance(files, dict):
         raise DamagedFileError(f"{MANIFEST} lists no files")
     tensors = [name for kind in (WEIGHTS, OPTIMIZER, AVERAGE) for name in files_of(kind, files)]
-    if set(files) != {*tensors, STATE, CONFIG, TOKENIZER} or not (
-        files_of(WEIGHTS, files) and files_of(OPTIMIZER, files)
-    ):
+    if set(files) != {*tensors, STATE, CONFIG, TOKENIZER} or not files_of(WEIGHTS, files):
         raise DamagedFileError(f"{MANIFEST} does not list the files of a checkpoint")
     records: dict[str, FileRecord] = {}
     for name, entry in files.items():

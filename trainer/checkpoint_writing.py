@@ -99,15 +99,8 @@ def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = No
     def complete() -> None:
         if not ranks.is_first:
             return
-        files = {name: entry for text in texts for name, entry in json.loads(text).items()}
-        for name, document in (
-            (STATE, content.state.model_dump()),
-            (CONFIG, dict(content.config_document)),
-            (TOKENIZER, dict(content.tokenizer_document)),
-        ):
-            files[name] = asdict(write_json(temporary / name, document))
-        write_json(temporary / MANIFEST, {"format": FORMAT, "files": files})
-        sync_directory(temporary)
+        files = {name: FileRecord(**entry) for text in texts for name, entry in json.loads(text).items()}
+        seal(temporary, files, content.state, content.config_document, content.tokenizer_document)
         # Only a damaged or an equal checkpoint of the same step can be in the way: newer valid ones are resumed from.
         replaced = _set_aside(final, _REPLACED)
         temporary.rename(final)
@@ -119,6 +112,33 @@ def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = No
     texts = ranks.gather(json.dumps({name: asdict(record) for name, record in records.items()}))
     together(complete)
     return final
+
+
+def seal(
+    directory: Path,
+    files: Mapping[str, FileRecord],
+    state: RunState,
+    config_document: Mapping[str, Any],
+    tokenizer_document: Mapping[str, Any],
+) -> None:
+    """Write what a checkpoint has beside its tensors, and the manifest of all.
+
+    Args:
+        directory: of the checkpoint, not yet under its name.
+        files: the tensor files that are in it.
+        state: and the two documents: as in `Content`.
+        config_document: the configuration.
+        tokenizer_document: what the tokenizer is rebuilt from.
+    """
+    records = {name: asdict(record) for name, record in files.items()}
+    for name, document in (
+        (STATE, state.model_dump()),
+        (CONFIG, dict(config_document)),
+        (TOKENIZER, dict(tokenizer_document)),
+    ):
+        records[name] = asdict(write_json(directory / name, document))
+    write_json(directory / MANIFEST, {"format": FORMAT, "files": records})
+    sync_directory(directory)
 
 
 def remove_leftovers(directory: Path) -> list[Path]:

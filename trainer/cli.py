@@ -62,6 +62,7 @@ VERBS = {
     "plan": Verb("say what memory and time a run will take, and what makes it fit", "plan.command", takes_code=True),
     "generate": Verb("continue a text with a trained model", "generate"),
     "evaluate": Verb("loss, perplexity and bits per byte of a trained model", "evaluate", takes_code=True),
+    "convert": Verb("turn a model of Hugging Face's into a checkpoint, or a checkpoint into one of theirs", "convert"),
     "preprocess": Verb("turn text, JSON lines or tables into tokenized data", "preprocess"),
     "quickstart": Verb("train a small GPT on this machine in about a minute", "quickstart"),
     "doctor": Verb("what this machine has, and what it can do", "doctor"),

@@ -106,7 +106,7 @@ def _held_out(restored: Restored, split: Literal["validation", "test"], path: Pa
         return _HeldOut(str(path), *evaluation_data(path, restored.config.root, restored.tokenizer), None)
     data = build_data(restored.config.root, restored.tokenizer)
     trained_on = restored.checkpoint.state.data_fingerprint
-    if data.fingerprint != trained_on:
+    if trained_on and data.fingerprint != trained_on:
         raise UserError(_other_data(restored, data.fingerprint, trained_on))
     samples = data.validation if split == "validation" else data.test
     if samples is None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TENSOR_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+"""Names of dtypes in safetensors files."""
 
 
 class DamagedFileError(Exception):
@@ -83,20 +86,50 @@ def write_json(path: Path, document: Any) -> FileRecord:
         return file.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What the header of a file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a new safetensors file, flushed to the disk; one tensor at a time is copied to the host.
+    """Write a new safetensors file, flushed to the disk; one tensor at a time is copied to the host."""
+    facts = {name: TensorFacts(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_tensor_stream(path, facts, tensors.__getitem__, metadata)
+
+
+def write_tensor_stream(
+    path: Path,
+    facts: Mapping[str, TensorFacts],
+    tensor_of: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> FileRecord:
+    """Write a new safetensors file of tensors that are made one after the other, flushed to the disk.
 
     The format (https://github.com/huggingface/safetensors, "Format"): eight bytes of little-endian header length, a
     JSON header of name, dtype, shape and offsets, then the raw tensors without gaps. Wider dtypes come first, so that
     every tensor is aligned.
+
+    Args:
+        path: the file, which must not be there yet.
+        facts: name to dtype and shape.
+        tensor_of: gives the tensor of a name, which must be as `facts` say; called once for each.
+        metadata: texts for the header.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    order = sorted(facts, key=lambda name: (-facts[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in order:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        of = facts[name]
+        end = offset + of.bytes
+        header[name] = {"dtype": _DTYPE_NAMES[of.dtype], "shape": list(of.shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -104,7 +137,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in order:
-            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+            tensor = tensor_of(name)
+            assert TensorFacts(tensor.dtype, tuple(tensor.shape)) == facts[name], name
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
             if flat.numel():
                 file.write(flat.view(torch.uint8).numpy().data)
         return file.finish()

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .distributed.pieces import Piece
-from .safe_io import DamagedFileError, FileRecord, open_tensors, tensor_dtype_name, write_tensors
+from .safe_io import (
+    TENSOR_DTYPES,
+    DamagedFileError,
+    FileRecord,
+    TensorFacts,
+    open_tensors,
+    tensor_dtype_name,
+    write_tensors,
+)
 
 _NUMBERED = re.compile(r"(?P<kind>[a-z]+)(-(?P<rank>\d{5})-of-(?P<ranks>\d{5}))?\.safetensors")
 
@@ -72,25 +81,76 @@ def read_pieces(paths: Collection[Path], wanted: Mapping[str, Piece], *, any_dty
         ValueError: other names, shapes or dtypes; one line for each of the first ten.
     """
     with ExitStack() as stack:
-        found: dict[str, list[_Found]] = {}
-        described: dict[str, tuple[tuple[int, ...], str]] = {}
-        for path in paths:
-            file = stack.enter_context(open_tensors(path))
-            rows = _rows(path, file)
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                shape, dtype = tuple(part.get_shape()), part.get_dtype()
-                start, whole = rows.get(name, (0, shape[0] if shape else 1))
-                found.setdefault(name, []).append(_Found(file, start, shape[0] if shape else 1))
-                facts = (whole, *shape[1:]) if shape else (), dtype
-                if described.setdefault(name, facts) != facts:
-                    raise DamagedFileError(f"{path.name}: {name} is not what the other files say")
+        found, described = _open(paths, stack)
         problems = _differences(described, wanted, any_dtype)
         if problems:
             raise ValueError("\n".join(problems))
         for name, piece in wanted.items():
             _check_cover(name, found[name], piece.rows)
             _fill(name, piece, found[name])
+
+
+class WholeTensors:
+    """The tensors of all files of a kind, whole, one at a time.
+
+    Attributes:
+        facts: name to dtype and shape.
+    """
+
+    def __init__(self, found: Mapping[str, list[_Found]], facts: Mapping[str, TensorFacts]) -> None:
+        self._found = found
+        self.facts = facts
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in host memory.
+
+        Raises:
+            DamagedFileError: rows of it are missing or there twice.
+        """
+        of = self.facts[name]
+        parts = self._found[name]
+        if of.shape:
+            _check_cover(name, parts, of.shape[0])
+        if len(parts) == 1:
+            return parts[0].file.get_tensor(name)
+        return torch.cat([part.file.get_tensor(name) for part in sorted(parts, key=lambda part: part.start)])
+
+
+@contextmanager
+def open_whole(paths: Collection[Path]) -> Iterator[WholeTensors]:
+    """Open all files of a kind; what they hold is known from their headers.
+
+    Raises:
+        DamagedFileError: not safetensors files, or of a dtype that no checkpoint has.
+    """
+    with ExitStack() as stack:
+        found, described = _open(paths, stack)
+        facts: dict[str, TensorFacts] = {}
+        for name, (shape, dtype) in described.items():
+            if dtype not in TENSOR_DTYPES:
+                raise DamagedFileError(f"{name} is of dtype {dtype}")
+            facts[name] = TensorFacts(TENSOR_DTYPES[dtype], shape)
+        yield WholeTensors(found, facts)
+
+
+def _open(
+    paths: Collection[Path], stack: ExitStack
+) -> tuple[dict[str, list[_Found]], dict[str, tuple[tuple[int, ...], str]]]:
+    """The rows of each tensor by file, and the shape and dtype of the whole, from the headers."""
+    found: dict[str, list[_Found]] = {}
+    described: dict[str, tuple[tuple[int, ...], str]] = {}
+    for path in paths:
+        file = stack.enter_context(open_tensors(path))
+        rows = _rows(path, file)
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            shape, dtype = tuple(part.get_shape()), part.get_dtype()
+            start, whole = rows.get(name, (0, shape[0] if shape else 1))
+            found.setdefault(name, []).append(_Found(file, start, shape[0] if shape else 1))
+            facts = (whole, *shape[1:]) if shape else (), dtype
+            if described.setdefault(name, facts) != facts:
+                raise DamagedFileError(f"{path.name}: {name} is not what the other files say")
+    return found, described
 
 
 def _fill(name: str, piece: Piece, parts: list[_Found]) -> None:

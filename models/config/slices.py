@@ -112,7 +112,7 @@ class StackSlice:
 
     num_layers: int
     hidden_size: int
-    block: Literal["pre_ln", "post_ln", "normformer"]
+    block: Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
     hidden_dropout: float
     attention: AttentionSlice
     rotary: RotarySlice | None

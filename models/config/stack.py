@@ -78,9 +78,10 @@ class DenseStackKeys(Block):
     """Store the norm weight minus one, for `layernorm` and `rmsnorm`; `layernorm1p` implies it."""
     qk_layernorm: bool = False
     """A norm of the `normalization` kind over each query and key head, before they are rotated (Qwen3)."""
-    transformer_block_type: Literal["pre_ln", "post_ln", "normformer"] = "pre_ln"
-    """Where the norms sit in a layer: before attention and MLP; after the residual add, without a final norm; or before
-    them and again after the attention and inside the MLP."""
+    transformer_block_type: Literal["pre_ln", "post_ln", "normformer", "parallel_ln"] = "pre_ln"
+    """Where the norms sit in a layer: before attention and MLP; after the residual add, without a final norm; before
+    them and again after the attention and inside the MLP; or as the first, with all parts of a layer reading what
+    entered it (`parallel_ln`, stoker's own: GPT-NeoX)."""
     headscale: bool = False
     """A learned factor for what each attention head gives, 1 at first (NormFormer)."""
 

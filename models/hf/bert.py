@@ -1,0 +1,93 @@
+"""BERT with its head for masked tokens; the parts for other tasks are left out."""
+
+from __future__ import annotations
+
+from .architecture import Architecture
+from .fields import Field, Fixed, Must, TiedHead
+from .layouts import Stacked, Vocabulary
+from .llama import longest
+from .weights import Row, WeightMap, same_names
+
+_OURS, _THEIRS = "encoder.layers.{n}.", "bert.encoder.layer.{n}."
+
+BERT = Architecture(
+    model_type="bert",
+    name="BertForMaskedLM",
+    also=("BertForPreTraining",),
+    family="bert",
+    parts=(
+        Fixed(
+            {
+                "normalization": "layernorm",
+                "activation": "gelu",
+                "bias": True,
+                "transformer_block_type": "post_ln",
+                "position_embedding_type": "learned_absolute",
+                "ffn_dropout": 0.0,
+                "embedding_dropout": None,
+                "bert.embedding_norm": True,
+                "bert.mlm_transform": True,
+                "bert.head_bias": True,
+            }
+        ),
+        Field("vocab_size", ("override_vocab_size",), "size"),
+        Field("hidden_size", ("hidden_size",), "size"),
+        Field("intermediate_size", ("ffn_hidden_size",), "size"),
+        Field("num_hidden_layers", ("num_layers",), "size"),
+        Field("num_attention_heads", ("num_attention_heads",), "size"),
+        Field("max_position_embeddings", ("encoder_seq_length", "max_position_embeddings"), "size", 512, value=longest),
+        Field("type_vocab_size", ("bert.token_types",), "size", 2),
+        Field("layer_norm_eps", ("layernorm_epsilon",), "number", 1e-12),
+        Field("hidden_dropout_prob", ("hidden_dropout",), "share", 0.1),
+        Field("attention_probs_dropout_prob", ("attention_dropout",), "share", 0.1),
+        Must("hidden_act", "gelu", "the head has the exact GELU", default="gelu", write_it=True),
+        Must("position_embedding_type", "absolute", "relative keys", default="absolute"),
+        TiedHead("share_embeddings_and_output_weights", default=True),
+    ),
+    harmless=frozenset(
+        {
+            *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+            *("pooler_size_per_head", "pooler_type"),
+        }
+    ),
+    weights=WeightMap(
+        rows=(
+            Row("token_embedding.weight", ("bert.embeddings.word_embeddings.weight",), Vocabulary()),
+            Row("position_embedding.weight", ("bert.embeddings.position_embeddings.weight",)),
+            Row("token_type_embedding.weight", ("bert.embeddings.token_type_embeddings.weight",)),
+            Row("head_bias", ("cls.predictions.bias",), Vocabulary()),
+            Row("head.weight", ("cls.predictions.decoder.weight",), Vocabulary()),
+            *same_names(
+                "",
+                "",
+                [
+                    ("embedding_norm", "bert.embeddings.LayerNorm"),
+                    ("transform", "cls.predictions.transform.dense"),
+                    ("transform_norm", "cls.predictions.transform.LayerNorm"),
+                ],
+            ),
+            Row(
+                f"{_OURS}attention.qkv.{{kind}}",
+                tuple(f"{_THEIRS}attention.self.{part}.{{kind}}" for part in ("query", "key", "value")),
+                Stacked(("heads", "groups", "groups")),
+            ),
+            *same_names(
+                _OURS,
+                _THEIRS,
+                [
+                    ("attention.output", "attention.output.dense"),
+                    ("attention_norm", "attention.output.LayerNorm"),
+                    ("mlp.up", "intermediate.dense"),
+                    ("mlp.down", "output.dense"),
+                    ("mlp_norm", "output.LayerNorm"),
+                ],
+            ),
+        ),
+        head="cls.predictions.decoder.weight",
+        embedding="bert.embeddings.word_embeddings.weight",
+        copies=((r"cls\.predictions\.decoder\.bias", "cls.predictions.bias"),),
+        buffers=(r"bert\.embeddings\.(position_ids|token_type_ids)",),
+        left_out=(r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)"),
+        renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+    ),
+)

@@ -1,0 +1,101 @@
+"""GPT-2, whose matrices are (in, out)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.families import FamilyKeys
+from .architecture import Architecture
+from .fields import Activation, Field, Fixed, Must, Theirs, TiedHead, checked, key_of
+from .layouts import Transposed, Vocabulary
+from .llama import longest
+from .weights import Row, WeightMap, same_names
+
+_OURS, _THEIRS = "decoder.layers.{n}.", "transformer.h.{n}."
+_MATRICES = (
+    ("attention.qkv", "attn.c_attn"),
+    ("attention.output", "attn.c_proj"),
+    ("mlp.up", "mlp.c_fc"),
+    ("mlp.down", "mlp.c_proj"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """The width of the MLP, four times that of the stream where it is not said."""
+
+    fields = ("n_inner",)
+
+    def read(self, theirs: Theirs) -> Mapping[str, Any]:
+        width = theirs.get("n_inner")
+        if width is None:
+            width = 4 * checked("n_embd", theirs.get("n_embd", theirs.get("hidden_size")), "size")
+        return {"ffn_hidden_size": checked("n_inner", width, "size")}
+
+    def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
+        return {"n_inner": key_of(keys, "ffn_hidden_size")}
+
+
+GPT2 = Architecture(
+    model_type="gpt2",
+    name="GPT2LMHeadModel",
+    also=("GPT2Model",),
+    family="gpt",
+    parts=(
+        Fixed(
+            {
+                "normalization": "layernorm",
+                "bias": True,
+                "position_embedding_type": "learned_absolute",
+                "ffn_dropout": 0.0,
+            }
+        ),
+        Field("vocab_size", ("override_vocab_size",), "size"),
+        Field(
+            "n_positions",
+            ("encoder_seq_length", "max_position_embeddings"),
+            "size",
+            1024,
+            also=("max_position_embeddings",),
+            value=longest,
+        ),
+        Field("n_embd", ("hidden_size",), "size", also=("hidden_size",)),
+        _Inner(),
+        Field("n_layer", ("num_layers",), "size", also=("num_hidden_layers",)),
+        Field("n_head", ("num_attention_heads",), "size", also=("num_attention_heads",)),
+        Field("layer_norm_epsilon", ("layernorm_epsilon",), "number", 1e-5),
+        Field("resid_pdrop", ("hidden_dropout",), "share", 0.1),
+        Field(
+            "embd_pdrop",
+            ("embedding_dropout",),
+            "share",
+            0.1,
+            value=lambda keys: keys.hidden_dropout if keys.embedding_dropout is None else keys.embedding_dropout,
+        ),
+        Field("attn_pdrop", ("attention_dropout",), "share", 0.1),
+        Field("scale_attn_weights", ("normalize_attention_scores",), "switch", True),
+        Activation("activation_function", gated=False, default="gelu_new"),
+        TiedHead("share_embeddings_and_output_weights", default=True),
+        Must(
+            "scale_attn_by_inverse_layer_idx", False, "each layer would scale its scores by its number", default=False
+        ),
+    ),
+    weights=WeightMap(
+        rows=(
+            Row("token_embedding.weight", ("transformer.wte.weight",), Vocabulary()),
+            Row("position_embedding.weight", ("transformer.wpe.weight",)),
+            Row("head.weight", ("lm_head.weight",), Vocabulary()),
+            *same_names("decoder.", "transformer.", [("final_norm", "ln_f")]),
+            *same_names(_OURS, _THEIRS, [("attention_norm", "ln_1"), ("mlp_norm", "ln_2")]),
+            *(Row(f"{_OURS}{a}.weight", (f"{_THEIRS}{b}.weight",), Transposed()) for a, b in _MATRICES),
+            *(Row(f"{_OURS}{a}.bias", (f"{_THEIRS}{b}.bias",)) for a, b in _MATRICES),
+        ),
+        head="lm_head.weight",
+        embedding="transformer.wte.weight",
+        buffers=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
+        renamed=((r"^(?=(wte|wpe|ln_f|h\.\d+)\.)", "transformer."),),
+    ),
+    harmless=frozenset({"reorder_and_upcast_attn"}),  # of rounding only
+)

@@ -1,0 +1,232 @@
+"""Llama and its kin: Mistral, Qwen2, Qwen3, and Mixtral with its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.families import FamilyKeys
+from .architecture import Architecture
+from .fields import Activation, Field, FieldError, Fixed, Must, Part, Theirs, TiedHead, checked, key_of, shown
+from .layouts import OneByExpert, Stacked, Vocabulary
+from .rotary import Rotary
+from .weights import Row, WeightMap, same_names
+
+_OURS, _THEIRS = "decoder.layers.{n}.", "model.layers.{n}."
+
+_ATTENTION = (
+    Row("token_embedding.weight", ("model.embed_tokens.weight",), Vocabulary()),
+    Row("head.weight", ("lm_head.weight",), Vocabulary()),
+    Row("decoder.final_norm.weight", ("model.norm.weight",)),
+    Row(f"{_OURS}attention_norm.weight", (f"{_THEIRS}input_layernorm.weight",)),
+    Row(f"{_OURS}mlp_norm.weight", (f"{_THEIRS}post_attention_layernorm.weight",)),
+    Row(
+        f"{_OURS}attention.qkv.{{kind}}",
+        tuple(f"{_THEIRS}self_attn.{part}_proj.{{kind}}" for part in "qkv"),
+        Stacked(("heads", "groups", "groups")),
+    ),
+    *same_names(_OURS, _THEIRS, [("attention.output", "self_attn.o_proj")]),
+    Row(f"{_OURS}attention.query_norm.weight", (f"{_THEIRS}self_attn.q_norm.weight",)),
+    Row(f"{_OURS}attention.key_norm.weight", (f"{_THEIRS}self_attn.k_norm.weight",)),
+)
+_MLP = (
+    Row(
+        f"{_OURS}mlp.up.{{kind}}",
+        (f"{_THEIRS}mlp.gate_proj.{{kind}}", f"{_THEIRS}mlp.up_proj.{{kind}}"),
+        Stacked(),
+    ),
+    *same_names(_OURS, _THEIRS, [("mlp.down", "mlp.down_proj")]),
+)
+_SPARSE = f"{_THEIRS}block_sparse_moe."
+_EXPERTS = (
+    Row(f"{_OURS}mlp.router.weight", (f"{_SPARSE}gate.weight",)),
+    Row(
+        f"{_OURS}mlp.experts.up",
+        (f"{_SPARSE}experts.{{e}}.w1.weight", f"{_SPARSE}experts.{{e}}.w3.weight"),
+        OneByExpert(2),
+    ),
+    Row(f"{_OURS}mlp.experts.down", (f"{_SPARSE}experts.{{e}}.w2.weight",), OneByExpert()),
+)
+
+
+def _weights(*rows: Row) -> WeightMap:
+    return WeightMap(
+        rows=_ATTENTION + rows,
+        head="lm_head.weight",
+        embedding="model.embed_tokens.weight",
+        buffers=(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq",),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Biases:
+    """Biases of attention and MLP, which Llama has two switches for and we one."""
+
+    fields = ("attention_bias", "mlp_bias")
+
+    def read(self, theirs: Theirs) -> Mapping[str, Any]:
+        attention, mlp = (checked(name, theirs.get(name, False), "switch") for name in self.fields)
+        if attention != mlp:
+            raise FieldError(
+                f"`attention_bias` ({shown(attention)}) and `mlp_bias` ({shown(mlp)}) must be equal: `model.bias` is "
+                "for both"
+            )
+        return {"bias": attention}
+
+    def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
+        return dict.fromkeys(self.fields, key_of(keys, "bias"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Sliding windows of W tokens, the token itself counted: [W - 1, 0] here.
+
+    Args:
+        default: W where no field says it; None for no window.
+    """
+
+    default: int | None = None
+    fields = ("sliding_window",)
+
+    def read(self, theirs: Theirs) -> Mapping[str, Any]:
+        width = theirs.get("sliding_window", self.default)
+        return {"window_size": None if width is None else [checked("sliding_window", width, "size") - 1, 0]}
+
+    def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
+        left = (key_of(keys, "window_size") or [-1])[0]
+        return {"sliding_window": None if left < 0 else left + 1}
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerWindows:
+    """Qwen's windows, which some layers may have and others not; here all or none of them do."""
+
+    fields = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+    def read(self, theirs: Theirs) -> Mapping[str, Any]:
+        layers = checked("num_hidden_layers", theirs.get("num_hidden_layers"), "size")
+        windowed: Any = 0
+        if checked("use_sliding_window", theirs.get("use_sliding_window", False), "switch"):
+            width = theirs.get("sliding_window", 4096)
+            full = checked("max_window_layers", theirs.get("max_window_layers", 28), "count")
+            windowed = 0 if width is None else max(0, layers - full)
+        kinds = theirs.get("layer_types")
+        if kinds is not None:
+            if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
+                raise FieldError(f"`layer_types` ({shown(kinds)}) must hold full_attention and sliding_attention only")
+            windowed = kinds.count("sliding_attention")
+        if windowed == 0:
+            return {"window_size": None}
+        if windowed != layers:
+            raise FieldError(
+                f"`sliding_window` holds for {windowed} of {layers} layers only: here all have one or none"
+            )
+        return {"window_size": [checked("sliding_window", theirs.get("sliding_window", 4096), "size") - 1, 0]}
+
+    def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
+        left, layers = (key_of(keys, "window_size") or [-1])[0], key_of(keys, "num_layers")
+        if left < 0:
+            return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": layers}
+        return {"use_sliding_window": True, "sliding_window": left + 1, "max_window_layers": 0}
+
+
+def _groups(keys: Any) -> int:
+    return keys.num_query_groups or keys.num_attention_heads
+
+
+def _head_width(keys: Any) -> int:
+    return keys.kv_channels or keys.hidden_size // keys.num_attention_heads
+
+
+def longest(keys: Any) -> int:
+    """The longest text: of the samples or of the table of positions."""
+    return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
+
+
+def _parts(
+    *, groups: int | None = None, head_width: int | None = None, positions: int, epsilon: float, base: float = 10000.0
+) -> tuple[Part, ...]:
+    """What all of them have; the arguments are what their fields mean where they are left out."""
+    return (
+        Fixed({"normalization": "rmsnorm", "hidden_dropout": 0.0, "ffn_dropout": 0.0, "embedding_dropout": None}),
+        Field("vocab_size", ("override_vocab_size",), "size"),
+        Field("hidden_size", ("hidden_size",), "size"),
+        Field("intermediate_size", ("ffn_hidden_size",), "size"),
+        Field("num_hidden_layers", ("num_layers",), "size"),
+        Field("num_attention_heads", ("num_attention_heads",), "size"),
+        Field("num_key_value_heads", ("num_query_groups",), "size", groups, nullable=True, value=_groups),
+        Field("head_dim", ("kv_channels",), "size", head_width, nullable=True, value=_head_width),
+        Field(
+            "max_position_embeddings",
+            ("encoder_seq_length", "max_position_embeddings"),
+            "size",
+            positions,
+            value=longest,
+        ),
+        Field("rms_norm_eps", ("layernorm_epsilon",), "number", epsilon),
+        Field("attention_dropout", ("attention_dropout",), "share", 0.0),
+        Activation("hidden_act", gated=True, default="silu"),
+        Rotary(default_base=base),
+        TiedHead("share_embeddings_and_output_weights", default=False),
+    )
+
+
+LLAMA = Architecture(
+    model_type="llama",
+    name="LlamaForCausalLM",
+    family="gpt",
+    parts=(*_parts(positions=2048, epsilon=1e-6), _Biases()),
+    weights=_weights(*_MLP),
+)
+MISTRAL = Architecture(
+    model_type="mistral",
+    name="MistralForCausalLM",
+    family="gpt",
+    parts=(
+        *_parts(groups=8, positions=131072, epsilon=1e-6),
+        Fixed({"bias": False}),
+        _Window(4096),
+        Must("attention_bias", False, "no Mistral has one", default=False),
+    ),
+    weights=_weights(*_MLP),
+)
+QWEN2 = Architecture(
+    model_type="qwen2",
+    name="Qwen2ForCausalLM",
+    family="gpt",
+    parts=(
+        *_parts(groups=32, positions=32768, epsilon=1e-6),
+        Fixed({"bias": False, "qkv_bias": True}),
+        _LayerWindows(),
+        Must("attention_bias", True, "every Qwen2 has biases on queries, keys and values", default=True),
+    ),
+    weights=_weights(*_MLP),
+)
+QWEN3 = Architecture(
+    model_type="qwen3",
+    name="Qwen3ForCausalLM",
+    family="gpt",
+    parts=(
+        *_parts(groups=32, head_width=128, positions=32768, epsilon=1e-6),
+        Fixed({"bias": False, "qk_layernorm": True}),
+        _LayerWindows(),
+        Must("attention_bias", False, "the MLP would have to have biases too", default=False, write_it=True),
+    ),
+    weights=_weights(*_MLP),
+)
+MIXTRAL = Architecture(
+    model_type="mixtral",
+    name="MixtralForCausalLM",
+    family="gpt",
+    parts=(
+        *_parts(groups=8, positions=131072, epsilon=1e-5, base=1e6),
+        Fixed({"bias": False, "moe_router_load_balancing_type": "aux_loss", "moe_router_pre_softmax": False}),
+        _Window(),
+        Field("num_local_experts", ("num_moe_experts",), "size", 8),
+        Field("num_experts_per_tok", ("moe_router_topk",), "size", 2, value=lambda keys: keys.moe_router_topk or 2),
+        Field("router_aux_loss_coef", ("moe_aux_loss_coeff",), "share", 0.001),
+    ),
+    weights=_weights(*_EXPERTS),
+    harmless=frozenset({"output_router_logits", "router_jitter_noise"}),  # what training adds
+)

@@ -1,0 +1,258 @@
+"""From a stoker checkpoint to a folder that transformers loads, tensor by tensor, in files of at most 5 GB."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from ...models.config.families import FamilyKeys
+from ...models.hf.architecture import Architecture, described, geometry_of, nested, what_differs
+from ...models.hf.architectures import ARCHITECTURES, MODEL_TYPES
+from ...models.hf.fields import FieldError, Theirs
+from ...models.hf.layouts import Geometry
+from ...models.hf.weights import Placed
+from ..checkpoint import Checkpoint, find_checkpoint
+from ..config.run_config import RunConfig
+from ..config.schema import MODEL_BLOCKS, RootBlock
+from ..data.tokenizers import Tokenizer, from_document
+from ..data.vocabulary import model_vocabulary
+from ..errors import UserError
+from ..safe_io import DamagedFileError, TensorFacts, write_json, write_tensor_stream
+from ..sample_form import sample_form
+from ..tensor_files import WholeTensors, open_whole
+from .casting import cast
+from .folder import CONFIG
+from .places import new_folder
+from .to_stoker import parameter_shapes
+from .tokenizer_copy import folder_named, folder_of_run, settings_in, special_ids, write_tokenizer
+
+SHARD_BYTES = 5_000_000_000
+_KEPT = 4
+"""Parameters of ours that are kept in memory while their parts are written: those of a layer come in turn."""
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A model of ours and what it is there.
+
+    Attributes:
+        architecture: what it is there.
+        config: the config.json, without tokens and dtype.
+        placed: where each parameter lies.
+        geometry: of the model.
+    """
+
+    architecture: Architecture
+    config: dict[str, Any]
+    placed: Sequence[Placed]
+    geometry: Geometry
+
+
+def convert_to_hf(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: str | None = None,
+    model_type: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[str]:
+    """Write a folder of Hugging Face's from a stoker checkpoint.
+
+    Args:
+        source: a run directory, its checkpoints, or one step.
+        target: the new folder.
+        dtype: of the weights; None leaves each as it is.
+        tokenizer: `--tokenizer`, the folder of the tokenizer's files; None takes those that the run was made with, or
+            writes them anew.
+        model_type: which architecture it shall be; None takes the first that holds the model.
+        shard_bytes: a file grows to this size at most, or holds one tensor.
+
+    Returns:
+        Lines that say what was done.
+
+    Raises:
+        UserError: no usable checkpoint, a model that no architecture holds, or the disk does not take it.
+    """
+    checkpoint, complaints = find_checkpoint(source)
+    root = RunConfig.from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path / CONFIG)).root
+    try:
+        ours = from_document(checkpoint.tokenizer_document)
+        vocab_size = model_vocabulary(root, ours)
+    except ValueError as error:
+        raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
+    outgoing = choose(root, ours, vocab_size, model_type)
+    try:
+        with open_whole(checkpoint.weight_files) as tensors:
+            _check_weights(checkpoint, outgoing, tensors)
+            with new_folder(target) as folder:
+                names = _write_weights(folder, outgoing, tensors, dtype, shard_bytes)
+                _write_tokenizer(folder, root, ours, checkpoint, tokenizer)
+                kinds = [fact.dtype for fact in names.values()]
+                _write_config(folder, outgoing, ours, max(set(kinds), key=kinds.count))
+    except DamagedFileError as error:
+        raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
+    numbers = sum(fact.bytes // fact.dtype.itemsize for fact in names.values())
+    return [*complaints, f"{target}: {outgoing.architecture.name} with {numbers:,} parameters, of {checkpoint.path}"]
+
+
+def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: str | None) -> Outgoing:
+    """The architecture that holds a model.
+
+    Args:
+        root: the configuration.
+        tokenizer: of the model.
+        vocab_size: its tokens.
+        model_type: the only one to try; None tries all.
+
+    Raises:
+        UserError: none does; says what is against the nearest one.
+    """
+    tried: list[tuple[str, list[str]]] = []
+    shapes = parameter_shapes(root, tokenizer)
+    geometry = geometry_of(described(root.model, vocab_size, sample_form(root)))
+    for architecture in ARCHITECTURES:
+        if architecture.family != root.model.family or model_type not in (None, architecture.model_type):
+            continue
+        problems: list[str] = []
+        try:
+            config = architecture.write(root.model, vocab_size=vocab_size)
+            problems = _changes(architecture, config, root, vocab_size)
+        except FieldError as error:
+            config = {}
+            problems = str(error).splitlines()
+        placed, homeless = architecture.weights.place(shapes, geometry)
+        problems += [f"{name} has no place there" for name in homeless]
+        if not problems:
+            return Outgoing(architecture, config, placed, geometry)
+        tried.append((architecture.name, problems))
+    if not tried:
+        raise UserError(
+            f"--model-type {model_type} is none of {', '.join(MODEL_TYPES)}, or not of `family: {root.model.family}`"
+        )
+    nearest, problems = min(tried, key=lambda entry: len(entry[1]))
+    names = ", ".join(dict.fromkeys(name for name, _ in tried))
+    lines = [f"  {problem}" for problem in problems[:_SHOWN]]
+    lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    raise UserError([f"no architecture of Hugging Face's holds this model ({names}); against {nearest}:", *lines])
+
+
+def _changes(architecture: Architecture, config: Mapping[str, Any], root: RootBlock, vocab_size: int) -> list[str]:
+    """What the model would no longer be, by reading the config.json that was written."""
+    tied = not config.get("tie_word_embeddings", True)
+    keys, problems = architecture.read(Theirs(config, own_head=tied))
+    if problems:
+        return problems
+    try:
+        back = MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **nested(keys)})
+    except ValidationError as error:
+        return [f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}" for first in error.errors()]
+    form = sample_form(root)
+    return what_differs(
+        described(root.model, vocab_size, form), described(_with_length(back, root.model), vocab_size, form)
+    )
+
+
+def _with_length(back: FamilyKeys, ours: FamilyKeys) -> FamilyKeys:
+    """A T5's config.json knows no lengths of texts."""
+    names = {"seq_length", "max_position_embeddings"} if hasattr(ours, "seq_length") else set()
+    return back.model_copy(update={name: getattr(ours, name) for name in names})
+
+
+# ---------------------------------------------------------------- the tensors
+
+
+def _check_weights(checkpoint: Checkpoint, outgoing: Outgoing, tensors: WholeTensors) -> None:
+    wanted = {entry.ours: entry.shape for entry in outgoing.placed}
+    problems = [f"{name} is missing" for name in wanted if name not in tensors.facts]
+    problems += [f"{name} has no place in this model" for name in tensors.facts if name not in wanted]
+    for name, shape in wanted.items():
+        if name in tensors.facts and tensors.facts[name].shape != shape:
+            problems.append(f"{name} has the shape {list(tensors.facts[name].shape)}, which must be {list(shape)}")
+        elif name in tensors.facts and not tensors.facts[name].dtype.is_floating_point:
+            problems.append(f"{name} is of dtype {tensors.facts[name].dtype}, which no weight may be")
+    if problems:
+        lines = [f"  {problem}" for problem in problems[:_SHOWN]]
+        lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise UserError([f"checkpoint {checkpoint.path} does not fit its configuration:", *lines])
+
+
+class _Parts:
+    """Their tensors of our parameters, of which the last few are kept."""
+
+    def __init__(self, outgoing: Outgoing, tensors: WholeTensors, facts: Mapping[str, TensorFacts]) -> None:
+        self._placed = {
+            theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.theirs)
+        }
+        self._geometry = outgoing.geometry
+        self._tensors = tensors
+        self._facts = facts
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+
+    def read(self, name: str) -> Tensor:
+        entry, number = self._placed[name]
+        whole = self._kept.pop(entry.ours, None)
+        if whole is None:
+            whole = cast(self._tensors.read(entry.ours), self._facts[name].dtype, entry.ours)
+        self._kept[entry.ours] = whole
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return entry.part(number, whole, self._geometry)
+
+
+def _write_weights(
+    folder: Path, outgoing: Outgoing, tensors: WholeTensors, dtype: torch.dtype | None, shard_bytes: int
+) -> dict[str, TensorFacts]:
+    """Write the tensors in one file, or in several with an index; their names, dtypes and shapes."""
+    facts = {
+        theirs: TensorFacts(dtype or tensors.facts[entry.ours].dtype, shape)
+        for entry in outgoing.placed
+        for theirs, shape in entry.theirs
+    }
+    shards: list[dict[str, TensorFacts]] = [{}]
+    size = 0
+    for name, fact in facts.items():
+        if shards[-1] and size + fact.bytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = fact
+        size += fact.bytes
+    parts = _Parts(outgoing, tensors, facts)
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_tensor_stream(folder / name, shard, parts.read, {"format": "pt"})
+        where |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        total = sum(fact.bytes for fact in facts.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        write_json(folder / "model.safetensors.index.json", index)
+    return facts
+
+
+# ---------------------------------------------------------------- what goes with them
+
+
+def _write_tokenizer(folder: Path, root: RootBlock, ours: Tokenizer, checkpoint: Checkpoint, named: str | None) -> None:
+    document = checkpoint.tokenizer_document
+    found = folder_named(named, root, document) if named else folder_of_run(root, document)
+    if found is not None and found.files:
+        found.copy(folder)
+    else:
+        write_tokenizer(folder, ours)
+
+
+def _write_config(folder: Path, outgoing: Outgoing, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
+    ids = special_ids(settings_in(folder), tokenizer)
+    if outgoing.architecture.family == "t5":
+        ids["decoder_start_token_id"] = ids["pad_token_id"]
+    word = str(dtype).removeprefix("torch.")
+    write_json(folder / CONFIG, {**outgoing.config, **ids, "dtype": word, "torch_dtype": word})

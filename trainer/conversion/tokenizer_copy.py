@@ -1,0 +1,205 @@
+"""The tokenizer that comes along: which of its files there are, and what `model.tokenizer` says to read them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...models.config.model import Family
+from ..config.blocks import TokenizerBlock
+from ..config.schema import RootBlock
+from ..data.task import task_of
+from ..data.task_samples import tokenizer_of_task
+from ..data.tokenizer_files import DESCRIPTION, MERGES, SETTINGS, VOCABULARY
+from ..data.tokenizers import ByteTokenizer, Tokenizer
+from ..data.vocabulary import named_tokenizer
+from ..environment import user_path
+from ..errors import UserError
+from ..safe_io import DamagedFileError, read_json
+from .folder import contained, read_object
+
+FOLDER = "tokenizer"
+_MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
+_FILES = (
+    *(DESCRIPTION, SETTINGS, VOCABULARY, MERGES, *_MODELS),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.txt", "chat_template.jinja", "generation_config.json"),
+)
+"""Everything that is copied; by these names only."""
+_PLACES = ("library", "type", "model", "vocab_file", "merge_file")
+"""Keys of `model.tokenizer` that say where its files are."""
+_MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFolder:
+    """The tokenizer of a model of Hugging Face's.
+
+    Attributes:
+        files: name to path of what is there of its files.
+        keys: `model.tokenizer`, with `{folder}` for the folder that the files are in.
+        folder: where they have their own names; None where no file is needed.
+    """
+
+    files: Mapping[str, Path]
+    keys: Mapping[str, Any]
+    folder: Path | None = None
+
+    def keys_in(self, folder: Path) -> dict[str, Any]:
+        """`model.tokenizer` where the files are in `folder`."""
+        return {
+            name: value.replace("{folder}", str(folder)) if isinstance(value, str) else value
+            for name, value in self.keys.items()
+        }
+
+    def copy(self, folder: Path) -> None:
+        """Copy the files."""
+        folder.mkdir(exist_ok=True)
+        for name, path in self.files.items():
+            shutil.copyfile(path, folder / name)
+
+
+def find_tokenizer(folder: Path, family: Family, vocab_size: Any) -> TokenizerFolder:
+    """The tokenizer in a folder.
+
+    Raises:
+        UserError: there is none that stoker reads.
+    """
+    files = {name: path for name in _FILES if (path := contained(folder, name)) is not None}
+    for name, path in files.items():
+        if path.stat().st_size > _MAX_BYTES:
+            raise UserError(f"{folder / name} has more than {_MAX_BYTES >> 20} MiB: it belongs to no tokenizer")
+    if DESCRIPTION in files:
+        return TokenizerFolder(files, {"library": "huggingface", "type": "{folder}"}, folder)
+    for model in _MODELS:
+        if model in files:
+            return TokenizerFolder(files, {"library": "sentencepiece", "model": f"{{folder}}/{model}"}, folder)
+    if VOCABULARY in files and MERGES in files:
+        keys = {"library": "megatron", "type": "GPT2BPETokenizer"}
+        paths = {"vocab_file": f"{{folder}}/{VOCABULARY}", "merge_file": f"{{folder}}/{MERGES}"}
+        return TokenizerFolder(files, keys | paths, folder)
+    settings = read_object(folder, SETTINGS) or {}
+    if settings.get("tokenizer_class") == "ByT5Tokenizer" or (family == "t5" and vocab_size == 384):
+        return TokenizerFolder(files, {"library": "byte-level"})
+    raise UserError(
+        f"{folder} holds no tokenizer that is read here ({DESCRIPTION}, {', '.join(_MODELS)}, or {VOCABULARY} with "
+        f"{MERGES}): name one with --tokenizer FOLDER, or --tokenizer byte-level"
+    )
+
+
+def tokenizer_named(name: str, family: Family) -> TokenizerFolder:
+    """The tokenizer of `--tokenizer`: a folder, or `byte-level`."""
+    if name == "byte-level":
+        return TokenizerFolder({}, {"library": "byte-level"})
+    folder = Path(name)
+    if not folder.is_dir():
+        raise UserError(f"--tokenizer {name}: there is no such folder")
+    return find_tokenizer(folder, family, None)
+
+
+def special_ids(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, int | None]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a config.json.
+
+    Args:
+        settings: the tokenizer_config.json, as far as there is one.
+        tokenizer: of the model.
+    """
+    ids: dict[str, int | None] = {}
+    for kind, known in (("bos", None), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id)):
+        token = settings.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        named = tokenizer.token_id(token) if isinstance(token, str) else None
+        ids[f"{kind}_token_id"] = known if named is None else named
+    return ids
+
+
+def tokenizer_of(root: RootBlock) -> Tokenizer:
+    """The tokenizer of a run of this configuration, with what its task adds; bytes where it names none.
+
+    Raises:
+        UserError: its files cannot be read.
+    """
+    return tokenizer_of_task(root, task_of(root), named_tokenizer(root) or ByteTokenizer())
+
+
+def folder_of_run(root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder | None:
+    """The files that the tokenizer of a run came from, if they are still there and still make this tokenizer.
+
+    Args:
+        root: the configuration of the run.
+        document: the tokenizer of its checkpoint.
+    """
+    keys = root.model.tokenizer
+    named = (keys.type or keys.model) if keys.library == "huggingface" else keys.model or keys.vocab_file
+    if keys.library in ("byte-level", "char") or not named:
+        return None
+    try:
+        path = user_path(named, "model.tokenizer")
+        if not (path.is_dir() or path.is_file()) or tokenizer_of(root).to_document() != document:
+            return None
+        return find_tokenizer(path if path.is_dir() else path.parent, root.model.family, None)
+    except (UserError, OSError, ValueError):
+        return None
+
+
+def folder_named(name: str, root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder:
+    """The files of `--tokenizer` for a checkpoint, whose tokens they must make.
+
+    Args:
+        name: the folder.
+        root: the configuration of the run.
+        document: the tokenizer of its checkpoint.
+
+    Raises:
+        UserError: there are none, or they make other tokens.
+    """
+    found = tokenizer_named(name, root.model.family)
+    kept = {key: value for key, value in root.model.tokenizer.model_dump().items() if key not in _PLACES}
+    keys = TokenizerBlock.model_validate(kept | found.keys_in(found.folder or Path(name)))
+    there = root.model_copy(update={"model": root.model.model_copy(update={"tokenizer": keys})})
+    if tokenizer_of(there).to_document() != document:
+        raise UserError(f"--tokenizer {name} makes other tokens than the tokenizer of the checkpoint")
+    return found
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write the files of a tokenizer from what a checkpoint knows of it.
+
+    Raises:
+        UserError: it is one that transformers has none like.
+    """
+    document = tokenizer.to_document()
+    if isinstance(tokenizer, ByteTokenizer):
+        settings: dict[str, Any] = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": tokenizer.sentinels}
+    elif document["tokenizer"] == "huggingface":
+        (folder / DESCRIPTION).write_text(document["definition"], encoding="utf-8")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        names = {id_: token for token, id_ in _tokens(document["definition"]).items()}
+        for kind, id_ in (("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id)):
+            if id_ in names:
+                settings[f"{kind}_token"] = names[id_]
+    else:
+        raise UserError(
+            f"the tokenizer of this checkpoint ({document['tokenizer']}) cannot be written for transformers, and its "
+            "files are not where they were; name them with --tokenizer FOLDER"
+        )
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _tokens(definition: str) -> dict[str, int]:
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_str(definition).get_vocab()
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """The tokenizer_config.json of a folder that was written here, empty where there is none."""
+    path = folder / SETTINGS
+    try:
+        settings = read_json(path) if path.is_file() else {}
+    except DamagedFileError:
+        return {}
+    return settings if isinstance(settings, dict) else {}
