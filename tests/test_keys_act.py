@@ -878,7 +878,7 @@ VALUES = {
     MODEL + "family": Values(shapes_of_family, {}),
     RECOMPUTE + "granularity": Values(kept, {}, WHOLE),
     RECOMPUTE + "method": Values(kept, {}, WHOLE),
-    MODEL + "transformer_block_type": Values(shapes, {}),
+    MODEL + "transformer_block_type": Values(logits, {}),
     MODEL + "normalization": Values(normalization, {}),
     MODEL + "activation": Values(activation, {f"fast-{name}": name for name in ("geglu", "swiglu", "reglu")}),
     MODEL + "position_embedding_type": Values(logits, {}),
