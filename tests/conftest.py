@@ -37,3 +37,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))
+
+
+@pytest.fixture
+def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps, from the third on, that ran without a wait for the device: a wait ends the run with an error."""
+    import torch
+
+    from stoker.trainer.feed import GlobalBatch
+    from stoker.trainer.module import LanguageModule
+
+    step = LanguageModule.training_step
+    seen: list[int] = []
+
+    def watched(self: LanguageModule, batch: GlobalBatch, batch_idx: int) -> None:
+        if self.step < 2:  # the first steps compile and allocate
+            step(self, batch, batch_idx)
+            return
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            step(self, batch, batch_idx)
+            seen.append(self.step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(LanguageModule, "training_step", watched)
+    return seen

@@ -3,10 +3,8 @@
 import json
 
 import pytest
-import torch
 from tiny_run import final_hashes, tiny_config
 
-from stoker.trainer.module import LanguageModule
 from stoker.trainer.run import run_training
 
 pytestmark = pytest.mark.gpu
@@ -37,27 +35,6 @@ PACKED = {"data_impl": "mock", "reset_position_ids": True, "reset_attention_mask
 def losses(directory):
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
-
-
-@pytest.fixture
-def seen_without_a_wait(monkeypatch):
-    """The steps, from the third on, that ran without a wait for the device: a wait ends the run with an error."""
-    step = LanguageModule.training_step
-    seen = []
-
-    def watched(self, batch, batch_idx):
-        if self.step < 2:  # the first steps compile and allocate
-            return step(self, batch, batch_idx)
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            result = step(self, batch, batch_idx)
-            seen.append(self.step)
-            return result
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(LanguageModule, "training_step", watched)
-    return seen
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set

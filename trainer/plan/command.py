@@ -41,11 +41,13 @@ def run(args: argparse.Namespace) -> int:
         UserError: a configuration that is wrong, or a card that is not known.
     """
     from ..config.load import load_run_config
+
+    config = load_run_config(args.config_name, args.config_dir, args.overrides)
+    # seconds of torch, once the configuration is known to be right
     from .changes import search, suggestions
     from .plan import idle_modules, make_plan
     from .report import as_document, report
 
-    config = load_run_config(args.config_name, args.config_dir, args.overrides)
     root = config.root
     target = _target(root, args.device)
     vocab_size, unknown = _vocabulary(root)
