@@ -222,14 +222,18 @@ def _linear_cross_entropy(
     bias: Tensor | None = None,
     smoothing: float = 0.0,
     softcap: float = 0.0,
+    frozen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum of losses, and the gradients of that sum by `hidden`, `weight` and `bias` (empty unless asked for)."""
+    """Sum of losses, and the gradients of that sum by `hidden`, `weight` and `bias` (empty unless asked for).
+
+    With `frozen` those of `weight` and `bias` are empty in any case.
+    """
     accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     use_triton = triton_runs_on(hidden)
     total = torch.zeros((), dtype=accumulate, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden) if with_gradient else hidden.new_empty(0)
     one_chunk = chunk_tokens >= len(hidden)
-    bias_sum = None if bias is None else torch.zeros(bias.shape, dtype=accumulate, device=bias.device)
+    bias_sum = None if bias is None or frozen else torch.zeros(bias.shape, dtype=accumulate, device=bias.device)
     weight_sum: Tensor | None = None
     for start in range(0, len(hidden), chunk_tokens):
         part = hidden[start : start + chunk_tokens]
@@ -263,6 +267,8 @@ def _linear_cross_entropy(
                 bias_sum[: gradient.shape[1]] += gradient.sum(dim=0, dtype=accumulate)
             gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, rows, out=hidden_gradient[start : start + chunk_tokens])
+            if frozen:
+                continue
             product = gradient.t() @ part
             if one_chunk:
                 weight_sum = product
@@ -270,7 +276,7 @@ def _linear_cross_entropy(
                 weight_sum = product.to(accumulate)
             else:
                 weight_sum += product
-    if not with_gradient:
+    if not with_gradient or frozen:
         return total, hidden_gradient, hidden.new_empty(0), hidden.new_empty(0)
     assert weight_sum is not None
     weight_gradient = weight_sum.to(weight.dtype)
@@ -292,10 +298,13 @@ def _(
     bias: Tensor | None = None,
     smoothing: float = 0.0,
     softcap: float = 0.0,
+    frozen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = hidden.new_empty((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     if not with_gradient:
         return total, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+    if frozen:
+        return total, torch.empty_like(hidden), hidden.new_empty(0), hidden.new_empty(0)
     bias_gradient = hidden.new_empty(0) if bias is None else torch.empty_like(bias)
     return total, torch.empty_like(hidden), torch.empty_like(weight), bias_gradient
 
@@ -303,14 +312,18 @@ def _(
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.set_materialize_grads(False)
+    ctx.frozen = inputs[10]
     ctx.has_bias = inputs[7] is not None
 
 
 def _scale_gradients(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     hidden_gradient, weight_gradient, bias_gradient = ctx.saved_tensors
     factor = loss_gradient.to(hidden_gradient.dtype) if hidden_gradient.dtype == torch.float64 else loss_gradient
+    of_hidden = (hidden_gradient * factor).to(hidden_gradient.dtype)
+    if ctx.frozen:
+        return (of_hidden, *(None,) * 10)
     return (
-        (hidden_gradient * factor).to(hidden_gradient.dtype),
+        of_hidden,
         (weight_gradient * factor).to(weight_gradient.dtype),
         None,
         None,
@@ -318,6 +331,7 @@ def _scale_gradients(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor |
         None,
         None,
         (bias_gradient * factor).to(bias_gradient.dtype) if ctx.has_bias else None,
+        None,
         None,
         None,
     )
@@ -385,7 +399,7 @@ def linear_cross_entropy(
     # spread over all tokens, the label's own share goes back to it
     over_all = label_smoothing * valid_vocab / (valid_vocab - 1) if label_smoothing else 0.0
     chunk = chunk_tokens or default_chunk_tokens(len(weight), cuda=hidden.is_cuda)
-    differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    learns = weight.requires_grad or (bias is not None and bias.requires_grad)
     return _linear_cross_entropy(
         hidden,
         weight,
@@ -393,8 +407,9 @@ def linear_cross_entropy(
         valid_vocab,
         ignore_index,
         chunk,
-        torch.is_grad_enabled() and differentiable,
+        torch.is_grad_enabled() and (learns or hidden.requires_grad),
         bias,
         over_all,
         softcap,
+        not learns,
     )[0]

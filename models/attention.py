@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..kernels.attention.append import turn_and_append
 from ..kernels.attention.backends import AttentionFunction
+from ..kernels.attention.decode import decode_attention
 from ..kernels.attention.packed import PackedSequences
 from ..kernels.rope import apply_rotary
 from .attention_calls import CallKind
 from .checkpointing import product_of
+from .kv_cache import LayerCache
 from .norms import LayerNorm, RMSNorm
 from .positions import Rotation
 from .score_positions import ScoreTerms
@@ -87,6 +90,7 @@ class SelfAttention(nn.Module):
         terms: ScoreTerms | None = None,
         padding: Tensor | None = None,
         norm: Callable[[Tensor], Tensor] | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -96,37 +100,71 @@ class SelfAttention(nn.Module):
             kind: the kind of call, which selects the backend.
             packed: the documents of the rows, where they must not see each other.
             terms: what the positions add to the scores, or None.
-            padding: bool (batch, tokens), True for real tokens, which alone are seen; None where all are.
+            padding: bool (batch, tokens), True for real tokens, which alone are seen; None where all are. Causal
+                attention needs none: padding ends the rows, where no real token sees it.
             norm: a norm of `hidden` that the backward runs again; None without.
+            cache: takes in keys and values of texts that begin, or of the one token that each goes on with, which then
+                sees what is there; None without.
 
         Returns:
             (batch, tokens, hidden_size).
         """
         projected = self.qkv(hidden) if norm is None else product_of(norm, self.qkv, False, hidden)
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
+        if cache is not None and hidden.shape[1] == 1:
+            return self._projected(self._step(projected[:, 0], rotary, terms, cache)[:, None])
         turning, value = projected.split((self.heads + self.groups, self.groups), dim=2)
         query, key = self._turned(turning, rotary)
         if rotary is not None and self.query_norm is None:
             # a view would keep everything that was projected for the backward, beside queries and keys once turned
             value = value.contiguous()
-        dropout = self.dropout if self.training else 0.0
+        if cache is not None:
+            cache.begin(key, value)
         context = self.backends[kind](
             query,
             key,
             value,
             scale=self.scale,
             causal=self.causal,
-            dropout=dropout,
+            dropout=self.dropout if self.training else 0.0,
             distance_bias=None if terms is None else terms.distance_bias,
             alibi_slopes=None if terms is None else terms.alibi_slopes,
             window=self.window,
             softcap=self.softcap,
             packed=packed,
-            key_padding_mask=padding,
+            key_padding_mask=None if self.causal else padding,
         )
+        return self._projected(context)
+
+    def _projected(self, context: Tensor) -> Tensor:
+        """What the layer adds to the stream, from what each head gives."""
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
         return self.output(context.flatten(2))
+
+    def _step(self, projected: Tensor, rotary: Rotation | None, terms: ScoreTerms | None, cache: LayerCache) -> Tensor:
+        """One token of each text, (rows, heads + 2 groups, head_dim), over all that the cache holds of it."""
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key, value = projected.split((self.heads, self.groups, self.groups), dim=1)
+            projected = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=1)
+        angles = None
+        if rotary is not None:
+            key_cosine, key_sine = rotary.of_keys()
+            angles = rotary.cosine[:, 0], rotary.sine[:, 0], key_cosine[:, 0], key_sine[:, 0]
+        query = turn_and_append(
+            projected, cache.key, cache.value, cache.lengths, angles, interleaved=self.rotary_interleaved
+        )
+        return decode_attention(
+            query,
+            cache.key,
+            cache.value,
+            cache.positions,
+            scale=self.scale,
+            distance_bias=None if terms is None else terms.distance_bias,
+            alibi_slopes=None if terms is None else terms.alibi_slopes,
+            left=-1 if self.window is None else self.window[0],
+            softcap=self.softcap,
+        )
 
     def _turned(self, turning: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed and turned, from (batch, tokens, heads + groups, head_dim)."""

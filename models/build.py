@@ -22,6 +22,7 @@ from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
 from .config.memory import RecomputeModule
 from .config.memory_slice import RecomputeSlice, acting_modules
+from .config.peft_slice import PeftSlice, PromptSlice
 from .config.samples import SampleForm
 from .config.slices import StackSlice
 from .config.t5_slice import T5Slice
@@ -30,6 +31,8 @@ from .init import InitRules, initialise_
 from .offload import ActivationOffload
 from .offload_copies import Copies, CudaCopies, HostPool
 from .offload_weights import WeightOffload
+from .peft.adapt import adapt
+from .peft.added import initial_values
 from .recompute import policies_of
 from .stack import Stack
 from .t5 import T5
@@ -71,6 +74,7 @@ def build_model(
     compute_dtype: torch.dtype | None = None,
     kinds: Collection[CallKind] = ALL_KINDS,
     sharding: Sharding | None = None,
+    peft: PeftSlice | None = None,
 ) -> LanguageModel:
     """Build a model of any family with its initial weights.
 
@@ -85,22 +89,23 @@ def build_model(
         compute_dtype: the dtype of the arithmetic where it is not that of the parameters.
         kinds: the kinds of call the run can make; the model raises on any other.
         sharding: cuts the parameters over processes; None leaves them whole.
+        peft: what is added to the model and trained, the rest being frozen; None trains all of it.
 
     Raises:
-        ValueError: `override_vocab_size` is too small, or `compile` cannot be had.
+        ValueError: `override_vocab_size` is too small, `compile` cannot be had, or `peft` names what is not there.
         NoBackendError: no attention backend is left for a kind of call.
     """
     device = torch.device(device)
     described = family_slice(keys, vocab_size=vocab_size, form=form)
     if device.type == "meta":
-        return assemble(described, form, {}, {}).to(dtype)
+        return _assembled(described, form, {}, {}, peft).to(dtype)
     plan = plan_model(
         described,
         device=device,
         dtype=compute_dtype or dtype,
         flags=flags,
         micro_batch_size=micro_batch_size,
-        form=form,
+        form=replace(form, length=form.length + peft.virtual_tokens) if isinstance(peft, PromptSlice) else form,
         kinds=kinds,
     )
     backends: dict[str, Backends] = {
@@ -113,7 +118,7 @@ def build_model(
         }
         for planned in plan.attentions
     }
-    model = assemble(described, form, plan.decisions, backends).to(dtype)
+    model = _assembled(described, form, plan.decisions, backends, peft).to(dtype)
     for part, stack, labels in zip(described.stacks, stacks_of(model), _training_labels(described), strict=True):
         for policy in () if part.recompute is None else policies_of(part.recompute, plan.decisions, *labels):
             policy.apply(stack)
@@ -125,15 +130,34 @@ def build_model(
             stack.compile_parts(hooked=sharding is not None, whole=whole)
     if sharding is None:
         model = model.to_empty(device=device)
-        initialise_(model, init_rules(described))
+        initialise_(model, _init_rules_of(model, described))
     else:
         sharding.cut(model)
         model.to_empty(device=device)
-        initialise_(model, init_rules(described), sharding.fill)
+        initialise_(model, _init_rules_of(model, described), sharding.fill)
     make_copies = copies_of(device) if "training" in kinds else None
     if make_copies is not None:
         offload(model, described, make_copies)
     return model
+
+
+def _assembled(
+    described: FamilySlice,
+    form: SampleForm,
+    decisions: Mapping[str, Decision],
+    backends: Mapping[str, Backends],
+    peft: PeftSlice | None,
+) -> LanguageModel:
+    """The modules of a model on the meta device, with what fine-tuning adds."""
+    model = assemble(described, form, decisions, backends)
+    if peft is not None:
+        with torch.device("meta"):
+            adapt(model, stacks_of(model), described, peft)
+    return model
+
+
+def _init_rules_of(model: nn.Module, described: FamilySlice) -> InitRules:
+    return replace(init_rules(described), added=initial_values(model))
 
 
 def build_gpt(

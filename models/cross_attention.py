@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention.backends import AttentionFunction
+from ..kernels.attention.decode import decode_attention
 from ..kernels.attention.packed import PackedSequences
 from .attention_calls import CallKind
 from .checkpointing import product_of
+from .kv_cache import CachedMemory
 from .norms import LayerNorm, RMSNorm
 
 
@@ -85,13 +87,17 @@ class CrossAttention(nn.Module):
         self.output = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
 
     def forward(
-        self, hidden: Tensor, memory: Memory, kind: CallKind, norm: Callable[[Tensor], Tensor] | None = None
+        self,
+        hidden: Tensor,
+        memory: Memory | CachedMemory,
+        kind: CallKind,
+        norm: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Attend from each token of the decoder to all real tokens of its memory.
 
         Args:
             hidden: (batch, queries, hidden_size), normed, but for `norm`.
-            memory: of the same batch.
+            memory: of the same batch; a cached one is read by one token of each row.
             kind: the kind of call, which selects the backend.
             norm: a norm of `hidden` that the backward runs again; None without.
 
@@ -100,21 +106,42 @@ class CrossAttention(nn.Module):
         """
         query = self.query(hidden) if norm is None else product_of(norm, self.query, False, hidden)
         query = query.unflatten(-1, (self.heads, self.head_dim))
-        key, value = self.kv(memory.hidden).unflatten(-1, (2 * self.groups, self.head_dim)).chunk(2, dim=2)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        context = self.backends[kind](
-            query,
-            key,
-            value,
-            scale=self.scale,
-            causal=False,
-            dropout=self.dropout if self.training else 0.0,
-            distance_bias=memory.distance_bias,
-            softcap=self.softcap,
-            packed=memory.packed,
-            key_padding_mask=memory.padding,
-        )
+        if self.query_norm is not None:
+            query = self.query_norm(query)
+        if isinstance(memory, CachedMemory):
+            context = self._step(query[:, 0], memory)[:, None]
+        else:
+            key, value = self.keys_and_values(memory.hidden)
+            context = self.backends[kind](
+                query,
+                key,
+                value,
+                scale=self.scale,
+                causal=False,
+                dropout=self.dropout if self.training else 0.0,
+                distance_bias=memory.distance_bias,
+                softcap=self.softcap,
+                packed=memory.packed,
+                key_padding_mask=memory.padding,
+            )
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
         return self.output(context.flatten(2))
+
+    def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """What all queries see of a memory (batch, tokens, hidden_size): each (batch, tokens, groups, head_dim)."""
+        key, value = self.kv(memory).unflatten(-1, (2 * self.groups, self.head_dim)).chunk(2, dim=2)
+        return (key if self.key_norm is None else self.key_norm(key)), value
+
+    def _step(self, query: Tensor, memory: CachedMemory) -> Tensor:
+        """One token of each text, (rows, heads, head_dim)."""
+        return decode_attention(
+            query,
+            memory.key,
+            memory.value,
+            memory.positions,
+            scale=self.scale,
+            lengths=memory.memory_lengths,
+            distance_bias=memory.distance_bias,
+            softcap=self.softcap,
+        )

@@ -11,6 +11,7 @@ from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
 from .attention_calls import CallKind, decision_for
 from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .peft.prompt import Prompt
 from .stack import Stack, layers_as_written
 
 
@@ -32,6 +33,9 @@ class GPT(nn.Module):
         reset_position_ids: samples hold several documents, and the positions of each begin at 0.
         reset_attention_mask: samples hold several documents, and a token sees none of an earlier one.
         attention_decisions: for each kind of call, what the dispatcher chose and why.
+
+    Attributes:
+        prompt: learned vectors in front of every text; None without.
     """
 
     compiled: bool = False
@@ -72,6 +76,7 @@ class GPT(nn.Module):
         self.reset_position_ids = reset_position_ids
         self.reset_attention_mask = reset_attention_mask
         self.attention_decisions = dict(attention_decisions)
+        self.prompt: Prompt | None = None
 
     @property
     def output_weight(self) -> Tensor:
@@ -98,7 +103,12 @@ class GPT(nn.Module):
         return token_logits(hidden, self.output_weight, vocab_size=self.vocab_size, softcap=self.logits_softcap)
 
     def loss(
-        self, tokens: Tensor, labels: Tensor, denominator: Tensor | float, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        denominator: Tensor | float,
+        documents: Tensor | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """Sum of the cross-entropies of all labels, divided by `denominator`.
 
@@ -107,12 +117,14 @@ class GPT(nn.Module):
             labels: (batch, tokens) int64, the token that follows each; -100 counts nothing.
             denominator: usually the number of labels in the whole global batch, so that micro batches add up.
             documents: as in `forward`.
+            padding: bool (batch, tokens), False behind the end of a row's text, for experts, which leave those out;
+                None where there are no such tokens, or no experts.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
         """
         total = token_loss(
-            self.hidden_states(tokens, documents),
+            self.hidden_states(tokens, documents, padding),
             self.output_weight,
             labels,
             vocab_size=self.vocab_size,
@@ -123,10 +135,10 @@ class GPT(nn.Module):
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
         """The loss of a batch of named tensors, those of `loss`."""
-        return self.loss(batch["tokens"], batch["labels"], denominator, batch.get("documents"))
+        return self.loss(batch["tokens"], batch["labels"], denominator, batch.get("documents"), batch.get("padding"))
 
-    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """The normed output of the last layer, (batch, tokens, hidden_size); arguments as in `forward`."""
+    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+        """The normed output of the last layer, (batch, tokens, hidden_size); arguments as in `forward` and `loss`."""
         length = tokens.shape[1]
         kind = self._kind_of_call(length, documents)
         decision = decision_for(self.attention_decisions, kind)
@@ -142,11 +154,15 @@ class GPT(nn.Module):
                     causal=True,
                     mask=decision.needs_mask,
                 )
-            return self.decoder(hidden, kind, positions=positions, packed=packed)
+            if padding is not None and self.prompt is not None:
+                padding = F.pad(padding, (len(self.prompt), 0), value=True)
+            hidden = self.decoder(hidden, kind, positions=positions, packed=packed, padding=padding)
+            return hidden if self.prompt is None else hidden[:, len(self.prompt) :]
         if length == 1:  # no backend has to take a single token: a causal model does not see the one behind it
             tokens = F.pad(tokens, (0, 1))
         with layers_as_written(self.compiled):
-            return self.decoder(self._embed(tokens), kind)[:, :length]
+            first = 0 if self.prompt is None else len(self.prompt)
+            return self.decoder(self._embed(tokens), kind)[:, first : first + length]
 
     def _kind_of_call(self, length: int, documents: Tensor | None) -> CallKind:
         """Training and evaluation come in one length; everything else is as in generation, of any length.
@@ -181,7 +197,10 @@ class GPT(nn.Module):
         return "generation"
 
     def _embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        hidden = add_positions(self.token_embedding(tokens), self.position_embedding, positions)
+        hidden = self.token_embedding(tokens)
+        if self.prompt is not None:
+            hidden = self.prompt(hidden)
+        hidden = add_positions(hidden, self.position_embedding, positions)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         if self.training and self.dropout:

@@ -35,6 +35,19 @@ def add_positions(embedded: Tensor, table: TokenPositions | None, positions: Ten
     return embedded + (table.weight[:tokens] if positions is None else table(positions))
 
 
+def add_places(embedded: Tensor, table: TokenPositions | None, places: Tensor) -> Tensor:
+    """Embeddings of single tokens with their learned positions.
+
+    Args:
+        embedded: (rows, 1, hidden_size).
+        table: the learned table, or None.
+        places: int64 (rows, 1), of the tokens in their texts.
+    """
+    if table is None:
+        return embedded
+    return embedded + (table.table[places] if isinstance(table, PositionTable) else table(places))
+
+
 def token_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, vocab_size: int, softcap: float = 0.0
 ) -> Tensor:

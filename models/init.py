@@ -17,6 +17,8 @@ OUTPUT_PROJECTIONS = (
     *(".attention.output.weight", ".cross_attention.output.weight", ".mlp.down.weight"),
     *(".mlp.experts.down", ".mlp.shared.down.weight"),
 )
+Added = Callable[[str, torch.Size, torch.Generator], Tensor]
+"""From name, shape and generator to the initial value of a parameter, fp32 on the CPU."""
 TOKEN_EMBEDDINGS = ("token_embedding.weight", "decoder_token_embedding.weight")
 
 
@@ -31,6 +33,7 @@ class InitRules:
         norm_weight: the value that means a gain of one, 0 where norms store it minus one.
         embedding_std: deviation of the token embeddings; None is `std`.
         parts: rules of their own for the parameters whose names begin so (`encoder.`).
+        added: by name, what gives the parameters that fine-tuning has added their values.
     """
 
     seed: int
@@ -39,6 +42,7 @@ class InitRules:
     norm_weight: float
     embedding_std: float | None = None
     parts: Mapping[str, InitRules] = field(default_factory=dict)
+    added: Mapping[str, Added] = field(default_factory=dict)
 
     def of(self, name: str) -> InitRules:
         """The rules for a parameter."""
@@ -56,6 +60,9 @@ def initial_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
 
     Kerple's parameters begin with a = p = 1 and b the slopes of ALiBi.
     """
+    if name in rules.added:
+        generator = generator_for(rules.seed, name)
+        return rules.added[name](name, shape, generator)
     rules = rules.of(name)
     if name.endswith(".head_scale"):
         return torch.ones(shape)

@@ -61,7 +61,8 @@ class MLP(nn.Module):
         """
         projected = self.up(hidden) if norm is None else product_of(norm, self.up, False, hidden)
         if self.recompute and recomputes(self):
-            if self.gated and self.inner_norm is None and not self.dropout and triton_runs_on(projected):
+            plain = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
+            if self.gated and plain and triton_runs_on(projected):
                 return gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)
             return product_of(self._inner, self.down, self.dropout > 0, projected)
         return self.down(self._inner(projected))

@@ -40,7 +40,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(..., hidden_size) to the same shape and dtype."""
-        return rms_norm(inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered)
+        return rms_norm(
+            inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered, training=self.training
+        )
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, cast
 
 import torch
@@ -15,6 +16,7 @@ from .attention import SelfAttention
 from .attention_calls import CallKind
 from .checkpointing import recomputes, run_again
 from .cross_attention import CrossAttention, Memory
+from .kv_cache import CachedMemory, LayerCache
 from .mlp import MLP
 from .moe.layer import MoE
 from .norms import LayerNorm, RMSNorm
@@ -56,6 +58,8 @@ class Layer(nn.Module):
     Attributes:
         recompute: in training keep only the input, and run the layer again in the backward.
         recompute_norms: likewise keep the input of a norm that a projection follows instead of what it gives.
+        attention_adapter: goes over what the self-attention adds to the stream; None without (`peft.bottleneck`).
+        mlp_adapter: likewise of the MLP.
     """
 
     recompute: bool = False
@@ -85,6 +89,8 @@ class Layer(nn.Module):
         self.cross_attention_output_norm = cross_attention_output_norm
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.attention_adapter: nn.Module | None = None
+        self.mlp_adapter: nn.Module | None = None
         self.dropout = dropout
 
     def forward(
@@ -93,9 +99,10 @@ class Layer(nn.Module):
         rotary: Rotation | None,
         kind: CallKind,
         packed: PackedSequences | None = None,
-        memory: Memory | None = None,
+        memory: Memory | CachedMemory | None = None,
         terms: ScoreTerms | None = None,
         padding: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer without an effect on its buffers, so that it may run twice.
 
@@ -107,11 +114,12 @@ class Layer(nn.Module):
             memory: what the cross-attention reads; None in a layer without it.
             terms: what the positions add to the scores.
             padding: which tokens are real.
+            cache: keys and values of texts that grow token by token.
 
         Returns:
             (batch, tokens, hidden_size), and what `count` takes.
         """
-        inputs = hidden, rotary, kind, packed, memory, terms, padding
+        inputs = hidden, rotary, kind, packed, memory, terms, padding, cache
         return run_again(self._run, self.draws, *inputs) if self.recompute and recomputes(self) else self._run(*inputs)
 
     def count(self, sums: Tensor | None) -> None:
@@ -132,13 +140,16 @@ class Layer(nn.Module):
         rotary: Rotation | None,
         kind: CallKind,
         packed: PackedSequences | None,
-        memory: Memory | None,
+        memory: Memory | CachedMemory | None,
         terms: ScoreTerms | None,
         padding: Tensor | None,
+        cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
         entered = hidden
         before, norm = self._before(self.attention_norm, hidden)
-        update = self.attention(before, rotary, kind, packed, terms, padding, norm)
+        update = self.attention(before, rotary, kind, packed, terms, padding, norm, cache)
+        if self.attention_adapter is not None:
+            update = self.attention_adapter(update)
         hidden = self._add(hidden, update, self.attention_norm, self.attention_output_norm)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             assert memory is not None
@@ -148,9 +159,11 @@ class Layer(nn.Module):
         sums, reads = None, self._read(hidden, entered)
         if isinstance(self.mlp, MoE):
             before, norm = self._before(self.mlp_norm, reads, read_often=not self.mlp.recompute)
-            update, sums = self.mlp.run(before, padding, norm)
+            update, sums = self.mlp.run(before, padding, norm, limited=kind != "generation")
         else:
             update = self.mlp(*self._before(self.mlp_norm, reads))
+        if self.mlp_adapter is not None:
+            update = self.mlp_adapter(update)
         return self._add(hidden, update, self.mlp_norm), sums
 
     def _read(self, hidden: Tensor, entered: Tensor) -> Tensor:
@@ -222,6 +235,7 @@ class Stack(nn.Module):
         self.final_norm = final_norm
         self.rotary = rotary
         self.score_positions = score_positions
+        self._compiled_step: Callable[..., Tensor] | None = None
 
     def forward(
         self,
@@ -274,6 +288,39 @@ class Stack(nn.Module):
                 activations.after(numbers, hidden)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
+    def go_on(
+        self,
+        hidden: Tensor,
+        caches: Sequence[LayerCache],
+        *,
+        positions: Tensor | None,
+        terms: ScoreTerms | None,
+        memories: Sequence[CachedMemory] | None = None,
+    ) -> Tensor:
+        """Run all layers over texts that begin, or over one more token of each.
+
+        Args:
+            hidden: (rows, tokens, hidden_size); one token goes on with a text, more of them begin it.
+            caches: of each layer, whose lengths count these tokens.
+            positions: of the tokens, int64 (rows, tokens), needed of a single one; None counts each row from 0.
+            terms: what the positions add to the scores.
+            memories: what the cross-attention of each layer reads; None in a stack without it.
+
+        Returns:
+            (rows, tokens, hidden_size), normed.
+        """
+        rotary = None if self.rotary is None else self.rotary(hidden.shape[1] if positions is None else positions)
+        step = self._compiled_step if hidden.shape[1] == 1 and self._compiled_step is not None else _go_on
+        for number, layer in enumerate(self.layers):
+            memory = None if memories is None else memories[number]
+            hidden = step(cast(Layer, layer), hidden, rotary, memory, terms, caches[number])
+        return hidden if self.final_norm is None else self.final_norm(hidden)
+
+    def compile_steps(self) -> None:
+        """Compile a layer that goes on with texts by one token; equal layers share one compilation."""
+        _prepare_compiler()
+        self._compiled_step = torch.compile(_go_on, fullgraph=True, dynamic=False)
+
     def compile_parts(self, *, hooked: bool = False, whole: bool = True) -> None:
         """Compile each layer and the final norm; equal layers share one compilation.
 
@@ -282,16 +329,37 @@ class Stack(nn.Module):
                 leave those outside.
             whole: each part is one graph; otherwise its attention, which cannot be traced, stays outside.
         """
-        from torch._dynamo import config  # seconds of import, only where it is needed
-
-        # A limit of 8 counts the layers of all models of a process together, since they are one piece of code; the
-        # third configuration trained in one notebook would end in an error.
-        config.recompile_limit = max(config.recompile_limit, MOST_COMPILATIONS)
+        _prepare_compiler()
         for part in (*self.layers, *([] if self.final_norm is None else [self.final_norm])):
             if hooked:
                 part.forward = torch.compile(part.forward, fullgraph=whole, dynamic=False)
             else:
                 part.compile(fullgraph=whole, dynamic=False)
+
+
+def _prepare_compiler() -> None:
+    """Let a process compile many layers, and hear nothing of what nobody can change.
+
+    A limit of 8 counts the layers of all models of a process together, since they are one piece of code; the third
+    configuration trained in one notebook would end in an error.
+    """
+    from torch._dynamo import config  # seconds of import, only where it is needed
+
+    config.recompile_limit = max(config.recompile_limit, MOST_COMPILATIONS)
+    # Inductor 2.11 says so of every softmax over fewer than 8 numbers, such as that of the gates of some experts.
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
+
+
+def _go_on(
+    layer: Layer,
+    hidden: Tensor,
+    rotary: Rotation | None,
+    memory: CachedMemory | None,
+    terms: ScoreTerms | None,
+    cache: LayerCache,
+) -> Tensor:
+    """A layer over the beginnings of texts, or over one more token of each."""
+    return layer(hidden, rotary, "generation", None, memory, terms, None, cache)[0]
 
 
 def _run(

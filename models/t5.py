@@ -15,6 +15,7 @@ from .attention_calls import CallKind, decision_for
 from .config.samples import SampleForm
 from .cross_attention import Memory
 from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .peft.prompt import Prompt
 from .score_positions import CrossRelativeBias
 from .stack import Stack, layers_as_written
 
@@ -52,6 +53,9 @@ class T5(nn.Module):
         label_smoothing: share of a label that the other tokens get, in training.
         attention_decisions: for each attention and kind of call (`encoder training`, `cross generation`), what the
             dispatcher chose and why.
+
+    Attributes:
+        prompt: learned vectors in front of what the encoder reads; None without.
     """
 
     compiled: bool = False
@@ -96,6 +100,7 @@ class T5(nn.Module):
         self.dropouts = dropouts
         self.label_smoothing = label_smoothing
         self.attention_decisions = dict(attention_decisions)
+        self.prompt: Prompt | None = None
 
     @property
     def decoder_embedding(self) -> nn.Embedding:
@@ -239,6 +244,8 @@ class T5(nn.Module):
         positions, packed = None, None
         decision = decision_for(self.attention_decisions, f"encoder {kind}")
         hidden = self.token_embedding(tokens)
+        if self.prompt is not None:
+            hidden, padding = self.prompt(hidden), self.prompt.pad(padding)
         if documents is not None:
             positions = positions_in_documents(documents)
             dtype, mask = dtype_of_products(hidden), decision.needs_mask

@@ -10,7 +10,7 @@ from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.schema import T5ModelBlock
 from stoker.trainer.errors import UserError
 
-GROUPS = ("model", "data", "tokenizer", "optim", "trainer", "experiment")
+GROUPS = ("model", "data", "tokenizer", "optim", "peft", "trainer", "experiment")
 PRESETS = [(group, path.stem) for group in GROUPS for path in sorted((PACKAGED / group).glob("*.yaml"))]
 
 
@@ -32,7 +32,8 @@ def test_every_preset_is_valid(group: str, name: str) -> None:
     given = ["model.data.path=x.txt"] if name in ("text", "shakespeare_char_cpu") else []
     given += ["model.data.data_prefix=x"] if name == "mmap" else []
     given += ["model=t5_tiny"] if group == "data" and name in ("docstring", "jsonl") else []
-    given += ["model.data.path=x.jsonl"] if name == "jsonl" else []
+    given += ["model.data.path=x.jsonl"] if name in ("jsonl", "sft", "chat") else []
+    given += ["model.restore_from_path=x", "model.max_position_embeddings=512"] if group == "peft" else []
     if group == "tokenizer":
         files = {
             "gpt2": ["model.tokenizer.vocab_file=v", "model.tokenizer.merge_file=m"],
@@ -317,4 +318,4 @@ def test_file_of_a_group_without_its_package(tmp_path: Path) -> None:
 
 
 def test_options_are_listed() -> None:
-    assert Composer(None).options("data") == ["docstring", "jsonl", "mmap", "mock", "pystd", "text"]
+    assert Composer(None).options("data") == ["chat", "docstring", "jsonl", "mmap", "mock", "pystd", "sft", "text"]

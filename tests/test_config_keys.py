@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from config_helpers import DATA, gpt, load, problems, write
 
+from stoker.trainer.config import key_states
 from stoker.trainer.config.key_states import KeyStates, known_keys, state_of
-from stoker.trainer.config.key_table import KEY_TABLE, VALUES, State, row_of
+from stoker.trainer.config.key_table import KEY_TABLE, VALUES, Row, State, row_of
 from stoker.trainer.config.paths import put
 from stoker.trainer.config.problems import Problem
 from stoker.trainer.config.schema_index import open_block_of, schema_blocks, schema_keys, show_value
@@ -145,7 +146,7 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
         "model.num_micro_batches_with_partial_activation_checkpoints=2",
         "model.fp8=True",
         "exp_manager.create_fault_tolerance_callback=True",
-        "model.data.train_ds.file_names=[a]",
+        "model.data.add_fim=True",
     ],
 )
 def test_what_is_not_yet_there_says_so(override: str) -> None:
@@ -154,10 +155,14 @@ def test_what_is_not_yet_there_says_so(override: str) -> None:
     assert problem.origin.startswith("+" + override)
 
 
-def test_settings_of_a_feature_share_one_error() -> None:
+def test_settings_of_a_feature_share_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = problems("+model.fp8=True", "+model.fp8_hybrid=True", "+model.fp8_margin=2").values()
     assert problem.key == "model.fp8"
-    (problem,) = problems(*(f"+model.data.train_ds.k{i}=1" for i in range(9))).values()
+    to_come = Row("model.future.*", State.NOT_YET, "a feature to come")
+    monkeypatch.setattr(
+        key_states, "row_of", lambda path, *_: to_come if path.startswith("model.future.") else row_of(path)
+    )
+    (problem,) = problems(*(f"+model.future.k{i}=1" for i in range(9))).values()
     assert len(problem.also) == 6
 
 

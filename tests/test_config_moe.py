@@ -31,11 +31,11 @@ from stoker.models.moe.layers import moe_layers
 from stoker.trainer import memory
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.cuda_graph import uses_cuda_graph
 from stoker.trainer.errors import UserError
 from stoker.trainer.flops import training_flops_per_sample
 from stoker.trainer.memory import check_memory
 from stoker.trainer.precision import plan_precision
+from stoker.trainer.recordable import uses_cuda_graph
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_moe_experts": 8}

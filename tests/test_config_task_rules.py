@@ -19,7 +19,12 @@ DATA, TYPE = "model.data.", "model.data.dataset_type"
         ([*T5, "model.data.dataset_type=bert"], TYPE, "learns t5, t5_prefix_lm, seq2seq"),
         ([*BERT, "model.data.dataset_type=gpt"], TYPE, "learns bert"),
         ([*T5, "model.data.dataset_type=seq2seq"], TYPE, "`data_impl: pystd` has none"),
-        ([*T5, "model.data.data_impl=pystd_docstring"], DATA + "data_impl", "`dataset_type: t5` cannot learn"),
+        (
+            [*T5, "model.data.data_impl=pystd_docstring", f"{TYPE}=t5"],
+            DATA + "data_impl",
+            "`dataset_type: t5` cannot learn",
+        ),
+        (["model.data.dataset_type=sft"], TYPE, "`data_impl: pystd` has none"),
         ([*T5, "data=jsonl", "model.data.path=null"], DATA + "path", "`data_impl: jsonl` needs a file"),
         ([*T5, "model.data.seq_length_dec=100"], DATA + "seq_length_dec", "must be at least 114"),
         ([*T5, "model.data.masked_lm_prob=0.4", "model.data.seq_length_dec=128"], DATA + "seq_length_dec", "at least"),
@@ -61,7 +66,8 @@ def test_the_family_that_learns_a_task_is_named(overrides: list[str], fix: str) 
 
 def test_the_cure_for_pairs_is_one_that_the_family_has() -> None:
     pairs = "model.data.data_impl=pystd_docstring"
-    assert f"{TYPE}=seq2seq" in problems(*T5, pairs)[DATA + "data_impl"].fix
+    assert f"{TYPE}=seq2seq" in problems(*T5, pairs, f"{TYPE}=t5")[DATA + "data_impl"].fix
+    assert f"{TYPE}=sft" in problems(pairs, f"{TYPE}=gpt")[DATA + "data_impl"].fix
     assert "seq2seq" not in problems(*BERT, pairs)[DATA + "data_impl"].fix
 
 

@@ -70,7 +70,7 @@ def test_the_fingerprint_is_that_of_the_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("[1]", "line 2 of .* must be an object with `input` and `output`"),
+        ("[1]", "line 2 of .* must be an object"),
         ('{"input": "x"', "line 2 of .* is not JSON"),
         ('{"input": "x", "label": "y"}', "must have a text `output`; it has `input`, `label`.*label_key"),
         ('{"input": 3, "output": "y"}', "must have a text `input`.*context_key"),

@@ -405,6 +405,7 @@ def test_a_crash_of_one_rank_is_told_once(tmp_path, package, workers):
         assert "in batch" in kept.read_text()
 
 
+@pytest.mark.full
 def test_a_crash_that_says_more_than_a_pipe_holds_ends_the_run(tmp_path, package):
     with job(
         tmp_path, environ=package, model__data__data_impl="failing", model__data__dataset_kwargs="{fails: at length}"

@@ -67,6 +67,7 @@ def check_equal(directory: Path, alone: Path, last: int = 3) -> None:
     assert maps[0] == maps[1]
 
 
+@pytest.mark.full
 def test_the_comparison_is_not_empty(runs):
     alone = runs.run("alone", **MOE)
     report = figures(alone)[0]

@@ -189,6 +189,8 @@ def test_each_filter_refuses_and_accepts(backend: str, refused: Any, accepted: A
         ("sdpa_cudnn", {"cudnn": 91001}, {"cudnn": 91002}, {"head_dim": 256}, "up to 128"),
         ("sdpa_cudnn", {"torch": (2, 10)}, {"torch": (2, 11)}, {"head_dim": 256}, "up to 128"),
         ("sdpa_flash", {}, {"deterministic_algorithms": True}, {"deterministic": True}, "only under torch."),
+        ("sdpa_cudnn", {"deterministic_algorithms": True}, {"deterministic_algorithms": False},
+         {"deterministic": True, "training": False}, "PyTorch refuses it"),
         ("triton", {"triton": None}, {}, {}, "not installed"),
         ("triton", {"triton": (3, 5)}, {}, {}, "Triton 3.6 or later, found 3.5"),
         ("triton", {"interpreted": True}, {}, {}, "a GPU has no part in"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ from stoker.trainer.run import run_training
 pytestmark = pytest.mark.gpu
 
 LAYERS, TOKENS, VOCAB, SAMPLES = 6, 1024, 512, 4
+ROUNDING = LAYERS << 20
+"""The allocator does not cut less than a MiB from the end of a block: each layer's weights may come back with one."""
 STACK: dict[str, Any] = {
     "num_layers": LAYERS, "hidden_size": 1024, "ffn_hidden_size": 2816, "num_attention_heads": 8,
     "num_query_groups": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0, "position_embedding_type": "rope",
@@ -89,6 +92,7 @@ def peak(run: Callable[[], object]) -> int:
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
+    gc.collect()  # what other tests left would go at some time within this one
     yield
     torch.cuda.empty_cache()
 
@@ -148,8 +152,10 @@ def test_memory_falls_by_what_is_sent(layers: int, compile_layers: bool) -> None
         peaks.append(peak(lambda model=model: loss_of(model, 1).backward()))
     sent = offloads_of(ours)[0].sent_bytes
     assert kept[0] - kept[1] >= 0.99 * sent
-    # of N = L - 1 two layers come together, and the gradients of all weights are there by then
-    assert peaks[0] - peaks[1] >= sent - (0.3 if layers < LAYERS - 1 else 2.2) * sent / layers
+    # With 2 of 6 the peak comes late, when the gradients of two layers are there already. Of N = L - 1 two layers come
+    # together, and the gradients of all weights are there by then.
+    weights = sum(weight.nbytes for weight in ours.decoder.layers[0].parameters())
+    assert peaks[0] - peaks[1] >= sent - (2.1 * weights if layers == 2 else 2.2 * sent / layers)
 
 
 def test_weights_are_off_the_device_when_the_backward_begins() -> None:
@@ -165,11 +171,12 @@ def test_weights_are_off_the_device_when_the_backward_begins() -> None:
     (stack,) = stacks_of(model)
     stack.weight_offload = WeightOffload(copies, list(stack.layers), LAYERS - 1)
     loss = loss_of(model, 1)
-    assert torch.cuda.memory_allocated() == there + kept - stack.weight_offload.sent_bytes
+    expected = there + kept - stack.weight_offload.sent_bytes
+    assert torch.cuda.memory_allocated() == pytest.approx(expected, abs=ROUNDING)
     loss.backward()
     model.zero_grad()
     del loss
-    assert torch.cuda.memory_allocated() == there
+    assert torch.cuda.memory_allocated() == pytest.approx(there, abs=ROUNDING)
 
 
 def test_memory_does_not_grow_from_step_to_step() -> None:
@@ -180,15 +187,19 @@ def test_memory_does_not_grow_from_step_to_step() -> None:
     before = torch.cuda.memory_allocated(), copies.host_bytes
     steps(model, 3)
     torch.cuda.synchronize()
-    assert (torch.cuda.memory_allocated(), copies.host_bytes) == before
+    assert torch.cuda.memory_allocated() <= before[0] + ROUNDING
+    assert copies.host_bytes == before[1]
 
 
 def test_copies_run_under_the_work() -> None:
-    """Of the time that copies take, most has a kernel of the model beside it."""
+    """Of the time that copies take, most has a kernel of the model beside it.
+
+    Nothing else may use the GPU meanwhile, which would take turns with this process.
+    """
     model, _ = model_of(cpu_offloading=True, cpu_offloading_num_layers=3)
     steps(model, 2)
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         loss_of(model, 9).backward()
         torch.cuda.synchronize()
     copies: list[tuple[float, float]] = []

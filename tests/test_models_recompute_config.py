@@ -24,10 +24,10 @@ from stoker.models.config.t5 import T5Keys
 from stoker.models.recompute import RecomputedAttention
 from stoker.models.stack import Layer, Stack
 from stoker.trainer import parts
-from stoker.trainer.cuda_graph import uses_cuda_graph
 from stoker.trainer.data.build import build_data
 from stoker.trainer.errors import UserError
 from stoker.trainer.precision import PrecisionPlan
+from stoker.trainer.recordable import uses_cuda_graph
 
 AT = "activations_checkpoint_"
 BASE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 8}

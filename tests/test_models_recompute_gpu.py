@@ -125,9 +125,12 @@ def test_gpu_the_peak_falls(compiled: bool) -> None:
     assert peaks["uniform 1"] < peaks["block 2"] < none
     assert peaks["uniform 1"] < peaks["cheap"] < 0.85 * none
     unfused = keys | {"attention_backend": "unfused"}
-    assert peak(gpt(**unfused, **MODES["selective"])) < 0.7 * peak(gpt(**unfused))
+    probabilities = 2 * BATCH * STACK["num_attention_heads"] * TOKENS * TOKENS
+    saved = peak(gpt(**unfused)) - peak(gpt(**unfused, **MODES["selective"]))
+    assert saved > 0.95 * 7 * probabilities  # of 8 layers; those of one are there while it runs
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
 @pytest.mark.parametrize("mode", MODES)
 def test_gpu_nothing_waits_for_the_device(mode: str) -> None:
     model = gpt(**EXPERTS, **MODES[mode], compile=True)

@@ -1,5 +1,6 @@
 """Every command of README.md and docs/ runs: shortened where it would take minutes, with files made for it."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -17,6 +18,11 @@ SHORT = [
     "model.micro_batch_size=2",
     "model.global_batch_size=2",
 ]
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
 
 
 def commands(kind: str) -> list[str]:
@@ -38,16 +44,22 @@ def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text(Path(__file__).read_text() * 5)  # has every letter of the prompt
+    asked = [(f"what is {letter}", f"it is {letter}") for letter in "abcdefghijklmnopqrstuvwxyz"]
+    pairs = [json.dumps({"input": question, "output": answer}) for question, answer in asked]
+    Path("pairs.jsonl").write_text("\n".join(pairs))
+    turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in asked]
+    Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in turns))
     seen = []
     for line in commands("stoker "):
         arguments = shlex.split(line.replace("FILE", str(text)))[1:]
-        if "HF_FOLDER" in arguments:
+        if "HF_FOLDER" in line:
             letter_tokenizer(save(random_model("llama"), tmp_path / "theirs"))
+            (tmp_path / "theirs" / "chat_template.jinja").write_text(TEMPLATE)
             arguments = [argument.replace("HF_FOLDER", str(tmp_path / "theirs")) for argument in arguments]
         if any(argument in ("DIR", "model.restore_from_path=DIR") for argument in arguments):
             newest = str(max((tmp_path / "runs").rglob("checkpoints")).parent)
             arguments = [argument.replace("DIR", newest) for argument in arguments]
-        if arguments[0] == "train":
+        if arguments[0] in ("train", "finetune"):
             length = "seq_length" if any("t5" in argument for argument in arguments) else "encoder_seq_length"
             arguments += [*SHORT, f"model.{length}=32"]
         if arguments[0] == "generate":
@@ -77,6 +89,20 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_yaml_of_docs_finetune_is_a_run(tmp_path, monkeypatch, capsys):
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "finetune.md").read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    letter_tokenizer(save(random_model("llama"), tmp_path / "HF_FOLDER"))
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(block)
+    (tmp_path / "chats.jsonl").write_text("{}")
+    assert main(["config", "--finetune", "experiment=mine", "--json"]) == 0, capsys.readouterr().err
+    values = json.loads(capsys.readouterr().out)["keys"]
+    assert values["model.peft.peft_scheme"]["value"] == "lora"
+    assert values["model.data.chat"]["value"] is True
+    assert values["model.hidden_size"]["value"] == random_model("llama").config.hidden_size
 
 
 def test_the_refusals_shown_are_the_real_ones(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import pytest
 import torch
 
 from stoker.models.t5 import T5
-from stoker.trainer import cli, sampling
+from stoker.trainer import cli, generation
 from stoker.trainer.answer_scores import score_answers
-from stoker.trainer.answers import answering
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.data.sentinels import encode_spelled, sentinel_ids, with_sentinels
@@ -20,6 +20,7 @@ from stoker.trainer.data.seq2seq import Shape
 from stoker.trainer.data.text_pairs import TextPair
 from stoker.trainer.data.tokenizers import ByteTokenizer
 from stoker.trainer.errors import UserError
+from stoker.trainer.generation import Generator, Limits
 from stoker.trainer.restore import restore
 from stoker.trainer.run import run_training
 from stoker.trainer.sampling import TextStream
@@ -107,16 +108,18 @@ def test_generate_answers_with_the_names_of_sentinels(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[list[int]] = []
-    encode = T5.encode
-
-    def kept(model: T5, tokens: torch.Tensor, *args: Any, **more: Any) -> Any:
-        read.append(tokens[0].tolist())
-        return encode(model, tokens, *args, **more)
-
-    monkeypatch.setattr(T5, "encode", kept)
     tokenizer = restore(trained / "run", "cpu").tokenizer
     ids = sentinel_ids(tokenizer).tolist()
-    monkeypatch.setattr(sampling, "sample", lambda *args, **more: iter([ids[0], *tokenizer.encode("x").tolist()]))
+    assert tokenizer.eos_id is not None
+    following: list[int] = [ids[0], *tokenizer.encode("x").tolist(), tokenizer.eos_id]
+
+    def run(_: Any, prompts: list[list[int]], seeds: list[int]) -> Iterator[list[int]]:
+        assert seeds == [0]
+        read.extend(prompts)
+        yield from ([token] for token in following)
+
+    monkeypatch.setattr(generation.TokenLoop, "run", run)
+    monkeypatch.setattr(generation.TokenLoop, "end", lambda *_: None)
     assert cli.main(["generate", "--checkpoint", str(trained / "run"), "--prompt", "<extra_id_2>"]) == 0
     assert read == [[ids[2], tokenizer.eos_id]]
     assert capsys.readouterr().out == "<extra_id_0>x\n"
@@ -126,10 +129,10 @@ def test_a_prompt_that_a_model_cannot_read_is_told(trained: Path) -> None:
     restored = restore(trained / "run", "cpu")
     assert isinstance(restored.model, T5)
     restored.model.max_positions = (24, None)  # as with learned positions
-    rest = (restored.precision, restored.device)
-    answering(restored.model, restored.tokenizer, "x" * 23, *rest)
+    generator = Generator.of(restored)
+    generator.write([[5] * 24], Limits(2))
     with pytest.raises(UserError, match="25 tokens with its end, and this T5 reads at most 24"):
-        answering(restored.model, restored.tokenizer, "x" * 24, *rest)
+        generator.write([[5] * 24, [5] * 25], Limits(2))
 
 
 def test_scores_of_answers(trained: Path) -> None:

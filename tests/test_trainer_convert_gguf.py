@@ -88,7 +88,7 @@ def test_weights_and_tokenizer(tmp_path: Path) -> None:
     assert restored.tokenizer.eos_id == 28
     tokens = torch.randint(0, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        theirs, ours = model(tokens).logits, restored.logits(tokens)[..., :VOCAB]
+        theirs, ours = model(tokens).logits, restored.model(tokens)[..., :VOCAB]
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == EXIT_DONE
     assert "{{ messages }}" in (tmp_path / "back" / "tokenizer_config.json").read_text()

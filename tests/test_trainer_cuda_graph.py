@@ -8,8 +8,9 @@ from torch import nn
 from stoker.trainer.cli import main
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.cuda_graph import WARM_UP, RecordedMicroBatches, Recording, record, uses_cuda_graph
+from stoker.trainer.cuda_graph import WARM_UP, RecordedMicroBatches, Recording, record
 from stoker.trainer.errors import UserError
+from stoker.trainer.recordable import uses_cuda_graph
 from stoker.trainer.run import run_training
 
 

@@ -185,7 +185,7 @@ def test_restored_model_is_the_saved_one(tmp_path: Path, text: Path, library: st
     restored = restore(run, "cpu")
     tokens = torch.randint(restored.tokenizer.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert torch.equal(restored.logits(tokens), gpt(tokens))
+        assert torch.equal(restored.model(tokens), gpt(tokens))
         assert not restored.model.training
     assert restored.context == 12
     for path in (run / "checkpoints", run / "checkpoints" / "step-7"):

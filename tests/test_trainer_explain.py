@@ -44,6 +44,15 @@ def backends(answer: dict[str, Any]) -> list[str | None]:
     return [kind["backend"] for kind in answer["kinds"]]
 
 
+@pytest.mark.parametrize("words", [["--arch", "sm90"], ["model=t5_tiny", "--arch", "sm90"]])
+def test_the_topic_may_be_left_out(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *words]) == 0
+    short = capsys.readouterr().out
+    assert main(["explain", "attention", *words]) == 0
+    assert short == capsys.readouterr().out
+    assert ("cross training" in short) == ("model=t5_tiny" in words)
+
+
 def test_without_a_topic_it_lists_topics(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     assert "stoker explain attention" in capsys.readouterr().out
@@ -89,7 +98,7 @@ def test_keys_and_flags_act(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert backends(packed) == ["triton", "triton", "sdpa_flash"]
     assert "packed documents" in packed["kinds"][0]["call"]
     exact = explain(capsys, *hopper, "trainer.deterministic=True", "model.use_flash_attention=True")
-    assert backends(exact) == ["triton", "sdpa_cudnn", "sdpa_flash"]  # torch is deterministic in such a run
+    assert backends(exact) == ["triton", "triton", "sdpa_flash"]  # torch is deterministic in such a run
     by_yaml = explain(capsys, *hopper, "+env_vars.NVTE_FUSED_ATTN=0")
     assert backends(by_yaml) == ["triton", "triton", "sdpa_flash"]
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")

@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from stoker.trainer import generate
-from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
-from stoker.trainer.errors import UserError
-from stoker.trainer.sampling import TextStream, generate_text, next_token_distribution, prompt_tokens, sample
+from stoker.trainer.data.tokenizers import ByteTokenizer
+from stoker.trainer.sampling import DIVERGED, Sampling, TextStream, uniforms
 
 
 def _reference(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
@@ -44,32 +42,31 @@ def test_distribution_is_the_references(
     logits: list[float], temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
     """Ties included: the logits are drawn from few values."""
-    found = next_token_distribution(torch.tensor(logits), temperature=temperature, top_k=top_k, top_p=top_p)
+    found = Sampling(temperature, top_k, top_p).distribution(torch.tensor(logits))
     np.testing.assert_allclose(found.numpy(), _reference(logits, temperature, top_k, top_p), rtol=1e-9, atol=1e-12)
 
 
 def test_top_p_reached_exactly_takes_no_more() -> None:
-    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
-    assert next_token_distribution(logits, top_p=0.5).count_nonzero() == 1
-    assert next_token_distribution(logits, top_p=0.51).count_nonzero() == 2
-    assert next_token_distribution(logits, top_p=1.0).count_nonzero() == 4
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log()
+    for top_p, count in ((0.5, 1), (0.51, 2), (1.0, 4)):
+        assert Sampling(1.0, top_p=top_p).distribution(logits).count_nonzero() == count
 
 
 def test_top_p_works_on_what_top_k_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.3]).log()
-    assert next_token_distribution(logits, top_k=2, top_p=0.57).count_nonzero() == 1
+    assert Sampling(1.0, 2, 0.57).distribution(logits).count_nonzero() == 1
 
 
 def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.tensor([1.0, -math.inf, 0.0, -math.inf])
-    probabilities = next_token_distribution(logits, top_k=4, temperature=5.0)
+    probabilities = Sampling(5.0, 4).distribution(logits)
     assert probabilities[[1, 3]].sum() == 0
     assert probabilities.sum().item() == pytest.approx(1)
 
 
 def test_extreme_temperatures_stay_finite() -> None:
     for temperature in (1e-30, 1e30):
-        probabilities = next_token_distribution(torch.tensor([500.0, -500.0]), temperature=temperature)
+        probabilities = Sampling(temperature).distribution(torch.tensor([500.0, -500.0]))
         assert probabilities.sum().item() == pytest.approx(1)
 
 
@@ -82,76 +79,55 @@ def test_extreme_temperatures_stay_finite() -> None:
         ({"top_k": 0}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}`"):
-        next_token_distribution(torch.zeros(3), **arguments)  # pyright: ignore[reportArgumentType]
+        Sampling(**arguments)  # pyright: ignore[reportArgumentType]
 
 
-def test_diverged_logits_are_refused() -> None:
-    with pytest.raises(ValueError, match="diverged"):
-        next_token_distribution(torch.tensor([0.0, math.nan]))
+# ---------------------------------------------------------------- the choice
 
 
-class _Model:
-    """Logits that depend on the last two tokens, and a record of the contexts it saw."""
-
-    def __init__(self, vocabulary: int = 259) -> None:
-        table = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0))
-        self.table = table
-        self.seen: list[list[int]] = []
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        assert tokens.dtype == torch.int64
-        self.seen.append(tokens[0].tolist())
-        previous = torch.roll(tokens, 1)
-        return self.table[tokens] + 0.5 * self.table[previous]
+def test_greedy_takes_the_best_token_and_says_where_there_is_none() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [math.nan, 0.0, 0.0], [-math.inf] * 3, [math.inf, 0.0, 0.0]])
+    numbers = torch.zeros(4, dtype=torch.float64)
+    for temperature in (0.0, 0.5):
+        chosen = Sampling(temperature).choose(logits, numbers).tolist()
+        assert chosen[1:] == [DIVERGED] * 3
+    assert Sampling().choose(logits, numbers)[0] == 1
 
 
-def _draw(seed: int, **options) -> list[int]:
-    return list(sample(_Model(), [5, 6], context=8, max_new_tokens=30, seed=seed, **options))
-
-
-def test_a_seed_gives_one_text_whatever_the_global_generator_does() -> None:
-    torch.manual_seed(1)
-    first = _draw(3)
-    torch.manual_seed(2)
-    state = torch.get_rng_state()
-    assert _draw(3) == first
-    assert torch.equal(torch.get_rng_state(), state)
-    assert _draw(4) != first
-    assert len(first) == 30
-
-
-def test_greedy_takes_the_best_token() -> None:
-    model = _Model()
-    tokens = list(sample(model, [5, 6], context=100, max_new_tokens=5, temperature=0))
-    expected = [5, 6]
-    for _ in range(5):
-        expected.append(int(_Model()(torch.tensor([expected]))[0, -1].argmax()))
-    assert tokens == expected[2:]
-
-
-def test_context_is_cropped_to_what_the_model_can_see() -> None:
-    model = _Model()
-    prompt = list(range(20))
-    tokens = list(sample(model, prompt, context=8, max_new_tokens=3))
-    whole = prompt + tokens
-    assert model.seen == [whole[12 + i : 20 + i] for i in range(3)]
-
-
-def test_stop_token_ends_the_text_without_being_part_of_it() -> None:
-    free = _draw(3)
-    stopped = _draw(3, stop={free[10]})
-    assert stopped == free[: free.index(free[10])]
+@given(
+    logits=st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=20),
+    sampling=st.builds(
+        Sampling,
+        st.sampled_from([0.25, 1.0, 3.0]),
+        st.none() | st.integers(1, 25),
+        st.none() | st.sampled_from([0.3141, 0.9517, 1.0]),
+    ),
+    number=st.floats(0, 1, exclude_max=True),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_number_decides_a_token_by_the_distribution(logits: list[float], sampling: Sampling, number: float) -> None:
+    """Tokens lie on [0, 1) side by side, each as long as it is probable: by rank, or by id where all take part."""
+    wide = torch.tensor([[-math.inf, *logits, -math.inf]])
+    token = int(sampling.choose(wide, torch.tensor([number], dtype=torch.float64)))
+    probabilities = sampling.distribution(wide)[0]
+    assert probabilities[token] > 0
+    whole = sampling.top_k is None and sampling.top_p in (None, 1.0)
+    order = range(wide.shape[1]) if whole else sorted(range(wide.shape[1]), key=lambda t: (-float(wide[0, t]), t))
+    before = math.fsum(float(probabilities[other]) for other in list(order)[: list(order).index(token)])
+    assert before - 1e-9 <= number <= before + float(probabilities[token]) + 1e-9
 
 
 def test_drawn_tokens_follow_the_distribution() -> None:
     """Chi-square of 4000 draws over the five tokens of a top-5; 4 degrees of freedom."""
-    logits = torch.randn(1, 1, 40, generator=torch.Generator().manual_seed(0))
-    draws = [next(sample(lambda _: logits, [0], context=4, max_new_tokens=1, top_k=5, seed=s)) for s in range(4000)]
-    probabilities = _reference(logits[0, 0].tolist(), 1.0, 5, None)
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
+    numbers = uniforms(range(4000), 1)[:, 0]
+    draws = Sampling(1.0, 5).choose(logits.expand(4000, 40), numbers).numpy()
+    probabilities = _reference(logits[0].tolist(), 1.0, 5, None)
     counts = np.bincount(draws, minlength=40)
     kept = probabilities > 0
     assert counts[~kept].sum() == 0
@@ -159,9 +135,27 @@ def test_drawn_tokens_follow_the_distribution() -> None:
     assert ((counts[kept] - expected) ** 2 / expected).sum() < 18.5
 
 
-def test_prompt_must_not_be_empty() -> None:
-    with pytest.raises(ValueError, match="`tokens`"):
-        next(sample(_Model(), [], context=8, max_new_tokens=1))
+def test_numbers_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = uniforms([3, 4], 5)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    assert torch.equal(uniforms([7, 3], 9)[1, :5], first[0])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first[0], first[1])
+
+
+def test_tokens_that_are_there_become_less_probable() -> None:
+    logits = torch.tensor([[4.0, 3.0, -1.0, -1.0]])
+    seen = torch.tensor([[True, False, False, True]])
+    number = torch.zeros(1, dtype=torch.float64)
+    assert Sampling(repetition_penalty=1.2).choose(logits, number, seen) == 0
+    assert Sampling(repetition_penalty=1.5).choose(logits, number, seen) == 1
+    only = torch.tensor([[-1.0, -1.2]])
+    assert Sampling(repetition_penalty=1.5).choose(only, number, torch.tensor([[True, False]])) == 1
+
+
+# ---------------------------------------------------------------- text as it appears
 
 
 @given(text=st.text(max_size=30), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2))
@@ -206,24 +200,7 @@ def test_torn_character_is_shown_as_replacement() -> None:
     assert stream.close() == "\ufffd"
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("\nab")])
-def test_generated_text_is_the_sampled_tokens(tokenizer: ByteTokenizer | CharTokenizer) -> None:
-    model = _Model(tokenizer.vocab_size)
-    pieces = list(generate_text(model, tokenizer, "ab", context=8, max_new_tokens=40, seed=1, top_k=20))
-    stop = () if tokenizer.eos_id is None else [tokenizer.eos_id]
-    ids = list(sample(model, prompt_tokens(tokenizer, "ab"), context=8, max_new_tokens=40, seed=1, top_k=20, stop=stop))
-    assert "".join(pieces) == tokenizer.decode(ids)
-    assert ids
-
-
-def test_text_starts_like_a_document() -> None:
-    assert prompt_tokens(ByteTokenizer(), "") == [1]
-    assert prompt_tokens(ByteTokenizer(), "a") == [1, 100]
-    assert prompt_tokens(CharTokenizer("\nab"), "") == [0]
-    assert prompt_tokens(CharTokenizer("ab"), "") == [0]
-    assert prompt_tokens(CharTokenizer("\nab"), "ab") == [1, 2]
-    with pytest.raises(UserError, match="character 'z'"):
-        prompt_tokens(CharTokenizer("ab"), "z")
+# ---------------------------------------------------------------- options
 
 
 def _parse(*arguments: str) -> argparse.Namespace:
@@ -250,6 +227,9 @@ def test_options() -> None:
         ("--max-new-tokens", "-3"),
         ("--max-new-tokens", "9" * 5000),
         ("--seed", "-1"),
+        ("--repetition-penalty", "0"),
+        ("--length-penalty", "nan"),
+        ("--num-beams", "0"),
     ],
 )
 def test_bad_options_are_refused(option: str, value: str) -> None:

@@ -6,6 +6,7 @@ from config_helpers import gpt
 from tiny_run import tiny_config
 
 from stoker.kernels.launch import INTERPRETED
+from stoker.models.config.counting import count_parameters
 from stoker.trainer import memory, restore
 from stoker.trainer.data import build
 from stoker.trainer.distributed.layout import DataLayout
@@ -50,7 +51,7 @@ def test_the_bound_is_that_of_weights_gradients_and_optimizer(tmp_path, monkeypa
     changes = {"model__num_layers": 50, "model__override_vocab_size": 259}
     root = tiny_config(tmp_path, trainer__precision=precision, **changes).root
     plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
-    state = memory.count_parameters(root.model, 259) * bytes_per_parameter
+    state = count_parameters(root.model, 259) * bytes_per_parameter
     monkeypatch.setattr(memory, "host_memory", lambda: state - 1)
     with pytest.raises(UserError, match="parameters with their gradients"):
         check_memory(root, plan, CPU)
@@ -76,7 +77,7 @@ def test_each_process_needs_what_it_holds(tmp_path, monkeypatch, layout, bytes_p
     changes = {"model__num_layers": 50, "model__override_vocab_size": 256, "exp_manager__ema": {"enable": True}}
     root = tiny_config(tmp_path, trainer__precision="bf16", model__global_batch_size=8, **changes).root
     plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
-    need = memory.count_parameters(root.model, 256) * bytes_per_parameter
+    need = count_parameters(root.model, 256) * bytes_per_parameter
     monkeypatch.setattr(memory, "host_memory", lambda: 4 * int(need - 100))  # four processes share a host
     with pytest.raises(UserError, match=r"parameters with their gradients .* in each process"):
         check_memory(root, plan, CPU, layout)

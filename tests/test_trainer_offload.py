@@ -68,8 +68,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("layout", "offloads"),
     [
-        ({}, OFFLOADS),
-        ({"model__optim__name": "distributed_fused_adam"}, OFFLOADS),
+        pytest.param({}, OFFLOADS, marks=pytest.mark.full),
+        pytest.param({"model__optim__name": "distributed_fused_adam"}, OFFLOADS, marks=pytest.mark.full),
         ({"model__fsdp": True}, {**OFFLOADS, "model__cpu_offloading_weights": False}),
     ],
     ids=["ddp", "zero1", "fsdp"],

@@ -13,6 +13,7 @@ from lane_copies import LaneCopies
 from optimizer_cases import MAKERS, WideNet, backward
 from tiny_run import final_hashes, tiny_config
 
+from stoker.models.config.counting import count_parameters
 from stoker.trainer import memory
 from stoker.trainer.ema import EMA
 from stoker.trainer.errors import UserError
@@ -420,7 +421,7 @@ def test_the_state_counts_on_the_host_before_a_run(tmp_path, monkeypatch, precis
     keys = {"trainer__accelerator": "gpu", "trainer__precision": precision, "model__optim": optim}
     root = tiny_config(tmp_path, **big, **keys, model__cpu_offloading_optimizer=True).root
     plan = plan_precision(root.trainer, root.model.megatron_amp_O2, cuda)
-    count = memory.count_parameters(root.model, 256)
+    count = count_parameters(root.model, 256)
     host = memory.count_state(root.model, 256) * 2 if host_bytes is None else count * host_bytes
     room = {"card": count * device_bytes + 10**6, "host": host + 10**5}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card(room["card"]))

@@ -97,6 +97,7 @@ def worker(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.multi
 def test_rows_on_two_ranks_have_the_same_bits_with_their_state_on_the_host(tmp_path):
     spawn(worker, (str(tmp_path),), nprocs=RANKS)

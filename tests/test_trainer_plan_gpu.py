@@ -49,6 +49,7 @@ def test_the_peak_is_met(name: str, tmp_path: Path) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
+    torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(device)
     plan = make_plan(config.root, target_here(config.root, device), vocab_size=32000)
     run_training(config)

@@ -1,21 +1,27 @@
-"""What a T5 that was trained on pairs answers, scored against what was wanted."""
+"""What a model that was trained on pairs or conversations answers, scored against what was wanted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from ..models.t5 import T5
 from .baselines import copied_name
+from .data.chats import end_of_answer
+from .data.examples import Example
 from .data.samples import philox
 from .data.seq2seq import Shape
 from .data.task import task_of
 from .data.text_pairs import TextPair
+from .generation import generate_batch
 from .restore import Restored
 from .text_scores import TextScores, score_texts
 from .writing import Writer
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,38 @@ class AnswerScores:
         return f" (the words of the function's name: {getattr(self.copied_name, figure):.4f})"
 
 
+def score_examples(
+    restored: Restored, examples: Sequence[Example], batch_size: int, limit: int | None = None
+) -> AnswerScores:
+    """Let a GPT go on with prompts, greedily, and compare.
+
+    An answer may be as long as the longest one that is wanted.
+
+    Args:
+        restored: a GPT that was trained on answers to prompts, or on conversations.
+        examples: prompts and the texts that are wanted; of conversations the last answer.
+        batch_size: prompts at once.
+        limit: take so many examples, the same in all runs and a fair sample of all; None takes all.
+    """
+    chosen = _sample(examples, limit)
+    prompts = [example.tokens[: example.prompt].tolist() for example in chosen]
+    data = restored.config.root.model.data
+    stop = [end] if data.chat and (end := end_of_answer(restored.tokenizer)) else []
+    longest = max(len(example.tokens) - example.prompt for example in examples)
+    written = generate_batch(restored, prompts, max_new_tokens=longest, stop=stop, batch_size=batch_size)
+    targets = [example.answer for example in chosen]
+    baseline = None
+    if data.data_impl == "pystd_docstring":
+        baseline = score_texts(targets, [copied_name(example.question) for example in chosen])
+    return AnswerScores(score_texts(targets, [one.text for one in written]), baseline)
+
+
+def _sample(every: Sequence[ItemT], limit: int | None) -> list[ItemT]:
+    """So many, in an order that is the same for all runs."""
+    order = np.argsort(philox(0, 0).random_raw(len(every)), kind="stable")[:limit]
+    return [every[number] for number in order.tolist()]
+
+
 def score_answers(
     restored: Restored, pairs: Sequence[TextPair], batch_size: int, limit: int | None = None
 ) -> AnswerScores:
@@ -60,8 +98,7 @@ def score_answers(
     assert isinstance(restored.model, T5)
     root = restored.config.root
     task = task_of(root)
-    order = np.argsort(philox(0, 0).random_raw(len(pairs)), kind="stable")[:limit]
-    chosen = [pairs[number] for number in order.tolist()]
+    chosen = _sample(pairs, limit)
     shape = Shape(task.length, task.decoder_length, restored.tokenizer.pad_id)
     writer = Writer(restored.model, restored.tokenizer, shape, restored.precision, restored.device)
     inputs, targets = [pair.input for pair in chosen], [pair.target for pair in chosen]

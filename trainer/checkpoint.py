@@ -2,6 +2,8 @@
 
     step-1000/
         model.safetensors      the parameters and the biases of experts, by name
+        adapter.safetensors    instead, where the model is frozen: the parameters that are trained; `base` in
+                               state.json says which weights they belong to
         optimizer.safetensors  parameter name + .main (fp32 main weight) and the optimizer's own, as .exp_avg; a
                                converted model has none, and no run goes on from it
         ema.safetensors        the moving average of the weights, where there is one
@@ -32,6 +34,8 @@ from torch import Tensor, nn
 
 from ..models.config.block import Block
 from ..models.moe.layers import moe_layers
+from ..models.peft.adapt import trained_parameters
+from ..models.peft.added import added_parameters
 from .distributed.pieces import Piece, piece_of
 from .errors import UserError
 from .loop_state import LoopState
@@ -40,10 +44,19 @@ from .safe_io import DamagedFileError, FileRecord, check_file, read_json
 from .tensor_files import files_of, read_pieces
 
 FORMAT = 1
-WEIGHTS, OPTIMIZER, AVERAGE = "model", "optimizer", "ema"
+WEIGHTS, ADAPTER, OPTIMIZER, AVERAGE = "model", "adapter", "optimizer", "ema"
 """Kinds of tensor files."""
 STATE, CONFIG, TOKENIZER, MANIFEST = "state.json", "config.json", "tokenizer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{1,15})")
+
+
+class BaseRecord(Block):
+    """The frozen weights that an adapter belongs to."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Where they were: a checkpoint, or a folder of Hugging Face's."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """Of the names and hashes of their files; see `base_weights.digest_of`."""
 
 
 class RunState(Block):
@@ -79,6 +92,8 @@ class RunState(Block):
     """Identity of the training data; empty where nobody knows, in a converted model."""
     data_keys: dict[str, bool | int | float | str | None] = Field(default={})
     """Keys of `model.data` that say how samples are made of them; empty in a checkpoint of a version without."""
+    base: BaseRecord | None = None
+    """What an adapter was trained on top of; None in a checkpoint of a whole model, and where that was random."""
     versions: dict[str, str]
     """Versions of what computes: stoker, torch, Python."""
 
@@ -98,7 +113,12 @@ class Checkpoint:
 
     @property
     def tokenizer_document(self) -> dict[str, Any]:
-        """The document its tokenizer is rebuilt from."""
+        """The document its tokens are rebuilt from: equal documents make equal tokens."""
+        return {name: value for name, value in self.saved_tokenizer.items() if name != "chat"}
+
+    @property
+    def saved_tokenizer(self) -> dict[str, Any]:
+        """The document its tokenizer is rebuilt from, with the chat template that came along."""
         return _object(self.path / TOKENIZER)
 
     @property
@@ -111,17 +131,29 @@ class Checkpoint:
         """The files of the weights, by rank."""
         return [self.path / name for name in files_of(WEIGHTS, self.files)]
 
+    @property
+    def adapter_files(self) -> list[Path]:
+        """The files of what was trained beside frozen weights, by rank."""
+        return [self.path / name for name in files_of(ADAPTER, self.files)]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it holds what was trained beside frozen weights, and not these."""
+        return bool(files_of(ADAPTER, self.files))
+
     def load_weights(self, model: nn.Module, *, cast: bool = False) -> None:
         """Copy the weights into a model of the same geometry.
 
         Args:
-            model: its `weights_of` are filled in place; parameters may be DTensors.
+            model: its `base_of`, or with an adapter its `trained_of`, are filled in place; they may be DTensors.
             cast: accept other dtypes than the model's, and convert.
 
         Raises:
             UserError: the weights do not fit the model; lists what differs.
         """
-        self._fill(WEIGHTS, {name: piece_of(tensor) for name, tensor in weights_of(model).items()}, cast=cast)
+        tensors = trained_of(model) if self.is_adapter else base_of(model)
+        kind = ADAPTER if self.is_adapter else WEIGHTS
+        self._fill(kind, {name: piece_of(tensor) for name, tensor in tensors.items()}, cast=cast)
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
         """Copy main weights and state into an optimizer over a model with the same parameters.
@@ -166,6 +198,24 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {name: bias for name, bias in biases.items() if bias is not None}
 
 
+def base_of(model: nn.Module) -> dict[str, Tensor]:
+    """Those of `weights_of` that the model has without what fine-tuning added."""
+    added = set(added_parameters(model))
+    return {name: tensor for name, tensor in weights_of(model).items() if name not in added}
+
+
+def trained_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by name."""
+    return dict(trained_parameters(model))
+
+
+def saved_of(model: nn.Module) -> tuple[str, dict[str, Tensor]]:
+    """The kind of file that holds a model, and its tensors: of a frozen one what is trained beside it."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return WEIGHTS, weights_of(model)
+    return ADAPTER, trained_of(model)
+
+
 def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = True) -> Checkpoint:
     """Verify the files of a checkpoint directory and read its state.
 
@@ -180,7 +230,7 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
     """
     if not path.is_dir():
         raise DamagedFileError(f"{path} is not a directory")
-    records = _read_manifest(path / MANIFEST)
+    records = read_manifest(path)
     if with_optimizer and not files_of(OPTIMIZER, records):
         raise DamagedFileError("it holds the weights of a converted model alone; use model.restore_from_path")
     unread = () if with_optimizer else files_of(OPTIMIZER, records)
@@ -202,19 +252,26 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
     return Checkpoint(path, state, tuple(records))
 
 
-def newest_checkpoint(directory: Path, *, with_optimizer: bool = True) -> tuple[Checkpoint | None, list[str]]:
+def newest_checkpoint(
+    directory: Path, *, with_optimizer: bool = True, verify: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
     """The valid checkpoint with the most steps in a directory, and one line for each damaged one passed over."""
     complaints: list[str] = []
     for path in reversed(checkpoint_paths(directory)):
         try:
-            return open_checkpoint(path, with_optimizer=with_optimizer), complaints
+            return open_checkpoint(path, with_optimizer=with_optimizer, verify=verify), complaints
         except DamagedFileError as error:
             complaints.append(f"{path} is damaged ({error}); using the one before it")
     return None, complaints
 
 
-def find_checkpoint(path: Path, *, with_optimizer: bool = False) -> tuple[Checkpoint, list[str]]:
+def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = True) -> tuple[Checkpoint, list[str]]:
     """The checkpoint a user means by a path: a `step-N` directory, a directory of them, or a run directory.
+
+    Args:
+        path: what the user names.
+        with_optimizer: and `verify`: as in `open_checkpoint`.
+        verify: see there.
 
     Returns:
         The checkpoint and one line for each damaged one that was passed over.
@@ -224,16 +281,17 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False) -> tuple[Checkp
     """
     if _NAME.fullmatch(path.name) or (path / MANIFEST).exists():
         try:
-            return open_checkpoint(path, with_optimizer=with_optimizer), []
+            return open_checkpoint(path, with_optimizer=with_optimizer, verify=verify), []
         except DamagedFileError as error:
             raise UserError(f"checkpoint {path} cannot be used: {error}") from None
     complaints: list[str] = []
     for directory in (path, path / "checkpoints"):
-        checkpoint, found = newest_checkpoint(directory, with_optimizer=with_optimizer)
+        checkpoint, found = newest_checkpoint(directory, with_optimizer=with_optimizer, verify=verify)
         complaints += found
         if checkpoint is not None:
             return checkpoint, complaints
-    raise UserError([f"no usable checkpoint in {path}: give a run directory or a `step-N` directory", *complaints])
+    cure = "give a run directory or a `step-N` directory" if path.exists() else "there is no such folder"
+    raise UserError([f"no usable checkpoint in {path}: {cure}", *complaints])
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
@@ -246,15 +304,21 @@ def checkpoint_paths(directory: Path) -> list[Path]:
     return [path for _, path in sorted(numbered)]
 
 
-def _read_manifest(path: Path) -> dict[str, FileRecord]:
-    document = read_json(path, as_written=True)
+def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
+    """The files of a checkpoint directory and what its manifest says of each.
+
+    Raises:
+        DamagedFileError: the manifest is not what it should be.
+    """
+    document = read_json(checkpoint / MANIFEST, as_written=True)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedFileError(f"{MANIFEST} is not of format {FORMAT}")
     files = document.get("files")
     if not isinstance(files, dict):
         raise DamagedFileError(f"{MANIFEST} lists no files")
-    tensors = [name for kind in (WEIGHTS, OPTIMIZER, AVERAGE) for name in files_of(kind, files)]
-    if set(files) != {*tensors, STATE, CONFIG, TOKENIZER} or not files_of(WEIGHTS, files):
+    tensors = [name for kind in (WEIGHTS, ADAPTER, OPTIMIZER, AVERAGE) for name in files_of(kind, files)]
+    held = [kind for kind in (WEIGHTS, ADAPTER) if files_of(kind, files)]
+    if set(files) != {*tensors, STATE, CONFIG, TOKENIZER} or len(held) != 1:
         raise DamagedFileError(f"{MANIFEST} does not list the files of a checkpoint")
     records: dict[str, FileRecord] = {}
     for name, entry in files.items():

@@ -57,6 +57,7 @@ class Verb:
 
 VERBS = {
     "train": Verb("train a model", takes_code=True),
+    "finetune": Verb("train a model further from weights that are there, all of it or an adapter", takes_code=True),
     "config": Verb("show every effective value and where it comes from", takes_code=True),
     "explain": Verb("say which attention a run would take, and why not the others", "explain", takes_code=True),
     "plan": Verb("say what memory and time a run will take, and what makes it fit", "plan.command", takes_code=True),
@@ -76,8 +77,8 @@ A run is described by YAML: groups (model=gpt_125m data=text experiment=NAME) an
 `stoker VERB --help` explains a verb, `stoker config` shows the whole configuration, docs/configuration.md every key.
 """
 
-_GROUPS = """A configuration is composed of files, one of each group: model=, data=, tokenizer=, optim=, trainer=,
-experiment=.
+_GROUPS = """A configuration is composed of files, one of each group: model=, data=, tokenizer=, optim=, peft=,
+trainer=, experiment=.
 Keys are set by key=value (+key=value and ++key=value mean the same), ~key goes back to the default.
 Your own files go into ./conf, or any folder given with --config-dir."""
 
@@ -159,19 +160,22 @@ def _parts(
     if verb.module:
         module: Any = importlib.import_module(f".{verb.module}", __package__)
         return module.add_arguments, module.run
-    if name == "train":
-        return _add_train_arguments, _train
+    if name in ("train", "finetune"):
+        return partial(_add_train_arguments, finetune=name == "finetune"), _train
     return _add_show_arguments, _config
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, metavar="D", help="a folder of your own configuration files")
-    parser.add_argument("--config-name", metavar="N", help="the primary file, without .yaml (default: train)")
+    parser.add_argument(
+        "--config-name", metavar="N", help="the primary file, without .yaml (default: train, or finetune)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="choices of groups and values of keys")
 
 
-def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_train_arguments(parser: argparse.ArgumentParser, *, finetune: bool = False) -> None:
     _add_config_arguments(parser)
+    parser.set_defaults(finetune=finetune)
     parser.add_argument(
         "-m",
         "--multirun",
@@ -189,6 +193,9 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser)
+    parser.add_argument(
+        "--finetune", action="store_true", help="as `stoker finetune` reads it: the model is model.restore_from_path"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="everything as one JSON object")
     form.add_argument("--schema", action="store_true", help="the JSON schema of a family's files, for editors")
@@ -199,14 +206,16 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
 def _load(args: argparse.Namespace) -> RunConfig:
     from .config.load import load_run_config
 
-    return load_run_config(args.config_name, args.config_dir, args.overrides)
+    return load_run_config(args.config_name, args.config_dir, args.overrides, finetune=args.finetune)
 
 
 def _train(args: argparse.Namespace) -> int:
     if args.multirun:
         from .multirun import sweep
 
-        return sweep(args.config_name, args.config_dir, args.overrides, partial(_start, args), _say)
+        return sweep(
+            args.config_name, args.config_dir, args.overrides, partial(_start, args), _say, finetune=args.finetune
+        )
     config = _load(args)
     _say_findings(config.findings)
     from .distributed.placement import place

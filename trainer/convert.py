@@ -23,6 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("target", metavar="TARGET", type=Path, help="the new folder")
     parser.add_argument(
+        "--merge", action="store_true", help="SOURCE is an adapter: write one model of it and the weights it belongs to"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="FOLDER",
+        type=Path,
+        help="SOURCE is an adapter: where its frozen weights are now (default: where they were in training, or what "
+        "adapter_config.json names)",
+    )
+    parser.add_argument(
         "--to", choices=["hf", "stoker"], help="what to write (default: the one that SOURCE is not, as it is found)"
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: each as it is)")
@@ -57,6 +67,11 @@ def run(args: argparse.Namespace) -> int:
 
     check_new(args.target)
     source = Path(args.source)
+    if source.is_dir() and (lines := _adapter(source, args)) is not None:
+        print("\n".join(lines))
+        return EXIT_DONE
+    if args.merge or args.base:
+        raise UserError(f"{'--merge' if args.merge else '--base'}: {args.source} is not an adapter")
     to = _direction(source, args.source)
     if args.to not in (None, to):
         raise UserError(f"--to {args.to}: {args.source} is of that kind already")
@@ -79,6 +94,25 @@ def run(args: argparse.Namespace) -> int:
         lines = convert_to_stoker(source, args.target, dtype=dtype, tokenizer=args.tokenizer, ignored=args.ignore_field)
     print("\n".join(lines))
     return EXIT_DONE
+
+
+def _adapter(source: Path, args: argparse.Namespace) -> list[str] | None:
+    """Convert an adapter; None where SOURCE is none."""
+    from .conversion.adapters import convert_adapter, is_adapter
+    from .conversion.casting import DTYPES
+
+    if not is_adapter(source):
+        return None
+    return convert_adapter(
+        source,
+        args.target,
+        merge=args.merge,
+        to=args.to,
+        base=args.base,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        tokenizer=args.tokenizer,
+        model_type=args.model_type,
+    )
 
 
 def _direction(source: Path, typed: str) -> str:

@@ -7,23 +7,14 @@ reads them, and it writes every gradient to the same place each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.launch import HAS_TRITON
-from ..models.build import recomputes_draws
-from ..models.config.families import family_slice
-from ..models.config.family_rules import stacks_of_keys
-from ..models.config.memory_slice import offload_slice
-from ..models.config.moe_slice import moe_slice
-from ..models.config.t5 import T5Keys
-from .config.schema import RootBlock
 from .errors import UserError
 from .memory import is_out_of_memory
-from .sample_form import sample_form
 
 # before one is recorded: they compile and tune the kernels, which a recording cannot
 WARM_UP = 3
@@ -48,62 +39,6 @@ class Recording(NamedTuple):
     replay: Callable[[], None]
     loss: Tensor
     gradients: list[Tensor | None]
-
-
-def uses_cuda_graph(root: RootBlock, device: torch.device, processes: int) -> bool:
-    """Whether micro batches are recorded: `model.enable_cuda_graph`, where null means wherever they can be.
-
-    Raises:
-        UserError: they shall be, but the device is not CUDA, there are several processes, or the host has to wait.
-    """
-    wish, reason = root.model.enable_cuda_graph, None
-    if device.type != "cuda":
-        reason = f"records work of a CUDA device, but this run is on {device.type}"
-    elif processes > 1:
-        reason = f"records no communication, but this run has {processes} processes"
-    elif any(offload_slice(keys) for keys in stacks_of_keys(root.model).values()):
-        reason = "keeps the memory of a recording to itself, which `cpu_offloading` (True) would give back in between"
-    else:
-        reason = _what_experts_need(root) or _what_recomputation_needs(root)
-    if wish and reason:
-        raise UserError(f"`model.enable_cuda_graph` (True) {reason}; use model.enable_cuda_graph=False")
-    return wish is not False and reason is None
-
-
-def _what_experts_need(root: RootBlock) -> str | None:
-    """Why a micro batch with such experts cannot be recorded; None where it can, or has none."""
-    for keys in stacks_of_keys(root.model).values():
-        moe = moe_slice(keys, of_t5=isinstance(root.model, T5Keys))
-        if moe is None:
-            continue
-        one_by_one = not HAS_TRITON or str(root.trainer.precision).startswith("64")
-        if moe.reads_counts or (one_by_one and not moe.pad_to_capacity):
-            return (
-                "records no waits of the host, as experts need that run one after the other: those of "
-                "`moe_grouped_gemm` (False), of fp64, and without Triton"
-            )
-    return None
-
-
-def _what_recomputation_needs(root: RootBlock) -> str | None:
-    """Why a micro batch of which parts run twice cannot be recorded; None where it can, or nothing is recomputed."""
-    form = sample_form(root)
-    for stack in family_slice(root.model, vocab_size=root.model.override_vocab_size or 1, form=form).stacks:
-        if recomputes_draws(stack):
-            keys = [f"`{name}` ({value})" for name, value in _recompute_keys(root)]
-            return (
-                f"records no state of random generators, which {' and '.join(keys)} need where noise or dropout is "
-                "drawn again"
-            )
-    return None
-
-
-def _recompute_keys(root: RootBlock) -> Iterator[tuple[str, Any]]:
-    """The keys that switch recomputation on, of every stack."""
-    for at, keys in stacks_of_keys(root.model).items():
-        for name in ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute"):
-            if value := getattr(keys, name):
-                yield f"{at}{name}", ", ".join(value) if isinstance(value, list) else value
 
 
 def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: list[nn.Parameter]) -> Recording:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from . import environment
 from .errors import EXIT_DONE, UserError
 from .generate import add_checkpoint_arguments, positive_int
+from .harness import command as tasks
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from .data.examples import Example
     from .data.seq2seq import AnySamples
     from .data.text_pairs import TextPair
     from .restore import Restored
@@ -38,15 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size", metavar="N", type=positive_int, help="samples at once (default: the run's micro batch size)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    tasks.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the figures."""
     environment.prepare_process()
+    if tasks.is_asked(args):
+        return tasks.run(args)
     from .evaluation import evaluate, summed_loss
     from .restore import restore
 
-    restored = restore(args.checkpoint, args.device)
+    restored = restore(args.checkpoint, args.device, args.base)
     held_out = _held_out(restored, args.split, args.data_path)
     name, batch_size = held_out.name, args.batch_size or restored.config.root.model.micro_batch_size
     result = evaluate(
@@ -58,11 +63,15 @@ def run(args: argparse.Namespace) -> int:
         device=restored.device,
     )
     scores = None
+    limit = None if args.limit_batches is None else args.limit_batches * batch_size
     if held_out.pairs is not None:
         from .answer_scores import score_answers
 
-        limit = None if args.limit_batches is None else args.limit_batches * batch_size
         scores = score_answers(restored, held_out.pairs, batch_size, limit)
+    elif held_out.examples is not None:
+        from .answer_scores import score_examples
+
+        scores = score_examples(restored, held_out.examples, batch_size, limit)
     if args.json:
         document = {"checkpoint": str(restored.checkpoint.path), "step": restored.checkpoint.state.step, "data": name}
         print(json.dumps(document | result.to_document() | (scores.to_document() if scores else {})))
@@ -85,25 +94,32 @@ class _HeldOut(NamedTuple):
         name: of the data.
         samples: of them.
         token_bytes: bytes of each token id.
-        pairs: inputs and the texts that are to be written, where the data are pairs.
+        pairs: inputs and the texts that are to be written, where a T5 learnt pairs.
+        examples: prompts and answers, where a GPT learnt those.
     """
 
     name: str
     samples: AnySamples
     token_bytes: NDArray[np.int64]
-    pairs: Sequence[TextPair] | None
+    pairs: Sequence[TextPair] | None = None
+    examples: Sequence[Example] | None = None
 
 
 def _held_out(restored: Restored, split: Literal["validation", "test"], path: Path | None) -> _HeldOut:
     from .data.build import build_data
-    from .data.held_out import evaluation_data, evaluation_pairs
+    from .data.examples import all_of
+    from .data.held_out import evaluation_data, evaluation_examples, evaluation_pairs
     from .data.task import task_name
 
-    if path is not None and task_name(restored.config.root.model) == "seq2seq":
+    task = task_name(restored.config.root.model)
+    if path is not None and task == "seq2seq":
         samples, token_bytes, texts = evaluation_pairs(path, restored.config.root, restored.tokenizer)
         return _HeldOut(str(path), samples, token_bytes, texts.pairs["validation"])
+    if path is not None and task == "sft":
+        samples, token_bytes, made = evaluation_examples(path, restored.config.root, restored.tokenizer)
+        return _HeldOut(str(path), samples, token_bytes, examples=made.of("validation"))
     if path is not None:
-        return _HeldOut(str(path), *evaluation_data(path, restored.config.root, restored.tokenizer), None)
+        return _HeldOut(str(path), *evaluation_data(path, restored.config.root, restored.tokenizer))
     data = build_data(restored.config.root, restored.tokenizer)
     trained_on = restored.checkpoint.state.data_fingerprint
     if trained_on and data.fingerprint != trained_on:
@@ -115,7 +131,9 @@ def _held_out(restored: Restored, split: Literal["validation", "test"], path: Pa
             "choose the other split, or give a text with --data-path"
         )
     pairs = None if data.pairs is None else data.pairs.pairs[split]
-    return _HeldOut(f"{split} split of {data.description.partition(':')[0]}", samples, data.token_bytes, pairs)
+    examples = None if data.examples is None else all_of(data.examples[split])
+    name = f"{split} split of {data.description.partition(':')[0]}"
+    return _HeldOut(name, samples, data.token_bytes, pairs, examples)
 
 
 def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:

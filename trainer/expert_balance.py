@@ -88,7 +88,7 @@ def build_expert_balance(
     rates = {
         name: stack_keys_of(root.model, name).moe_router_bias_update_rate
         for name, layer in layers.items()
-        if layer.expert_bias is not None
+        if layer.expert_bias is not None and not root.model.peft.is_on  # frozen weights keep their routing
     }
     return ExpertBalance(layers, micro_batches, bias_rates=rates, ranks=ranks)
 

@@ -34,7 +34,7 @@ ASSUMED_CUDNN, ASSUMED_TRITON, ASSUMED_TE, ASSUMED_FLASH_ATTN = 91900, (3, 6), (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The topic, and what `stoker config` takes."""
     topics = "; ".join(f"{name}: {topic.about}" for name, topic in TOPICS.items())
-    parser.add_argument("topic", nargs="?", help=f"what to explain ({topics})")
+    parser.add_argument("topic", nargs="?", help=f"what to explain ({topics}; default: attention)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="choices of groups and values of keys")
     parser.add_argument("--config-dir", type=Path, metavar="D", help="a folder of your own configuration files")
     parser.add_argument("--config-name", metavar="N", help="the primary file, without .yaml (default: train)")
@@ -50,10 +50,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: no such topic, or a configuration that is wrong.
     """
-    if args.topic is None:
+    if args.topic is None and args.arch is None:
         for name, topic in TOPICS.items():
             print(f"stoker explain {name:<11} {topic.about}")
         return EXIT_DONE
+    if args.topic is None or "=" in args.topic:
+        args.overrides = [*([args.topic] if args.topic else []), *args.overrides]
+        args.topic = "attention"
     if args.topic not in TOPICS:
         from .config.suggest import closest
 

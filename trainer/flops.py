@@ -51,17 +51,17 @@ def matmul_parameters(keys: GPTKeys, vocab_size: int) -> int:
     return _stack_parameters(keys) + vocab_size * keys.hidden_size
 
 
-def training_flops_per_token(keys: GPTKeys, vocab_size: int, sequence_length: int) -> float:
-    """Forward and backward FLOPs per token: 6 N + 6 L d s.
+def training_flops_per_token(keys: GPTKeys, vocab_size: int, sequence_length: int, *, frozen: bool = False) -> float:
+    """Forward and backward FLOPs per token: 6 N + 6 L d s; with frozen weights, which have no gradient, 4 N.
 
     N is `matmul_parameters`; the second term is QK^T and PV, 12 L d s for full attention (PaLM, arXiv 2204.02311,
     appendix B) halved because the mask is causal. A window of w tokens makes s of it 2 w - w^2 / s. Recomputed FLOPs do
     not count.
     """
-    return 6.0 * matmul_parameters(keys, vocab_size) + _one_way(keys, sequence_length)
+    return (4.0 if frozen else 6.0) * matmul_parameters(keys, vocab_size) + _one_way(keys, sequence_length)
 
 
-def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: SampleForm) -> float:
+def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: SampleForm, *, frozen: bool = False) -> float:
     """Forward and backward FLOPs of a sample of any family: 6 per weight and token it meets, and those of attention.
 
     Attention costs 12 L d for each pair of a query and a key, half of that where a causal mask hides half of them. The
@@ -71,8 +71,10 @@ def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: SampleFor
         keys: the model.
         vocab_size: rows of the head, padding included.
         form: the sample.
+        frozen: the weights get no gradient, which costs 2 of the 6; what is trained beside them does not count.
     """
     length, answer = form.length, form.decoder_length
+    each = 4.0 if frozen else 6.0
     match keys:
         case T5Keys():
             encoder, decoder = keys.encoder, keys.decoder
@@ -83,13 +85,13 @@ def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: SampleFor
             weights += _stack_parameters(decoder, of_t5=True) * answer
             pairs = 12.0 * decoder.num_layers * query * answer * length
             pairs += _both_ways(encoder, length) + _one_way(decoder, answer) * answer
-            return 6.0 * (weights + vocab_size * decoder.hidden_size * answer) + pairs
+            return each * (weights + vocab_size * decoder.hidden_size * answer) + pairs
         case BertKeys():
             transform = keys.hidden_size**2 if keys.bert.mlm_transform else 0
             weights = _stack_parameters(keys) + transform + vocab_size * keys.hidden_size
-            return 6.0 * weights * length + _both_ways(keys, length)
+            return each * weights * length + _both_ways(keys, length)
         case _:
-            return training_flops_per_token(keys, vocab_size, length) * length
+            return training_flops_per_token(keys, vocab_size, length, frozen=frozen) * length
 
 
 def _attention_widths(keys: StackKeys) -> tuple[int, int]:

@@ -1,14 +1,27 @@
-"""`stoker generate`: sample text from a checkpoint, printed as it appears: how a prompt goes on, or a T5's answer."""
+"""`stoker generate`: what a model writes, printed as it appears: how a prompt goes on, or the answer to it."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import environment
 from .errors import EXIT_DONE, UserError
+
+if TYPE_CHECKING:
+    from .beam_search import BeamSearch
+    from .restore import Restored
+
+_MOST_PROBLEMS = 10
+_MOST_TOKENS = 1_000_000
+_BATCHES_BEFORE_PRINTING = 16
+"""Those of like length are taken together among so many."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,24 +31,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--prompt",
         metavar="TEXT",
-        default="",
+        action="append",
+        default=[],
         help="text to continue (default: the start of a document); what a T5 reads and answers, with <extra_id_0> "
-        "for a missing span if it learnt those",
+        "for a missing span if it learnt those; may be given several times",
     )
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="file whose text is continued")
-    parser.add_argument("--max-new-tokens", metavar="N", type=positive_int, default=256, help="default: %(default)s")
+    prompt.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        type=Path,
+        help='JSON lines with a "prompt" each, or "messages" with --chat; JSON lines with their "text" are printed',
+    )
     parser.add_argument(
-        "--temperature", metavar="T", type=_temperature, default=0.8, help="0 is greedy (default: %(default)s)"
+        "--chat", action="store_true", help="a prompt is what a user says: put it through the model's chat template"
+    )
+    parser.add_argument("--max-new-tokens", metavar="N", type=_token_count, default=256, help="default: %(default)s")
+    parser.add_argument(
+        "--temperature", metavar="T", type=_temperature, help="0 is greedy (default: 0.8, without --num-beams)"
     )
     parser.add_argument("--top-k", metavar="K", type=positive_int, help="keep the K most probable tokens")
     parser.add_argument(
         "--top-p", metavar="P", type=_share, help="keep the fewest tokens whose probabilities sum to P (nucleus)"
     )
     parser.add_argument(
+        "--repetition-penalty",
+        metavar="R",
+        type=_positive,
+        help="above 1: make tokens that are there already less probable",
+    )
+    parser.add_argument(
+        "--num-beams", metavar="N", type=positive_int, default=1, help="search the most probable text with N beams"
+    )
+    parser.add_argument(
+        "--length-penalty", metavar="X", type=_number, help="of beam search: above 0 favours long texts (default: 1)"
+    )
+    parser.add_argument(
+        "--early-stopping",
+        action="store_true",
+        help="of beam search: end when N texts have ended, not when none is better",
+    )
+    parser.add_argument(
         "--seed", metavar="S", type=_seed, default=0, help="same seed, same text (default: %(default)s)"
     )
     parser.add_argument(
         "--stop", metavar="STRING", action="append", default=[], help="end before this text; may be given several times"
+    )
+    parser.add_argument(
+        "--batch-size", metavar="N", type=positive_int, default=32, help="prompts at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the model first, which takes a minute and makes long texts faster",
     )
 
 
@@ -51,56 +99,221 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="where the model runs (default: auto)"
     )
+    parser.add_argument(
+        "--base", metavar="DIR", type=Path, help="where the frozen weights of an adapter are, if they have moved"
+    )
+
+
+class _Prompt(NamedTuple):
+    """What a text is written for.
+
+    Attributes:
+        text: as it was given; None for messages.
+        messages: of a conversation.
+        line: what a line of a file says of it.
+    """
+
+    text: str | None
+    messages: Sequence[Any] | None = None
+    line: Mapping[str, Any] = MappingProxyType({})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation; of a T5 the answer alone.
+    """Print what the model writes, after the prompt where it goes on with that.
 
     Raises:
-        UserError: no prompt for a T5, or a model that writes no text.
+        UserError: options that do not go together, prompts that cannot be read, or a model that writes no text.
     """
-    prompt = _read_prompt(args.prompt_file) if args.prompt_file else args.prompt
+    prompts = _prompts(args)
+    _check_options(args)
     environment.prepare_process()
-    from ..models.bert import BERT
     from ..models.t5 import T5
-    from .answers import answering
+    from .data.chats import end_of_answer
     from .data.sentinels import sentinel_ids, sentinel_name
+    from .generation import Generator, Limits
     from .restore import restore
-    from .sampling import generate_text
+    from .sampling import Sampling
 
-    restored = restore(args.checkpoint, args.device)
-    model, tokenizer = restored.model, restored.tokenizer
-    if isinstance(model, BERT):
-        raise UserError("stoker generate: a BERT fills in hidden tokens and writes no text; use a GPT or a T5")
-    logits, context, start = restored.logits, restored.context, None
+    restored = restore(args.checkpoint, args.device, args.base)
+    answers = isinstance(restored.model, T5)
     names: dict[int, str] = {}
-    if isinstance(model, T5):
-        if not prompt:
-            raise UserError("stoker generate: a T5 answers a text; give one with --prompt or --prompt-file")
-        logits = answering(model, tokenizer, prompt, restored.precision, restored.device)
-        context, start = model.max_positions[1] or args.max_new_tokens + 1, [tokenizer.pad_id]
-        names = {int(token): sentinel_name(number) for number, token in enumerate(sentinel_ids(tokenizer))}
-    pieces = generate_text(
-        logits,
-        tokenizer,
-        prompt,
-        start=start,
-        names=names,
-        context=context,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        stop=args.stop,
-        device=restored.device,
+    if answers:
+        names = {int(token): sentinel_name(number) for number, token in enumerate(sentinel_ids(restored.tokenizer))}
+    generator = Generator.of(restored, names)
+    read = _tokens(restored, prompts, chat=args.chat)
+    if args.compile:
+        generator.compile()
+    stop = list(args.stop)
+    if args.chat and (end := end_of_answer(restored.tokenizer)):
+        stop.append(end)
+    limits = Limits(args.max_new_tokens, stop)
+    sampling = Sampling(
+        0.8 if args.temperature is None else args.temperature, args.top_k, args.top_p, args.repetition_penalty or 1.0
     )
-    if start is None:
-        _print(prompt)
-    for piece in pieces:
-        _print(piece)
-    _print("\n")
+    if len(prompts) == 1 and args.prompts_file is None and args.num_beams == 1:
+        if not (answers or args.chat):
+            _print(prompts[0].text or "")
+        for _, piece in generator.stream(read, limits, sampling, [args.seed]):
+            _print(piece)
+        _print("\n")
+        return EXIT_DONE
+    search = _beam_search(args)
+    share = args.batch_size * _BATCHES_BEFORE_PRINTING
+    for first in range(0, len(prompts), share):
+        part = slice(first, first + share)
+        if search is None:
+            written = generator.write(read[part], limits, sampling, [args.seed] * len(read[part]), args.batch_size)
+        else:
+            written = generator.search(read[part], limits, search, args.batch_size * search.beams)
+        texts = [one.text for one in written]
+        for number, (prompt, text) in enumerate(zip(prompts[part], texts, strict=True), first + 1):
+            _print(_shown(prompt, text, args, number, len(prompts), whole=not (answers or args.chat)))
     return EXIT_DONE
+
+
+def _shown(prompt: _Prompt, text: str, args: argparse.Namespace, number: int, count: int, *, whole: bool) -> str:
+    """A text of several as it is printed.
+
+    Args:
+        prompt: what it was written for.
+        text: what was written.
+        args: the options.
+        number: of the prompt, from 1.
+        count: prompts there are.
+        whole: the text goes on with the prompt, which is printed before it.
+    """
+    if args.prompts_file is not None:
+        return json.dumps({**prompt.line, "text": text}, ensure_ascii=False) + "\n"
+    title = f"[{number}/{count}]\n" if count > 1 else ""
+    return f"{title}{(prompt.text or '') if whole else ''}{text}\n"
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def _prompts(args: argparse.Namespace) -> list[_Prompt]:
+    """What texts are written for, as the options say.
+
+    Raises:
+        UserError: a file that cannot be read; with every line of JSON that is none.
+    """
+    if args.prompt_file is not None:
+        return [_Prompt(_read(args.prompt_file, "--prompt-file"))]
+    if args.prompts_file is None:
+        return [_Prompt(text) for text in args.prompt] or [_Prompt("")]
+    prompts: list[_Prompt] = []
+    problems: list[str] = []
+    for number, line in enumerate(_read(args.prompts_file, "--prompts-file").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(_prompt_of(line, chat=args.chat))
+        except ValueError as error:
+            problems.append(f"  line {number}: {error}")
+    if problems:
+        more = [f"  and {len(problems) - _MOST_PROBLEMS} lines more"] if len(problems) > _MOST_PROBLEMS else []
+        raise UserError([f"--prompts-file {args.prompts_file} cannot be read:", *problems[:_MOST_PROBLEMS], *more])
+    if not prompts:
+        raise UserError(f"--prompts-file {args.prompts_file} holds no prompt")
+    return prompts
+
+
+def _prompt_of(line: str, *, chat: bool) -> _Prompt:
+    """A prompt of a line of JSON.
+
+    Raises:
+        ValueError: it is none; says why.
+    """
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({' '.join(str(error).split())[:80]})") from None
+    if isinstance(document, dict) and chat and isinstance(document.get("messages"), list):
+        return _Prompt(None, document["messages"], document)
+    if isinstance(document, dict) and isinstance(document.get("prompt"), str):
+        return _Prompt(document["prompt"], line=document)
+    wanted = '"prompt", a text' + (', or "messages", a list' if chat else "")
+    raise ValueError(f"an object with {wanted}, is wanted")
+
+
+def _tokens(restored: Restored, prompts: Sequence[_Prompt], *, chat: bool) -> list[list[int]]:
+    """The prompts as the model reads them.
+
+    Raises:
+        UserError: a text that the tokenizer cannot encode, no text for a T5, or messages that the template refuses.
+    """
+    from ..models.t5 import T5
+    from .data.sentinels import encode_spelled
+
+    tokenizer = restored.tokenizer
+    if isinstance(restored.model, T5):
+        if chat:
+            raise UserError("--chat: a T5 has no conversations; give what it answers with --prompt")
+        if not all(prompt.text for prompt in prompts):
+            raise UserError("stoker generate: a T5 answers a text; give one with --prompt or --prompt-file")
+        ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        return [[*encode_spelled(tokenizer, prompt.text or ""), *ends] for prompt in prompts]
+    if chat:
+        return list(_conversations(restored, prompts))
+    return [begun_text(restored, prompt.text or "") for prompt in prompts]
+
+
+def begun_text(restored: Restored, text: str) -> list[int]:
+    """The tokens of a text that a GPT goes on with; the start of a document for no text."""
+    tokenizer = restored.tokenizer
+    tokens = [*restored.text_start, *(tokenizer.encode(text).tolist() if text else [])]
+    if tokens:
+        return tokens
+    if tokenizer.eos_id is not None:
+        return [tokenizer.eos_id]
+    return tokenizer.encode("\n").tolist() if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else [0]
+
+
+def _conversations(restored: Restored, prompts: Sequence[_Prompt]) -> Iterator[list[int]]:
+    """Conversations up to where an answer begins."""
+    from .data.chat_files import chat_of
+    from .data.chats import prompt_ids
+
+    with chat_of(restored.tokenizer).renderer() as renderer:
+        for prompt in prompts:
+            messages = prompt.messages
+            if messages is None:
+                messages = [{"role": "user", "content": prompt.text}]
+            yield prompt_ids(restored.tokenizer, renderer.prompt(messages))
+
+
+# ---------------------------------------------------------------- options
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that would do nothing.
+
+    Raises:
+        UserError: every one of them.
+    """
+    problems: list[str] = []
+    if args.chat and args.prompts_file is None and args.prompt_file is None and not any(args.prompt):
+        problems.append("--chat answers a user: say what with --prompt")
+    if args.num_beams > 1:
+        drawn = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p}
+        drawn["--repetition-penalty"] = args.repetition_penalty
+        named = [name for name, value in drawn.items() if value]
+        if named:
+            problems.append(f"--num-beams ({args.num_beams}) searches and draws nothing: leave out {', '.join(named)}")
+    else:
+        given = {"--length-penalty": args.length_penalty is not None, "--early-stopping": args.early_stopping}
+        problems += [f"{name} has no effect without --num-beams 2 or more" for name, there in given.items() if there]
+    if problems:
+        raise UserError(problems)
+
+
+def _beam_search(args: argparse.Namespace) -> BeamSearch | None:
+    from .beam_search import BeamSearch
+
+    if args.num_beams == 1:
+        return None
+    penalty = 1.0 if args.length_penalty is None else args.length_penalty
+    return BeamSearch(args.num_beams, penalty, args.early_stopping)
 
 
 def printable(text: str) -> str:
@@ -120,13 +333,13 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def _read_prompt(path: Path) -> str:
+def _read(path: Path, option: str) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
-        raise UserError(f"--prompt-file: cannot read {path}: {error.strerror}") from None
+        raise UserError(f"{option}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompt-file: {path} is not UTF-8 text: bad byte at offset {error.start}") from None
+        raise UserError(f"{option}: {path} is not UTF-8 text: bad byte at offset {error.start}") from None
 
 
 def positive_int(text: str) -> int:
@@ -134,6 +347,13 @@ def positive_int(text: str) -> int:
     value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return value
+
+
+def _token_count(text: str) -> int:
+    value = _whole(text)
+    if not 1 <= value <= _MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {_MOST_TOKENS}")
     return value
 
 
@@ -155,6 +375,20 @@ def _share(text: str) -> float:
     value = _float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number above 0")
+    return value
+
+
+def _number(text: str) -> float:
+    value = _float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number")
     return value
 
 

@@ -9,14 +9,14 @@ from torch import nn
 from ..models.config.family_rules import stacks_of_keys
 from ..models.config.memory import MemoryKeys
 from ..models.config.stack import StackKeys
-from .checkpoint import Checkpoint, find_checkpoint
+from .base_weights import KEY, BaseWeights, foreign_keys
+from .checkpoint import Checkpoint
 from .config.run_config import RunConfig
-from .config.schema import AnyModelBlock, RootBlock
+from .config.schema import MODEL_BLOCKS, AnyModelBlock, RootBlock
 from .data.tokenizers import Tokenizer
-from .environment import user_path
 from .errors import UserError
+from .peft_weights import load_initial_adapter
 
-_KEY = "model.restore_from_path"
 _SAME_FUNCTION = {
     *("hidden_dropout", "attention_dropout", "ffn_dropout", "init_method_std", "use_scaled_init_method"),
     *("use_flash_attention", "attention_backend", "transformer_engine", "masked_softmax_fusion"),
@@ -28,46 +28,52 @@ _SAME_FUNCTION = {
 """Keys of a stack that leave it the same function of its weights."""
 
 
-def load_initial_weights(root: RootBlock, model: nn.Module, tokenizer: Tokenizer) -> Iterator[str]:
-    """Copy the weights of the checkpoint that `model.restore_from_path` names, if it names one, in any dtype.
+def load_initial_weights(
+    root: RootBlock, model: nn.Module, tokenizer: Tokenizer, base: BaseWeights | None
+) -> Iterator[str]:
+    """Copy the weights that `model.restore_from_path` and `model.peft.restore_from_path` name, in any dtype.
 
     Args:
         root: the configuration.
         model: of the same shape; filled in place. Its optimizer must be made afterwards, from these weights.
         tokenizer: of this run.
+        base: what `model.restore_from_path` names; None for nothing.
 
     Yields:
         Lines for the log.
 
     Raises:
-        UserError: there is no such checkpoint, it is of another family or shape, or of another tokenizer, whose token
-            ids mean other things.
+        UserError: they are of another family or shape, or of another tokenizer, whose token ids mean other things.
     """
-    if root.model.restore_from_path is None:
-        return
-    checkpoint, complaints = find_checkpoint(user_path(root.model.restore_from_path, _KEY))
-    yield from complaints
-    trained = _trained_as(checkpoint)
-    if trained is not None and trained.family != root.model.family:
-        raise UserError(
-            f"`{_KEY}`: {checkpoint.path} holds a model of `family: {trained.family}`, but `model.family` is "
-            f"{root.model.family}; use a checkpoint of that family"
-        )
-    if checkpoint.tokenizer_document != tokenizer.to_document():
-        raise UserError(
-            f"`{_KEY}`: {checkpoint.path} has another tokenizer than this run, so its weights mean other tokens; use "
-            "its `model.tokenizer`"
-        )
-    checkpoint.load_weights(model, cast=True)
-    if trained is None:
-        yield f"{checkpoint.path}: its configuration cannot be read here; only the shapes of its weights were compared"
-    else:
-        yield from _other_functions(root.model, trained)
-    yield f"weights from {checkpoint.path}, trained for {checkpoint.state.step:,} steps"
+    if base is not None:
+        yield from base.complaints
+        trained = _trained_as(base)
+        if trained is not None and trained.family != root.model.family:
+            raise UserError(
+                f"`{KEY}`: {base.path} holds a model of `family: {trained.family}`, but `model.family` is "
+                f"{root.model.family}; use a checkpoint of that family"
+            )
+        if base.checkpoint is not None and base.checkpoint.tokenizer_document != tokenizer.to_document():
+            raise UserError(
+                f"`{KEY}`: {base.path} has another tokenizer than this run, so its weights mean other tokens; use "
+                "its `model.tokenizer`"
+            )
+        base.load(model)
+        if trained is None:
+            yield f"{base.path}: its configuration cannot be read here; only the shapes of its weights were compared"
+        else:
+            yield from _other_functions(root.model, trained)
+        steps = f", trained for {base.checkpoint.state.step:,} steps" if base.checkpoint is not None else ""
+        yield f"weights from {base.path}{steps}"
+    yield from load_initial_adapter(root, model, tokenizer, base)
 
 
-def _trained_as(checkpoint: Checkpoint) -> AnyModelBlock | None:
-    """The model that wrote a checkpoint, by its keys; None where this version does not know them."""
+def _trained_as(base: BaseWeights) -> AnyModelBlock | None:
+    """The model that weights are of, by its keys; None where this version does not know them."""
+    if base.checkpoint is None:
+        with foreign_keys(base.path) as incoming:
+            return MODEL_BLOCKS[incoming.architecture.family].model_validate(incoming.keys)
+    checkpoint: Checkpoint = base.checkpoint
     try:
         document = checkpoint.config_document
         return RunConfig.from_document(document, trusted=False, origin=str(checkpoint.path)).root.model

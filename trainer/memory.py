@@ -16,7 +16,6 @@ import torch
 
 from ..kernels.moe.routing import capacity_of
 from ..models.build import plan_model
-from ..models.config.counting import count_parameters
 from ..models.config.families import FamilySlice, family_slice
 from ..models.config.moe_slice import MoESlice
 from ..models.config.slices import AttentionSlice, StackSlice
@@ -32,6 +31,7 @@ from .optim.build import count_state, is_state_on_host
 from .plan.states import main_weight_bytes, rotary_tables
 from .precision import PrecisionPlan
 from .sample_form import sample_form
+from .trained_count import count_trained
 
 _GIB = 2**30
 _EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -60,20 +60,20 @@ def check_memory(
     keys = root.model
     form = sample_form(root)
     vocab_size = keys.override_vocab_size or 1
-    parameters = count_parameters(keys, vocab_size, form)
+    parameters, trained = count_trained(keys, vocab_size, form)
     model = family_slice(keys, vocab_size=vocab_size, form=form)
     stacks = model.stacks
     lengths = (form.length, form.decoder_length)[: len(stacks)]
     table = rotary_tables(stacks)
     width = precision.weights.itemsize
     main = main_weight_bytes(precision)
-    kept = count_state(keys, keys.override_vocab_size or 1)
+    kept = count_state(keys, vocab_size, trained) if keys.peft.is_on else count_state(keys, vocab_size)
     average = root.exp_manager.ema
-    averaged = parameters * max(width, 4) if average.enable and not average.cpu_offload else 0
+    averaged = trained * max(width, 4) if average.enable and not average.cpu_offload else 0
     shards = layout.shards if layout else 1
     ranks = layout.replicas * shards if layout else 1
-    weights = parameters * 2 * width // (1 if layout is None or layout.whole_weights else shards)
-    optimizer = (parameters * main + kept * (main or width)) // shards
+    weights = (parameters + trained) * width // (1 if layout is None or layout.whole_weights else shards)
+    optimizer = (trained * main + kept * (main or width)) // shards
     on_host = optimizer if is_state_on_host(keys, device) else 0
     manager = root.exp_manager
     if manager.create_checkpoint_callback and manager.checkpoint_callback_params.async_save:

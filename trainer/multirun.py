@@ -75,6 +75,8 @@ def sweep(
     overrides: Sequence[str],
     start: Start,
     say: Callable[[str], None],
+    *,
+    finetune: bool = False,
 ) -> int:
     """Train every job of a sweep.
 
@@ -84,6 +86,7 @@ def sweep(
         overrides: of the command line; some of them name several values.
         start: runs a job.
         say: prints to the standard error.
+        finetune: see `load_run_config`.
 
     Returns:
         0; where jobs failed the exit code of the first of them; 130 or 143 where a signal ended the sweep.
@@ -96,7 +99,7 @@ def sweep(
     wish = _wish(overrides)
     composer = Composer(config_dir, environment.config_folders(environment.snapshot()))
     jobs = jobs_of(wish.overrides, lambda group: composer.options(group) if composer.is_group(group) else ())
-    configs, placements = _valid(jobs, lambda texts: load_run_config(config_name, config_dir, texts))
+    configs, placements = _valid(jobs, lambda texts: load_run_config(config_name, config_dir, texts, finetune=finetune))
     _check_apart([config.root for config in configs])
     _say_findings(jobs, configs, say)
     directory = _directory(wish, [config.root for config in configs])

@@ -13,15 +13,18 @@ from ..models.config.counting import count_parameters
 from ..models.config.families import family_slice
 from ..models.config.family_rules import stacks_of_keys
 from ..models.config.memory_slice import offload_slice
+from ..models.config.peft_slice import peft_slice
+from ..models.peft.adapt import trained_parameters
 from .batching import BatchPlan
-from .checkpoint import AVERAGE, OPTIMIZER, WEIGHTS, RunState, weights_of
+from .checkpoint import AVERAGE, OPTIMIZER, RunState, saved_of
 from .checkpoint_writing import Content, apply_retention
 from .config.exp_manager import logged_name
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
-from .cuda_graph import WARM_UP, uses_cuda_graph
+from .cuda_graph import WARM_UP
 from .data.build import Data
 from .data.seq2seq import AnySamples
+from .data.tokenizers import saved_document
 from .determinism import attention_flags
 from .distributed.asked import layout_of, reduce_dtype
 from .distributed.data_parallel import DataParallel, data_parallel
@@ -40,6 +43,7 @@ from .module import LanguageModule
 from .optim import build
 from .optim.base import Optimizer
 from .precision import PrecisionPlan
+from .recordable import uses_cuda_graph
 from .sample_form import sample_form
 from .saving import Saver
 from .stop import StopRequest
@@ -124,6 +128,7 @@ def build_model(
             form=sample_form(root),
             compute_dtype=precision.autocast or precision.weights,
             sharding=data_parallel,
+            peft=peft_slice(root.model.peft),
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
@@ -150,7 +155,10 @@ def build_rates(root: RootBlock, model: LanguageModel, device: torch.device, pro
     peak = bf16_peak(device_name(device))
     return Rates(
         tokens_per_sample=tokens,
-        flops_per_token=training_flops_per_sample(root.model, model.output_weight.shape[0], form) / tokens,
+        flops_per_token=training_flops_per_sample(
+            root.model, model.output_weight.shape[0], form, frozen=root.model.peft.is_on
+        )
+        / tokens,
         peak_flops=None if peak is None else peak * processes,
     )
 
@@ -250,13 +258,14 @@ def build_save(
                 "loop": loop,
             }
         )
+        kind, held = saved_of(module.model)
         tensors = {
-            WEIGHTS: {name: piece_of(tensor) for name, tensor in weights_of(module.model).items()},
+            kind: {name: piece_of(tensor) for name, tensor in held.items()},
             OPTIMIZER: module.optimizer_state.pieces(),
         }
         if average is not None:
             tensors[AVERAGE] = average.pieces()
-        return saver.save(Content(state, tensors, config.document, data.tokenizer.to_document()))
+        return saver.save(Content(state, tensors, config.document, saved_document(data.tokenizer)))
 
     return save
 
@@ -288,7 +297,7 @@ def build_average(
         key.removesuffix(".main"): piece.local for key, piece in optimizer.pieces().items() if key.endswith(".main")
     }
     return EMA(
-        dict(model.named_parameters()),
+        trained_parameters(model),
         main_weights=main_weights,
         decay=keys.decay,
         every_n_steps=keys.every_n_steps,
@@ -318,8 +327,13 @@ def describe(
     layers = " and ".join(str(stack.num_layers) for stack in stacks.values())
     width = next(iter(stacks.values())).hidden_size
     parameters, active = parameter_count(model), count_parameters(keys, data.vocab_size, form, active=True)
-    each = f" ({active:,} for each token)" if active < parameters else ""
-    yield f"model {parameters:,} parameters{each}, {layers} layers, hidden size {width}"
+    trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
+    whole = count_parameters(keys, data.vocab_size, form)
+    each = f" ({active:,} for each token)" if active < whole else ""
+    yield f"model {whole:,} parameters{each}, {layers} layers, hidden size {width}"
+    if keys.peft.is_on:
+        share = 100 * trained / parameters
+        yield f"{keys.peft.peft_scheme}: {trained:,} parameters are trained ({share:.2g} % of all), the others frozen"
     described = family_slice(keys, vocab_size=data.vocab_size, form=form)
     for at, stack in zip(stacks, described.stacks, strict=True):
         if (moe := stack.moe) is not None:

@@ -133,20 +133,17 @@ def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> C
 
 def _sample(root: RootBlock, result: TrainingResult, device: torch.device) -> str:
     from .data.build import sequence_length
-    from .sampling import generate_text
+    from .generation import Generator, Limits
+    from .precision import plan_precision
+    from .sampling import Sampling
 
-    result.model.eval()
-    pieces = generate_text(
-        result.model,
-        result.data.tokenizer,
-        _PROMPT,
-        context=sequence_length(root),
-        max_new_tokens=300,
-        temperature=0.7,
-        seed=root.model.seed,
-        device=device,
-    )
-    return printable(_PROMPT + "".join(pieces))
+    tokenizer = result.data.tokenizer
+    precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
+    generator = Generator(result.model.eval(), tokenizer, precision, device, sequence_length(root))
+    start = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    prompt = [*start, *tokenizer.encode(_PROMPT).tolist()]
+    pieces = generator.stream([prompt], Limits(300), Sampling(temperature=0.7), [root.model.seed])
+    return printable(_PROMPT + "".join(piece for _, piece in pieces))
 
 
 def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | None, sample: str) -> str:

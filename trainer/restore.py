@@ -7,20 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ..kernels.attention.flags import read_flags
 from ..models.build import LanguageModel, build_model
 from ..models.config.counting import count_parameters
 from ..models.config.family_rules import stacks_of_keys
+from ..models.config.peft_slice import peft_slice
 from ..models.config.t5 import T5Keys
-from ..models.gpt import GPT
 from .checkpoint import Checkpoint, find_checkpoint
+from .claimed_size import check_claimed_size
 from .config.run_config import RunConfig
 from .data.build import sequence_length
+from .data.task import task_name
+from .data.text_start import text_start
 from .data.tokenizers import Tokenizer, from_document
 from .errors import UserError
 from .memory import host_memory
+from .peft_weights import base_of_adapter, load_with_base
 from .precision import PrecisionPlan, plan_precision
 from .sample_form import sample_form
 
@@ -50,28 +53,30 @@ class Restored:
         """Most tokens the model was trained to attend to."""
         return sequence_length(self.config.root)
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Token ids, int64 [b, s], to logits [b, s, vocabulary], of a model that goes on with a text.
+    @property
+    def text_start(self) -> list[int]:
+        """The tokens before a text that the model goes on with.
 
-        Raises:
-            UserError: it is a T5 or a BERT.
+        A run that was trained on a stream of documents has seen each after the eos of the one before; of any other
+        model its tokenizer knows what a text begins with.
         """
-        if not isinstance(self.model, GPT):
-            raise UserError(f"checkpoint {self.checkpoint.path} holds a model that does not go on with a text")
-        with self.precision.context(self.device):
-            return self.model(tokens)
+        documents = self.checkpoint.state.consumed_samples > 0 and task_name(self.config.root.model) == "gpt"
+        if documents and self.tokenizer.eos_id is not None:
+            return [self.tokenizer.eos_id]
+        return text_start(self.tokenizer)
 
 
-def restore(path: Path, device_name: str = "auto") -> Restored:
+def restore(path: Path, device_name: str = "auto", base: Path | None = None) -> Restored:
     """Load the model of a checkpoint.
 
     Args:
         path: a run directory, its checkpoints directory or one step in it; of several the newest valid one is taken,
             and damaged ones are named on standard error.
         device_name: `auto` (a CUDA GPU where there is one, else the CPU), `cpu`, `cuda` or `mps`.
+        base: where the frozen weights of an adapter are now; None: where they were when it was trained.
 
     Raises:
-        UserError: no usable checkpoint, or no such device.
+        UserError: no usable checkpoint, or no such device; or an adapter whose frozen weights are not there.
     """
     device = choose_device(device_name)
     checkpoint, complaints = find_checkpoint(path)
@@ -82,7 +87,7 @@ def restore(path: Path, device_name: str = "auto") -> Restored:
     )
     keys = config.root.model
     try:
-        tokenizer = from_document(checkpoint.tokenizer_document)
+        tokenizer = from_document(checkpoint.saved_tokenizer)
     except ValueError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
     if device.type == "cuda":
@@ -103,6 +108,9 @@ def restore(path: Path, device_name: str = "auto") -> Restored:
             keys = keys.model_copy(update=anything)
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
     form = sample_form(config.root)
+    frozen = base_of_adapter(checkpoint, base)
+    if frozen is not None or not checkpoint.is_adapter:
+        check_claimed_size(checkpoint, config.root, tokenizer.vocab_size, None if frozen is None else frozen.files)
     need, there = count_parameters(keys, vocab_size, form) * precision.weights.itemsize, host_memory()
     if there is not None and need > there:
         raise UserError(
@@ -120,10 +128,11 @@ def restore(path: Path, device_name: str = "auto") -> Restored:
             form=form,
             compute_dtype=precision.autocast,
             kinds=("evaluation", "generation"),
+            peft=peft_slice(keys.peft),
         )
     except ValueError as error:
         raise UserError([f"checkpoint {checkpoint.path} cannot run here:", *str(error).splitlines()]) from None
-    checkpoint.load_weights(model, cast=True)
+    load_with_base(checkpoint, model, frozen, cast=True)
     return Restored(checkpoint, config, tokenizer, model.eval(), device, precision)
 
 

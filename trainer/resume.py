@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Checkpoint, RunState, find_checkpoint, newest_checkpoint
+from .checkpoint import BaseRecord, Checkpoint, RunState, find_checkpoint, newest_checkpoint
 from .checkpoint_writing import remove_leftovers
 from .config.exp_manager import ExpManagerBlock
 from .config.schema import RootBlock
@@ -32,8 +32,9 @@ _KEYS = {
 _NOT_SAMPLES = {
     *("data_impl", "path", "data_prefix", "dataset_kwargs", "context_key", "label_key"),  # in the fingerprint
     *("seq_length", "seq_length_dec"),  # in the lengths
-    *("index_mapping_dir", "num_workers"),
+    *("index_mapping_dir", "num_workers", "train_ds", "validation_ds", "test_ds"),
 }
+_SETS = {"file_names", "concat_sampling_probabilities"}  # in the fingerprint, and the order
 
 
 def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
@@ -77,8 +78,15 @@ def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkp
     return None, lines
 
 
-def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan) -> RunState:
-    """The state of this run before its first step, as its checkpoints will record it."""
+def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan, base: BaseRecord | None = None) -> RunState:
+    """The state of this run before its first step, as its checkpoints will record it.
+
+    Args:
+        root: the configuration.
+        data: what it trains on.
+        precision: of weights and arithmetic.
+        base: the frozen weights that it trains an adapter of; None for none.
+    """
     form = sample_form(root)
     return RunState(
         step=0,
@@ -96,8 +104,10 @@ def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan) -> RunSt
         data_fingerprint=data.fingerprint,
         data_keys={
             **root.model.data.model_dump(exclude=_NOT_SAMPLES),
+            **{f"train_ds.{name}": value for name, value in root.model.data.train_ds.model_dump(exclude=_SETS).items()},
             "dataset_type": task_name(root.model),
         },
+        base=base,
         versions={"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()},
     )
 
@@ -130,6 +140,11 @@ def check_resumed(checkpoint: Checkpoint, now: RunState, tokenizer_document: dic
         raise UserError(
             f"checkpoint {checkpoint.path} holds the state of {before}, but `model.optim.name` is {after}; "
             f"use model.optim.name={before}, or start a new run"
+        )
+    if (saved.base is None) != (now.base is None) or (saved.base and now.base and saved.base.sha256 != now.base.sha256):
+        raise UserError(
+            f"checkpoint {checkpoint.path} belongs to {saved.base.path if saved.base else 'no frozen weights'}, but "
+            f"this run to {now.base.path if now.base else 'none'}; use the same model.restore_from_path and model.peft"
         )
     warnings: list[str] = []
     for field, (key, effect) in _KEYS.items():

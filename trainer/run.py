@@ -12,11 +12,11 @@ import torch
 
 from ..models.build import LanguageModel
 from ..models.offload_copies import HostMemoryError
+from .base_weights import BaseWeights, base_of_run
 from .batching import BatchPlan, RankBatches, ramp_up_of
-from .checkpoint import Checkpoint, checkpoint_paths, open_checkpoint
+from .checkpoint import BaseRecord, Checkpoint, checkpoint_paths, open_checkpoint
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
-from .cuda_graph import uses_cuda_graph
 from .data.build import Data, build_data
 from .determinism import attention_flags, determinism
 from .development import overfitted, trial_of
@@ -51,11 +51,13 @@ from .parts import (
     describe_host_state,
     describe_moved,
 )
+from .peft_weights import load_with_base
 from .plan.advice import out_of_memory_lines, plan_here
 from .plan.plan import Plan
 from .plan.report import comparison, summary
 from .precision import PrecisionPlan, plan_precision
 from .profiling import build_observers, check_profiling
+from .recordable import uses_cuda_graph
 from .resume import check_resumed, describe_run, find_resumed
 from .run_directory import RunDirectory, open_run_directory, record_start
 from .saving import Saver
@@ -223,18 +225,19 @@ def _train(
     ranks: Ranks,
 ) -> TrainingResult:
     root, keys = config.root, config.root.model
-    start = describe_run(root, data, precision)
+    base = base_of_run(keys.restore_from_path)
+    start = describe_run(root, data, precision, _base_record(root, base, ranks))
 
     data_parallel = build_data_parallel(root, precision, device, ranks)
     model = build_model(root, data, precision, device, data_parallel)
     if resumed is None:
-        for line in load_initial_weights(root, model, data.tokenizer):
+        for line in load_initial_weights(root, model, data.tokenizer, base):
             journal.say(line)
     optimizer = build_optimizer(root, model, precision, data_parallel)
     if resumed is not None:
         for warning in check_resumed(resumed, start, data.tokenizer.to_document()):
             journal.say(f"warning: {warning}")
-        resumed.load_weights(model)
+        load_with_base(resumed, model, base, cast=False)
         resumed.load_optimizer(optimizer)
         journal.say(f"going on from {resumed.path}, {resumed.state.consumed_samples:,} samples seen")
         start = start.model_copy(
@@ -347,6 +350,14 @@ def _train(
         model=model,
         data=data,
     )
+
+
+def _base_record(root: RootBlock, base: BaseWeights | None, ranks: Ranks) -> BaseRecord | None:
+    """What checkpoints of an adapter say of the frozen weights, which the first rank has hashed."""
+    if base is None or not root.model.peft.is_on:
+        return None
+    text = base.record().model_dump_json() if ranks.is_first else ""
+    return BaseRecord.model_validate_json(ranks.from_first(text))
 
 
 def _last_line(directory: RunDirectory, step: int, checkpoint: Path | None, stopped_by: str | None) -> str:

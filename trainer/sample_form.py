@@ -18,6 +18,6 @@ def sample_form(root: RootBlock) -> SampleForm:
         length=task.length,
         decoder_length=task.decoder_length,
         packed=task.packed,
-        restart=task.packed if task.has_two_sides else data.reset_position_ids,
+        restart=task.packed if task.has_two_sides or task.name == "sft" else data.reset_position_ids,
         padded=task.padded,
     )

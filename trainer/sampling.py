@@ -1,9 +1,11 @@
-"""Sampling from a language model: temperature, top-k, nucleus (top-p), and text as it appears."""
+"""Choosing the next token: greedily, or at random by temperature, top-k and nucleus (top-p); and text as it appears."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -11,101 +13,115 @@ from torch import Tensor
 
 from .data.tokenizers import Tokenizer
 
+DIVERGED = -1
+"""Stands for a token where no logit is the largest: a model that has diverged gives NaN."""
 
-def next_token_distribution(
-    logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
-) -> Tensor:
-    """The distribution the next token is drawn from.
 
-    Temperature comes first, then top-k (Fan et al. 2018), then top-p (nucleus sampling, Holtzman et al. 2020) on what
-    top-k left, renormalised: the order most libraries use. Equal logits are ranked by token id, so exactly k tokens
-    are left.
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen.
 
-    Args:
-        logits: [vocabulary], any float dtype; masked tokens are -inf.
-        temperature: divides the logits; 0 leaves only the most probable token.
-        top_k: keep this many tokens; None keeps all.
-        top_p: keep the fewest most probable tokens whose probabilities sum to at least this; None keeps all.
-
-    Returns:
-        Probabilities, float64 [vocabulary], on the CPU.
+    Attributes:
+        temperature: divides the logits; 0 takes the most probable token.
+        top_k: tokens to draw from, the most probable; None for all.
+        top_p: draw from the fewest tokens whose probabilities sum to at least this; None for all.
+        repetition_penalty: what makes tokens that are there already less probable: their positive logits are divided by
+            it, their negative ones multiplied (CTRL, arXiv 1909.05858); 1 leaves them.
 
     Raises:
-        ValueError: an argument out of range, or no finite logit.
+        ValueError: a number out of range.
     """
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(
-            f"`temperature` ({temperature}) must be a finite number of at least 0; use 0 for greedy choice"
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"`top_k` ({top_k}) must be at least 1; use None to keep all tokens")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"`top_p` ({top_p}) must be above 0 and at most 1; use None to keep all tokens")
-    scores, order = torch.sort(logits.detach().to("cpu", torch.float64), descending=True, stable=True)
-    if not torch.isfinite(scores[0]):
-        raise ValueError(f"the largest logit ({scores[0].item()}) must be finite; the model has diverged")
-    keep = torch.ones_like(scores, dtype=torch.bool)
-    if temperature == 0:
-        keep[1:] = False
-    elif top_k is not None:
-        keep[top_k:] = False
-    # Subtracting the largest first keeps a tiny temperature from overflowing to inf - inf.
-    scores = (scores - scores[0]) / (temperature or 1.0)
-    probabilities = torch.softmax(scores.masked_fill(~keep, float("-inf")), 0)
-    if top_p is not None and top_p < 1:
-        # A token stays while those before it do not reach p; the first always does.
-        reached = torch.cumsum(probabilities, 0) >= top_p
-        probabilities[1:].masked_fill_(reached[:-1], 0.0)
-        probabilities /= probabilities.sum()
-    return torch.zeros_like(probabilities).scatter_(0, order, probabilities)
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"`temperature` ({self.temperature}) must be a finite number of at least 0; use 0 for greedy choice"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"`top_k` ({self.top_k}) must be at least 1; use None to keep all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` ({self.top_p}) must be above 0 and at most 1; use None to keep all tokens")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"`repetition_penalty` ({self.repetition_penalty}) must be above 0; use 1 for none")
+
+    def choose(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None = None) -> Tensor:
+        """One token for each row, without a wait for the device.
+
+        Args:
+            logits: (rows, vocabulary), any float dtype; masked tokens are -inf.
+            uniforms: fp64 (rows,), random numbers in [0, 1), one of which decides a row.
+            seen: bool (rows, vocabulary), the tokens that are there already; for `repetition_penalty` only.
+
+        Returns:
+            int64 (rows,); `DIVERGED` in a row whose largest logit is not finite.
+        """
+        if seen is not None:
+            wide = logits.float()
+            less = torch.where(wide < 0, wide * self.repetition_penalty, wide / self.repetition_penalty)
+            logits = torch.where(seen, less, wide)
+        largest, best = logits.max(dim=-1)
+        if self.temperature > 0:
+            best = self._drawn(logits, largest, uniforms)
+        return torch.where(torch.isfinite(largest), best, DIVERGED)
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """The distribution that a token is drawn from.
+
+        Temperature comes first, then top-k (Fan et al. 2018), then top-p (nucleus sampling, Holtzman et al. 2020) on
+        what top-k left, renormalised: the order most libraries use. Equal logits are ranked by token id, so exactly k
+        tokens are left.
+
+        Args:
+            logits: (..., vocabulary), the largest of each row finite.
+
+        Returns:
+            Probabilities like `logits`, in fp64.
+        """
+        probabilities, order = self._ranked(logits)
+        return torch.zeros_like(probabilities).scatter_(-1, order, probabilities)
+
+    def _drawn(self, logits: Tensor, largest: Tensor, uniforms: Tensor) -> Tensor:
+        """The first token with which the sum of the probabilities exceeds the random number."""
+        order = None
+        if self.top_k is None and (self.top_p is None or self.top_p == 1):
+            probabilities = torch.exp((logits.double() - largest.double()[:, None]) / self.temperature)
+        else:
+            probabilities, order = self._ranked(logits)
+        sums = probabilities.cumsum(dim=-1)
+        total = sums[:, -1:]
+        # rounding must not reach the total, which tokens of no probability have too
+        wanted = (uniforms[:, None] * total).clamp(max=total * (1 - 2.0**-52))
+        place = torch.searchsorted(sums, wanted, right=True).clamp(max=sums.shape[-1] - 1)
+        return (place if order is None else order.gather(-1, place))[:, 0]
+
+    def _ranked(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities from the largest to the smallest, and their tokens."""
+        scores, order = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
+        keep = torch.arange(scores.shape[-1], device=scores.device)
+        # Subtracting the largest first keeps a tiny temperature from overflowing to inf - inf.
+        scores = (scores - scores[..., :1]) / (self.temperature or 1.0)
+        most = 1 if self.temperature == 0 else self.top_k
+        if most is not None:
+            scores = scores.masked_fill(keep >= most, float("-inf"))
+        probabilities = torch.softmax(scores, -1)
+        if self.top_p is not None and self.top_p < 1:
+            # A token stays while those before it do not reach p; the first always does.
+            before = probabilities.cumsum(-1).roll(1, -1)
+            probabilities = probabilities.masked_fill((before >= self.top_p) & (keep > 0), 0.0)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return probabilities, order
 
 
-@torch.inference_mode()
-def sample(
-    model: Callable[[Tensor], Tensor],
-    tokens: Sequence[int],
-    *,
-    context: int,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop: Collection[int] = (),
-    device: torch.device | str = "cpu",
-) -> Iterator[int]:
-    """Draw tokens one after the other; the result depends on the arguments alone, not on torch's global generator.
-
-    Args:
-        model: token ids, int64 [1, s] with s <= context, to logits [1, s, vocabulary], without dropout.
-        tokens: the prompt, at least one token; the model sees its last `context` tokens.
-        context: most tokens the model can attend to.
-        max_new_tokens: stop after this many.
-        temperature: see `next_token_distribution`, as for top_k and top_p.
-        top_k: see there.
-        top_p: see there.
-        seed: seeds a generator of this call's own.
-        stop: token ids that end the text; they are not yielded.
-        device: where the model is.
-
-    Yields:
-        Token ids.
-
-    Raises:
-        ValueError: the prompt is empty, or an argument out of range.
-    """
-    if not tokens:
-        raise ValueError("`tokens` must hold at least one token to start from")
-    generator = torch.Generator().manual_seed(seed)
-    seen = list(tokens)[-context:]
-    for _ in range(max_new_tokens):
-        logits = model(torch.tensor([seen], dtype=torch.int64, device=device))[0, -1]
-        probabilities = next_token_distribution(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-        token = int(torch.multinomial(probabilities, 1, generator=generator))
-        if token in stop:
-            return
-        yield token
-        seen = [*seen, token][-context:]
+def uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """The random numbers of texts, fp64 (len(seeds), count): those of a text depend on its seed alone."""
+    return torch.stack(
+        [torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
+    )
 
 
 class TextStream:
@@ -161,60 +177,3 @@ class TextStream:
 def _overlap(text: str, string: str) -> int:
     """Length of the longest end of `text` that begins `string` without completing it."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if string.startswith(text[-n:])), 0)
-
-
-def generate_text(
-    model: Callable[[Tensor], Tensor],
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    context: int,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-    device: torch.device | str = "cpu",
-    start: Sequence[int] | None = None,
-    names: Mapping[int, str] = MappingProxyType({}),
-) -> Iterator[str]:
-    """Continue a prompt, piece by piece; the prompt itself is not part of the result.
-
-    Without a prompt the text starts like a document: after the eos token, or after a line break where there is none.
-    `start`, where given, are the tokens it starts from instead; `names` is what `TextStream` takes.
-    It ends at the first stop string, at an eos token, or after `max_new_tokens`.
-
-    Raises:
-        UserError: the tokenizer does not know a character of the prompt.
-        ValueError: an argument out of range.
-    """
-    text = TextStream(tokenizer, stop, names)
-    ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    for token in sample(
-        model,
-        prompt_tokens(tokenizer, prompt) if start is None else start,
-        context=context,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=ends,
-        device=device,
-    ):
-        yield text.feed(token)
-        if text.stopped:
-            return
-    yield text.close()
-
-
-def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens a text starts from: those of the prompt, after eos where the vocabulary has it."""
-    start = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    if prompt:
-        return start + [int(token) for token in tokenizer.encode(prompt)]
-    if start:
-        return start
-    line_break = tokenizer.encode("\n") if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else [0]
-    return [int(token) for token in line_break]

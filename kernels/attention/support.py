@@ -127,6 +127,8 @@ def why_not_sdpa_cudnn(call: AttentionCall, installed: Installed) -> str | None:
         return reason
     if call.deterministic and call.training:
         return "its backward pass is not deterministic"
+    if call.deterministic and installed.deterministic_algorithms:
+        return "PyTorch refuses it under torch.use_deterministic_algorithms(True), its forward pass too"
     # PyTorch admits 256 on sm_90 from cuDNN 9.10 on. Whether the backward pass can be had also depends on the cuDNN
     # frontend compiled into PyTorch, which nothing shows at run time: 2.11 is the oldest in which both passes were run
     # (on an H200). TransformerEngine refuses 9.10.0 and 9.10.1.

@@ -141,8 +141,12 @@ def _experts_backward(
     nonlinearity: str,
     gated: bool,
     backend: str,
+    frozen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of hidden, gates, up, down, up_bias, down_bias; empty where there is no bias."""
+    """Gradients of hidden, gates, up, down, up_bias, down_bias; empty where there is no bias.
+
+    With `frozen` all but the first two are empty.
+    """
     hidden, gradient = hidden.contiguous(), gradient.contiguous()
     rows = _rows(order, ends, places.shape[1], up, down, backend)
     read = rows.read(gradient)
@@ -151,19 +155,20 @@ def _experts_backward(
         projected, inner_gradient, order, gates, gated=gated, nonlinearity=nonlinearity
     )
     del inner_gradient
-    down_gradient = rows.outer(read, weighted, gather="left")
+    down_gradient = gradient.new_empty(0) if frozen else rows.outer(read, weighted, gather="left")
     del read, weighted
     down_bias_gradient = gradient.new_empty(0)
     if down_bias is not None:
         # by token instead of by row: a token has an expert once at most
         by_expert = gradient.float() @ down_bias.float().t()
         gate_gradient += torch.where(places >= 0, by_expert.gather(1, experts), 0)
-        shares = torch.where(places >= 0, gates.float(), 0)
-        of_expert = torch.zeros(len(gradient), len(ends), device=gradient.device).scatter(1, experts, shares)
-        down_bias_gradient = (of_expert.t() @ gradient.float()).to(down_bias.dtype)
-    up_gradient = rows.outer(projected_gradient, rows.read(hidden), gather="right")
+        if not frozen:
+            shares = torch.where(places >= 0, gates.float(), 0)
+            of_expert = torch.zeros(len(gradient), len(ends), device=gradient.device).scatter(1, experts, shares)
+            down_bias_gradient = (of_expert.t() @ gradient.float()).to(down_bias.dtype)
+    up_gradient = gradient.new_empty(0) if frozen else rows.outer(projected_gradient, rows.read(hidden), gather="right")
     up_bias_gradient = gradient.new_empty(0)
-    if up_bias is not None:  # a sum over rows is a product with ones
+    if up_bias is not None and not frozen:  # a sum over rows is a product with ones
         ones = projected_gradient.new_ones(1, 16).expand(len(order), 16)
         up_bias_gradient = triton_outer(projected_gradient, ones, ends, rows.tiles)[:, :, 0].contiguous()
     row_gradient = rows.sorted_times(projected_gradient, up)
@@ -195,8 +200,12 @@ def _(
     nonlinearity: str,
     gated: bool,
     backend: str,
+    frozen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     none = gradient.new_empty(0)
+    if frozen:
+        of_hidden, of_gates = (x.new_empty(x.shape) for x in (hidden, gates))
+        return of_hidden, of_gates, *(gradient.new_empty(0) for _ in range(4))  # type: ignore[return-value]
     first, second = (none.new_empty(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
     dense = [x.new_empty(x.shape) for x in (hidden, gates, up, down)]
     return dense[0], dense[1], dense[2], dense[3], first, second
@@ -212,8 +221,8 @@ def _backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tens
     if gradient is None:
         return (None,) * 13
     saved = ctx.saved_tensors  # once: a checkpoint unpacks each of them a single time
-    gradients = _experts_backward(gradient, *saved, *ctx.how)
-    present = (x if given is not None else None for x, given in zip(gradients, saved[1:7], strict=True))
+    gradients = _experts_backward(gradient, *saved, *ctx.how, not any(ctx.needs_input_grad[2:6]))
+    present = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad[:6], strict=True))
     return *present, *(None,) * 7
 
 

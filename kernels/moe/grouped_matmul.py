@@ -259,8 +259,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     left, matrices, ends = ctx.saved_tensors
-    left_gradient = _grouped_matmul(gradient, matrices.transpose(1, 2), ends, ctx.backend)
-    if matrices.stride(1) == 1:  # a transposed parameter: its gradient comes in the layout of the parameter
+    left_gradient = None
+    if ctx.needs_input_grad[0]:
+        left_gradient = _grouped_matmul(gradient, matrices.transpose(1, 2), ends, ctx.backend)
+    if not ctx.needs_input_grad[1]:  # frozen
+        matrix_gradient = None
+    elif matrices.stride(1) == 1:  # a transposed parameter: its gradient comes in the layout of the parameter
         matrix_gradient = _grouped_outer(gradient, left, ends, ctx.backend).transpose(1, 2)
     else:
         matrix_gradient = _grouped_outer(left, gradient, ends, ctx.backend)

@@ -77,5 +77,5 @@ class Experts(nn.Module):
             kept=routed.kept,
             capacity=routed.capacity if self.pad_to_capacity else None,
             dropout=self.dropout if self.training else 0.0,
-            implementation="padded" if self.pad_to_capacity else self.implementation,
+            implementation="padded" if self.pad_to_capacity and routed.capacity is not None else self.implementation,
         )

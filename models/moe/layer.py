@@ -61,7 +61,12 @@ class MoE(nn.Module):
         return output
 
     def run(
-        self, hidden: Tensor, padding: Tensor | None = None, norm: Callable[[Tensor], Tensor] | None = None
+        self,
+        hidden: Tensor,
+        padding: Tensor | None = None,
+        norm: Callable[[Tensor], Tensor] | None = None,
+        *,
+        limited: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """The layer without an effect on its buffers, so that it may run twice.
 
@@ -69,14 +74,16 @@ class MoE(nn.Module):
             hidden: (batch, tokens, hidden_size), normed, but for `norm`.
             padding: bool (batch, tokens), True for real tokens; others go to no expert and count nowhere.
             norm: a norm of `hidden` that the backward runs again with the layer; None without.
+            limited: experts have a capacity, where they have one in training; a text that is generated must not depend
+                on what else is in the call.
 
         Returns:
             (batch, tokens, hidden_size), and what `count` takes.
         """
         real = None if padding is None else padding.flatten()
         if self.recompute and recomputes(self):
-            return run_again(self._run, self.draws, hidden, real, norm)
-        return self._run(hidden, real, norm)
+            return run_again(self._run, self.draws, hidden, real, norm, limited)
+        return self._run(hidden, real, norm, limited)
 
     def count(self, sums: Tensor) -> None:
         """Add the sums of a run in training."""
@@ -86,10 +93,10 @@ class MoE(nn.Module):
                 self.step_counts.add_(sums[: len(self.step_counts)])
 
     def _run(
-        self, hidden: Tensor, real: Tensor | None, norm: Callable[[Tensor], Tensor] | None
+        self, hidden: Tensor, real: Tensor | None, norm: Callable[[Tensor], Tensor] | None, limited: bool
     ) -> tuple[Tensor, Tensor]:
         tokens = (hidden if norm is None else norm(hidden)).flatten(0, 1)
-        routed = self.router(tokens, self.expert_bias, self.loss_share, real)
+        routed = self.router(tokens, self.expert_bias, self.loss_share, real, limited=limited)
         output = self.experts(tokens, routed)
         if self.shared is not None:
             output = output + self.shared(tokens)

@@ -105,7 +105,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
 
     def forward(
-        self, tokens: Tensor, expert_bias: Tensor | None, loss_share: Tensor, real: Tensor | None = None
+        self,
+        tokens: Tensor,
+        expert_bias: Tensor | None,
+        loss_share: Tensor,
+        real: Tensor | None = None,
+        *,
+        limited: bool = True,
     ) -> Routed:
         """Route (tokens, hidden_size).
 
@@ -114,6 +120,7 @@ class Router(nn.Module):
             expert_bias: fp32 (experts,), added to the scores for the choice alone; None for none.
             loss_share: scalar, factor of the gradients of both losses.
             real: bool (tokens,), False for padding, which no expert takes and which counts nowhere; None where all are.
+            limited: an expert takes no more tokens than its capacity, where it has one.
         """
         number = len(self.weight)
         with torch.autocast(tokens.device.type, enabled=False):
@@ -133,7 +140,7 @@ class Router(nn.Module):
             if self.training and self.aux_loss:
                 choice = Choice(choice.experts, with_loss_gradient(choice.gates, self.aux_loss * uneven, loss_share))
             capacity, kept = None, None if real is None else real[:, None].expand_as(choice.experts)
-            if self.capacity_factor is not None:
+            if self.capacity_factor is not None and limited:
                 capacity = capacity_of(len(tokens), number, self.topk, self.capacity_factor)
                 kept = within_capacity(choice, number, capacity, self.drop_policy, real=real)
             with torch.no_grad():

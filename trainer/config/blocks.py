@@ -121,6 +121,37 @@ class TokenizerBlock(Block):
     125 for bytes, which makes ByT5's 384 ids, and for files those they have, or 100 (BERT: none beside a mask)."""
     special_tokens: SpecialTokensBlock = nested(SpecialTokensBlock)
     """Which tokens end documents and fill up sequences."""
+    chat_template: Text | None = None
+    """How a conversation is written: a Jinja template, or the path of one; null: that of the tokenizer's files, or
+    ChatML. It is kept in every checkpoint."""
+
+
+class TrainSetBlock(Block):
+    """`model.data.train_ds.*`: what a GPT is fine-tuned on, with NeMo's names; validation is read alike."""
+
+    file_names: Text | list[Text] | None = None
+    """JSONL files to train on, for `data_impl: jsonl`, instead of `path`."""
+    concat_sampling_probabilities: list[Annotated[float, Field(gt=0)]] | None = Field(None, min_length=1)
+    """Proportions in which samples come from `file_names`; null: one after the other, by their sizes."""
+    prompt_template: Text | None = Field(None, examples=["{input} {output}"])
+    """How the texts of an object make a prompt, with its answer at the end; spaces before that belong to it. null:
+    `context_key` and `label_key` with a space between them."""
+    truncation_field: Text | None = None
+    """Names in the template, with commas between them, of the texts that are shortened where a prompt and its answer
+    are longer than a row; null: all but the answer."""
+    truncation_method: Literal["right", "left"] = "right"
+    """At which end those texts are shortened."""
+    add_bos: bool | None = None
+    """Begin with the bos token; null: as the tokenizer itself begins a text, which is what `stoker generate` does."""
+    add_eos: bool = True
+    """End with the token that ends a text, so that the model learns where an answer is over."""
+
+
+class HeldOutSetBlock(Block):
+    """`model.data.validation_ds.*` and `test_ds.*`: where what is held out comes from."""
+
+    file_names: Text | list[Text] | None = None
+    """JSONL files, beside `train_ds.file_names`."""
 
 
 class DataBlock(Block):
@@ -128,11 +159,13 @@ class DataBlock(Block):
 
     data_impl: Text = Field("pystd", examples=["pystd"])
     """`pystd`: this interpreter's standard library. `text`: the file or folder at `path`. `mmap`: the tokens at
-    `data_prefix`. `mock`: random tokens. For seq2seq, `jsonl`: the pairs in the file or folder at `path`;
-    `pystd_docstring`: functions of the standard library and their docstrings. Any other name: a data set of that name
-    which an installed package offers as an entry point of the group stoker.datasets."""
+    `data_prefix`. `mock`: random tokens. For fine-tuning, `jsonl`: the pairs, or chats, in the file or folder at
+    `path`; `huggingface`: those of a data set, by its folder or its name on the hub; `pystd_docstring`: functions of
+    the standard library and their docstrings. Any other name: a data set of that name which an installed package
+    offers as an entry point of the group stoker.datasets."""
     path: str | None = own(None)
-    """Text file, or folder whose text files are read, for `data_impl: text`; JSONL files for `jsonl`."""
+    """Text file, or folder whose text files are read, for `data_impl: text`; JSONL files for `jsonl`; a folder or name
+    for `huggingface`."""
     data_prefix: Text | list[Text | float] | dict[str, Text | list[Text | float] | None] | None = None
     """`mmap`: tokens in Megatron's .bin/.idx format: a path without suffix, a list of paths, a list of weights and
     paths in turn, or one of these for each of `train`, `validation` and `test`. Weights choose training samples
@@ -150,15 +183,16 @@ class DataBlock(Block):
     """A token sees no token of an earlier document in its sample. Where the attention backend takes no lengths of
     documents, that is a mask of micro batch size x length x length for all layers."""
     dataset_kwargs: dict[str, Text | int | float | bool | list[Text | int | float] | None] = own({})
-    """Whatever the data set of an installed package takes, free in form."""
+    """`huggingface`: `name` and `revision` of the data set, and `train`, `validation` and `test` where its splits have
+    other names. Otherwise whatever the data set of an installed package takes, free in form."""
     splits_string: str = Field(
         "900,50,50", pattern=r"^\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){0,2}$", examples=["900,50,50"]
     )
     """Proportions of train, validation, test; without effect where `data_prefix` names a set for each."""
-    dataset_type: Literal["gpt", "t5", "t5_prefix_lm", "seq2seq", "bert"] | None = None
-    """What is learnt. `gpt`: the next token. `t5`: span corruption. `t5_prefix_lm`: to go on with a text that the
-    encoder reads. `seq2seq`: the pairs of `data_impl: jsonl` or `pystd_docstring`. `bert`: hidden tokens. null: `gpt`,
-    `t5` or `bert`, as the family."""
+    dataset_type: Literal["gpt", "sft", "t5", "t5_prefix_lm", "seq2seq", "bert"] | None = None
+    """What is learnt. `gpt`: the next token. `sft`: answers to prompts. `t5`: span corruption. `t5_prefix_lm`: to go on
+    with a text that the encoder reads. `seq2seq`: pairs of texts. `bert`: hidden tokens. null: `gpt`, `t5` or `bert`,
+    as the family; from pairs (`data_impl: jsonl` or `pystd_docstring`) a GPT learns `sft` and a T5 `seq2seq`."""
     seq_length: int | None = Field(None, ge=1)
     """Tokens in a sample; null: `model.encoder_seq_length` (T5: `model.seq_length`, of the encoder)."""
     seq_length_dec: int | None = Field(None, ge=1)
@@ -184,10 +218,19 @@ class DataBlock(Block):
     short_seq_prob: float = Field(0.0, ge=0, le=1)
     """With `respect_document_boundaries`: probability of a piece of a random shorter length."""
     packed_sequence: bool = own(False)
-    """Put several pairs (pieces of documents, or seq2seq) into one row, where none sees another, instead of padding."""
+    """Put several pairs, chats or pieces of documents into one row, where none sees another, instead of padding."""
+    chat: bool = False
+    """`jsonl`, `huggingface`: objects hold `messages` (or `conversations`), which the tokenizer's chat template writes
+    as text."""
+    train_ds: TrainSetBlock = nested(TrainSetBlock)
+    """What a GPT is fine-tuned on, with NeMo's names."""
+    validation_ds: HeldOutSetBlock = nested(HeldOutSetBlock)
+    """What it is validated on."""
+    test_ds: HeldOutSetBlock = nested(HeldOutSetBlock)
+    """What is held out for `stoker evaluate --split test`."""
     context_key: Text = own("input")
-    """`jsonl`: name of the input in each object."""
+    """`jsonl`, `huggingface`: name of the input in each object."""
     label_key: Text = own("output")
-    """`jsonl`: name of the target in each object."""
+    """`jsonl`, `huggingface`: name of the target in each object."""
     num_workers: int = Field(0, ge=0, le=256)
     """Processes that prepare batches; 0 prepares them in a thread of the trainer."""

@@ -17,6 +17,7 @@ from .suggest import closest
 _AT = "model.data"
 _IMPL = f"{_AT}.data_impl"
 _PREFIX = f"{_AT}.data_prefix"
+_READS_A_PATH = ("text", "jsonl", "huggingface")
 
 
 def source_is_known(facts: Facts) -> Iterator[Finding]:
@@ -37,21 +38,25 @@ def source_is_known(facts: Facts) -> Iterator[Finding]:
 
 
 def text_needs_a_path(facts: Facts) -> Iterator[Finding]:
-    """`data_impl: text` and `jsonl` read a file or folder, the other sources none."""
+    """`data_impl: text`, `jsonl` and `huggingface` read a file or folder, the other sources none."""
     data = facts.root.model.data
-    if data.data_impl in ("text", "jsonl") and not data.path:
+    if data.data_impl == "jsonl" and data.train_ds.file_names is not None:
+        return
+    if data.data_impl in _READS_A_PATH and not data.path:
         yield Finding(
             "error",
             ("model.data.path", "model.data.data_impl"),
-            f"`data_impl: {data.data_impl}` needs a file or folder to read",
-            "model.data.path=FILE_OR_FOLDER, or "
-            + ("data=pystd to train on the Python standard library" if data.data_impl == "text" else "data=docstring"),
+            f"`data_impl: {data.data_impl}` needs a file or folder to read"
+            f"{', or a name of the hub' * (data.data_impl == 'huggingface')}",
+            "model.data.path=FILE_OR_FOLDER"
+            + (", or data=pystd to train on the Python standard library" if data.data_impl == "text" else "")
+            + (", or data=docstring" if data.data_impl == "jsonl" and not data.chat else ""),
         )
-    elif data.data_impl in BUILT_IN and data.data_impl not in ("text", "jsonl") and data.path is not None:
+    elif data.data_impl in BUILT_IN and data.data_impl not in _READS_A_PATH and data.path is not None:
         yield Finding(
             "error",
             ("model.data.path", "model.data.data_impl"),
-            f"`path` is read with `data_impl: text` or `jsonl` only, but it is `{data.data_impl}`",
+            f"`path` is read with `data_impl: {'`, `'.join(_READS_A_PATH)}` only, but it is `{data.data_impl}`",
             "data=text, or ~model.data.path",
         )
 
@@ -107,6 +112,8 @@ def splits_hold_training_data(facts: Facts) -> Iterator[Finding]:
         return  # the package that has the data cuts them
     elif data.data_impl == "mmap" and is_per_split(data.data_prefix):
         uncut = "with a `data_prefix` for each split"
+    elif data.data_impl == "jsonl" and data.train_ds.file_names is not None:
+        uncut = "with `train_ds.file_names`: each split has files of its own"
     if uncut:
         if key in facts.own and data.splits_string != DataBlock.model_fields["splits_string"].default:
             yield no_effect(key, "model.data.data_impl", uncut)
@@ -161,7 +168,7 @@ def settings_have_an_effect(facts: Facts) -> Iterator[Finding]:
     for name in ("index_mapping_dir", "shuffle_documents"):
         if data.data_impl in BUILT_IN and data.data_impl != "mmap" and _is_set(facts, name):
             yield no_effect(f"{_AT}.{name}", _IMPL, f"with `data_impl: {data.data_impl}`")
-    if data.data_impl in BUILT_IN and _is_set(facts, "dataset_kwargs"):
+    if data.data_impl in BUILT_IN and data.data_impl != "huggingface" and _is_set(facts, "dataset_kwargs"):
         yield no_effect(f"{_AT}.dataset_kwargs", _IMPL, f"with `data_impl: {data.data_impl}`, which takes none")
     if model.family == "gpt" and data.eod_mask_loss and data.data_impl == "mock":
         yield no_effect(f"{_AT}.eod_mask_loss", _IMPL, "with `data_impl: mock`: random tokens are no documents")

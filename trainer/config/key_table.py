@@ -450,10 +450,12 @@ def _data() -> Iterator[Row]:
         "fill-in-the-middle",
         switch=f"{at}.add_fim",
     )
-    for name in ("train_ds", "validation_ds", "test_ds"):
-        yield Row(f"{at}.{name}.*", State.NOT_YET, "data sets of fine-tuning")
-        yield Row(f"model.{name}.*", State.NOT_YET, "data sets of fine-tuning")
-    yield _off(at, "chat", "data sets of fine-tuning", False)
+    yield from _rows(
+        State.REFUSED,
+        f"{at}.chat_prompt_tokens",
+        "system_turn_start turn_start label_start end_of_turn end_of_name",
+        "a chat template says how turns are written; use model.tokenizer.chat_template",
+    )
     yield _refused(at, "permutation", "moves tokens of the encoder's side about, which nothing asks back", False)
     yield _refused(at, "ngram_span_length_distribution", "use model.data.geometric_dist", None)
     yield from _rows(
@@ -468,13 +470,69 @@ def _data() -> Iterator[Row]:
     yield from _history(at, "get_attention_mask_from_fusion", "about a mask that is not made")
 
 
+def _sets_of_fine_tuning() -> Iterator[Row]:
+    own = "model.data.train_ds"
+    alike = "validation and test are read as training data are; leave it out"
+    for name in ("train_ds", "validation_ds", "test_ds"):
+        yield Row(f"model.{name}.*", State.REFUSED, "use model.data.train_ds, validation_ds and test_ds")
+        at, trains = f"model.data.{name}", name == "train_ds"
+        yield from _history(
+            at,
+            "pin_memory memmap_workers index_mapping_dir ceil_to_power_2 pad_to_max_length global_sample_mapping "
+            "get_attention_mask_from_fusion packed_sequence_return_cu_seqlen hf_dataset tokens_to_generate",
+            "about NeMo's readers, or its own generation",
+        )
+        yield from _history(at, "num_workers", "see model.data.num_workers, which is for all sets")
+        sizes = "batches of all sets are those of the model; leave it out"
+        for size in ("micro_batch_size", "global_batch_size"):
+            yield Row(f"{at}.{size}", State.REFUSED, sizes, same_as=f"model.{size}")
+        length = "rows are as long as the model is built for; use model.encoder_seq_length"
+        yield Row(f"{at}.max_seq_length", State.REFUSED, length, same_as="model.encoder_seq_length")
+        yield _refused(at, "max_src_seq_length", "use model.seq_length", None)
+        longest = "use model.data.seq_length_dec"
+        yield Row(f"{at}.max_tgt_seq_length", State.REFUSED, longest, same_as="model.data.seq_length_dec")
+        for key, default in (("label_key", "output"), ("context_key", "input"), ("packed_sequence", False)):
+            meant = f"model.data.{key}"
+            yield Row(f"{at}.{key}", State.REFUSED, f"use {meant}", default=default, same_as=meant)
+        yield Row(f"{at}.seed", State.REFUSED, "use model.seed", same_as="model.seed")
+        yield _refused(at, "add_sep", "write what lies between prompt and answer into prompt_template", False)
+        yield _refused(at, "min_seq_length", "an example is left out only where nothing of it can be learnt", 1, 0)
+        yield _refused(at, "concat_sampling_technique", "use concat_sampling_probabilities", None)
+        yield _refused(at, "concat_sampling_temperature", "use concat_sampling_probabilities", None)
+        yield _refused(at, "file_path", "use file_names", None)
+        yield _refused(at, "task_name", "use a JSONL file with an input and an output", None)
+        yield _refused(at, "src_file_name", "use a JSONL file with an input and an output", None)
+        yield _refused(at, "tgt_file_name", "use a JSONL file with an input and an output", None)
+        yield _refused(at, "add_bos_to_input", "the input of a T5 begins with its text", False)
+        yield _refused(at, "add_eos_to_input", "the input of a T5 ends with the end token", True)
+        yield _refused(at, "replace_bos_with_pad", "a T5 begins its answer with the padding token anyway", False, True)
+        if trains:
+            order = "training sees every sample once per epoch, in an order drawn from model.seed"
+            yield _refused(at, "shuffle", order, True)
+            yield _refused(at, "drop_last", "training sees whole batches", True)
+            continue
+        yield from _history(at, "shuffle drop_last names output_file_path_prefix prediction_file_path_prefix", alike)
+        yield from _history(at, "concat_sampling_probabilities", "every held-out example is taken once")
+        for key, default in (
+            ("prompt_template", "{input} {output}"),
+            ("truncation_field", "input"),
+            ("truncation_method", "right"),
+            ("add_bos", False),
+            ("add_eos", True),
+        ):
+            yield Row(f"{at}.{key}", State.REFUSED, alike, default=default, same_as=f"{own}.{key}")
+        scores = "use stoker evaluate, which measures exact match and ROUGE-L, or --json"
+        yield _refused(at, "write_predictions_to_file", scores, False)
+        yield _refused(f"{at}.metric", "name", scores, "loss")
+        yield from _history(f"{at}.metric", "average num_classes class_labels labels_are_strings", scores)
+
+
 def _tokenizer() -> Iterator[Row]:
     at = "model.tokenizer"
     yield from _rows(State.REFUSED, at, "tokenizer_model tokenizer_name", "use model.tokenizer.model and library")
     yield from _rows(
         State.REFUSED, at, "training_sample_size", "tokenizers are trained by stoker preprocess --train-tokenizer"
     )
-    yield from _rows(State.NOT_YET, at, "chat_template", "data sets of fine-tuning")
     yield from _rows(
         State.REFUSED,
         f"{at}.special_tokens",
@@ -523,23 +581,11 @@ def _families() -> Iterator[Row]:
 
 
 def _peft() -> Iterator[Row]:
-    at = "model.peft"
-    scheme = f"{at}.peft_scheme"
-    note = "fine-tuning with few parameters (LoRA and its kin)"
-    yield Row(scheme, State.NOT_YET, note, ("none",))
-    yield Row(f"{at}.restore_from_path", State.NOT_YET, note)
-    adapter = (
-        "adapter_dim adapter_dropout column_init_method row_init_method "
-        "layer_selection norm_position norm_type "
-        "position_embedding_strategy weight_tying type target_modules alpha"
-    )
-    for kind in ("adapter_tuning", "lora_tuning", "ia3_tuning", "qlora_tuning"):
-        yield from _rows(State.NOT_YET, f"{at}.{kind}", adapter, note, switch=scheme)
-    yield from _rows(
-        State.NOT_YET, f"{at}.p_tuning", "virtual_tokens bottleneck_dim embedding_dim init_std", note, switch=scheme
-    )
-    yield from _rows(State.NOT_YET, f"{at}.selective_tuning", "tunable_base_param_names", note, switch=scheme)
-    yield _off("model", "answer_only_loss", "fine-tuning: loss on the answer alone", None, False)
+    for kind in ("adapter_tuning", "lora_tuning"):
+        at = f"model.peft.{kind}"
+        yield _refused(at, "weight_tying", "every layer has adapters of its own", False)
+        yield _refused(at, "position_embedding_strategy", "it is for adapters that all layers share", None)
+    yield Row("model.peft.qlora_tuning.*", State.REFUSED, "weights stay in 16 or 32 bits; use lora_tuning")
 
 
 def _all_rows() -> Iterator[Row]:
@@ -555,6 +601,7 @@ def _all_rows() -> Iterator[Row]:
         _moe,
         _optim,
         _data,
+        _sets_of_fine_tuning,
         _tokenizer,
         _families,
         _peft,
@@ -639,6 +686,9 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
         ),
         "model.moe_router_load_balancing_type": _values(
             State.REFUSED, _OTHER_BALANCE, "seq_aux_loss", "global_aux_loss", "quantile"
+        ),
+        "model.peft.peft_scheme": _values(
+            State.REFUSED, "weights stay in 16 or 32 bits, and schemes are not combined; use lora", "qlora", "sdlora"
         ),
         "model.optim.name": _values(State.REFUSED, _ADAM, "adam")
         | _values(

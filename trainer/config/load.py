@@ -6,6 +6,7 @@ types -> rules. No step stops at the first problem.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from .schema_index import defaults_tree, key_of_any_family, schema_blocks, schem
 if TYPE_CHECKING:
     from .overrides import Edit
 
-DEFAULT_NAME = "train"
+DEFAULT_NAME, FINETUNE_NAME = "train", "finetune"
 _SCHED = "model.optim.sched"
 _OTHER_FORM = {
     f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
@@ -44,17 +45,20 @@ def load_run_config(
     config_dir: Path | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
+    *,
+    finetune: bool = False,
 ) -> RunConfig:
     """Compose, resolve and validate a configuration.
 
     Args:
-        config_name: the primary file, without `.yaml`; None is `train`.
+        config_name: the primary file, without `.yaml`; None is `train`, or `finetune`.
         config_dir: the user's folder, searched before `./conf`, `$STOKER_CONF` and the packaged files.
         overrides: `group=choice`, `key=value`, `+key=value`, `++key=value`, `~key`.
         environ: the environment that `oc.env` reads; None is this process's.
+        finetune: what is not given of the model and its tokenizer is that of `model.restore_from_path`, which must be.
 
     Raises:
-        UserError: a file or a choice does not exist, or a file cannot be read.
+        UserError: a file or a choice does not exist, or a file cannot be read; or there is no model to begin with.
         ConfigError: the configuration is not valid; holds every problem.
     """
     from .compose import Composer
@@ -67,7 +71,8 @@ def load_run_config(
         raise UserError("the current directory is gone; change to one that exists") from None
     composer = Composer(config_dir, environment.config_folders(environ))
     parsed = parse(overrides, composer.is_group)
-    composition = composer.compose(DEFAULT_NAME if config_name is None else config_name, parsed.choices)
+    default = FINETUNE_NAME if finetune else DEFAULT_NAME
+    composition = composer.compose(default if config_name is None else config_name, parsed.choices)
     draft = _Draft(
         composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ
     )
@@ -76,6 +81,8 @@ def load_run_config(
     draft.findings.extend(composition.notes)
     for edit in parsed.edits:
         draft.apply(edit)
+    if finetune:
+        draft.begin()
     return draft.finish(tuple(composition.files))
 
 
@@ -143,6 +150,67 @@ class _Draft:
             )
             paths.remove(self.tree, other)
             del self.origins[other]
+
+    def begin(self) -> None:
+        """Fill in the keys of the model that a run begins with, where the user gives none."""
+        from . import starting_point
+
+        key = starting_point.KEY
+        named = self._text_at(key)
+        if not isinstance(named, str) or not named or named == MISSING:
+            rule = "must name the model to begin with: a stoker run or checkpoint, or a folder of Hugging Face's"
+            self.problems.append(Problem(key, show_value(named), self.origin_text(key), rule, f"{key}=FOLDER"))
+            return
+        begins = starting_point.starting_point(environment.user_path(named, key))
+        family = paths.get(self.tree, "model.family")
+        if family not in (None, begins.family):
+            self.problems.append(self._contradiction("model.family", family, begins.family, begins.origin))
+            return
+        self._fill("model.family", begins.family, begins.origin, begins.family)
+        for path, value in begins.keys.items():
+            name = path.rpartition(".")[2]
+            given = paths.get(self.tree, path, self.tree)
+            spread = paths.get(self.tree, f"model.{name}", self.tree)  # one key of a T5 for both stacks
+            given = spread if given is self.tree else given
+            if given is self.tree:
+                self._fill(path, value, begins.origin, begins.family)
+            elif name in starting_point.SHAPES and not holds_interpolation(given) and given != value:
+                self.problems.append(self._contradiction(path, given, value, begins.origin))
+        if not paths.get(self.tree, "model.tokenizer"):
+            if not begins.tokenizer:
+                rule = f"must be named: {named} holds no tokenizer that is read here"
+                fix = "tokenizer=byte, or tokenizer=huggingface model.tokenizer.type=FOLDER"
+                self.problems.append(Problem("model.tokenizer.library", None, self.origin_text(key), rule, fix))
+            for path, value in begins.tokenizer.items():
+                self._fill(path, value, begins.origin, begins.family)
+        adapter = self._text_at(starting_point.ADAPTER_KEY)
+        if isinstance(adapter, str):
+            places = [
+                environment.user_path(text, at) for text, at in ((adapter, starting_point.ADAPTER_KEY), (named, key))
+            ]
+            for path, value in starting_point.adapter_keys(*places).items():
+                if paths.get(self.tree, path, self.tree) is self.tree or path in self.packaged:
+                    self._fill(path, value, adapter, begins.family)
+
+    def _text_at(self, key: str) -> Any:
+        """A value that may refer to others, where it can be told already."""
+        named = paths.get(self.tree, key)
+        if isinstance(named, str) and holds_interpolation(named):
+            resolver = Resolver(self.tree, self.variables, _nemo_default, _takes_only_text)
+            with contextlib.suppress(InterpolationError):  # told with all the others
+                named = resolver.value(key).value
+        return named
+
+    def _fill(self, path: str, value: Any, origin: str, family: Family) -> None:
+        key = schema_keys(family).get(path)
+        if key is None or key.default != value or path == "model.family" or path in self.packaged:
+            paths.put(self.tree, path, value)
+            self.origins[path] = Origin("file", origin)
+            self.packaged |= {path}
+
+    def _contradiction(self, path: str, given: Any, value: Any, origin: str) -> Problem:
+        rule = f"must be {show_value(value)}, as in {origin}: its weights have that shape"
+        return Problem(path, show_value(given), self.origin_text(path), rule, f"~{path}")
 
     def finish(self, files: tuple[Path, ...]) -> RunConfig:
         """Everything after the overrides."""

@@ -37,6 +37,7 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     for stack in STACKS[family]:
         yield from _token_dispatcher(tree, stack, moved)
         yield from _drop_policy(tree, stack)
+    yield from _files_of_prompts(tree)
     keys = schema_keys(family)
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _ANY_CASE):
         value = paths.get(tree, path)
@@ -51,6 +52,16 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
             default = keys[path].default
             paths.remove(tree, path)
             yield Finding("info", (path,), f"null is read as the default, {default}", f"{path}={default}")
+
+
+def _files_of_prompts(tree: Tree) -> Iterator[Finding]:
+    """NeMo's fine-tuning names files and no kind of data."""
+    source, files = "model.data.data_impl", "model.data.train_ds.file_names"
+    if paths.get(tree, source) is None and paths.get(tree, files) not in (None, paths.MISSING):
+        paths.put(tree, source, "jsonl")
+        yield Finding(
+            "info", (source, files), "`train_ds.file_names` are read with `data_impl: jsonl`", f"{source}=jsonl"
+        )
 
 
 def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator[Finding]:

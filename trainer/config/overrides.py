@@ -130,7 +130,7 @@ def _edit(override: Override, typed: str) -> Edit:
     if override.package is not None or "/" in path:
         group = path.partition("@")[0]
         raise UnreadableError(
-            f"there is no group `{group}`", "groups are model, data, tokenizer, optim, trainer, experiment"
+            f"there is no group `{group}`", "groups are model, data, tokenizer, optim, peft, trainer, experiment"
         )
     if path == "hydra" or path.startswith("hydra."):
         raise UnreadableError(

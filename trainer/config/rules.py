@@ -22,9 +22,11 @@ from .data_rules import DATA_RULES
 from .environment_rules import ENVIRONMENT_RULES
 from .exp_manager_rules import EXP_MANAGER_RULES
 from .facts import Facts, Rule, no_effect
+from .fine_tuning_rules import FINE_TUNING_RULES
 from .offload_rules import OFFLOAD_RULES
 from .optim import optimizer_kind, optimizer_settings
 from .optim_rules import optim_rules
+from .peft_rules import PEFT_RULES
 from .process_rules import PROCESS_RULES
 from .schema import T5ModelBlock
 from .schema_index import show_value
@@ -190,7 +192,9 @@ RULES: tuple[Rule, ...] = (
     decoder_window_is_shorter_than_answers,
     *DATA_RULES,
     *TASK_RULES,
+    *FINE_TUNING_RULES,
     *TOKENIZER_RULES,
+    *PEFT_RULES,
     *CHECKPOINT_RULES,
     *EXP_MANAGER_RULES,
     *ENVIRONMENT_RULES,

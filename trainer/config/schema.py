@@ -13,6 +13,7 @@ from ...models.config.bert import BertKeys
 from ...models.config.block import Block, own
 from ...models.config.gpt import GPTKeys
 from ...models.config.model import FAMILIES, Family
+from ...models.config.peft import PeftKeys
 from ...models.config.t5 import T5Keys
 from .blocks import DataBlock, MemoryProfileBlock, Text, TokenizerBlock, TrainerBlock, nested
 from .exp_manager import ExpManagerBlock
@@ -27,8 +28,9 @@ class RunKeys(Block):
     family: Family = own("gpt")
     """Which model the keys describe; left out: `t5` where `encoder` and `decoder` are given, else `gpt`."""
     restore_from_path: Text | None = None
-    """Begin with the weights of this checkpoint, or of the newest one of this run directory, at step 0: a model of the
-    same shape and tokenizer. A run that resumes goes on from its own."""
+    """Begin with the weights of this checkpoint, of the newest one of this run directory, or of this folder of Hugging
+    Face's, at step 0: a model of the same shape and tokenizer, which `stoker finetune` takes from there. A run that
+    resumes goes on from its own."""
     micro_batch_size: int = Field(4, ge=1)
     """Samples that go through the model at once, per device."""
     global_batch_size: int = Field(8, ge=1)
@@ -61,12 +63,17 @@ class RunKeys(Block):
     """Where samples come from."""
     optim: OptimBlock = nested(OptimBlock)
     """Optimizer and schedule."""
+    peft: PeftKeys = nested(PeftKeys)
+    """Fine-tuning with few parameters: the weights of `restore_from_path` are frozen."""
     memory_profile: MemoryProfileBlock = nested(MemoryProfileBlock)
     """A record of the GPU's memory."""
 
 
 class ModelBlock(RunKeys, GPTKeys):
     """`model.*` of a GPT: the model, its batches, its data and its optimizer."""
+
+    answer_only_loss: bool | None = None
+    """Fine-tuning: True (and null) predicts the answers alone, False prompts too."""
 
 
 class T5ModelBlock(RunKeys, T5Keys):

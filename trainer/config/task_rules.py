@@ -14,7 +14,8 @@ from .facts import Facts, Rule, no_effect
 _AT = "model.data"
 _TYPE = f"{_AT}.dataset_type"
 _SENTINELS = "model.tokenizer.num_sentinel_tokens"
-_FAMILIES = {"gpt": ("gpt",), "t5": ("t5", "t5_prefix_lm", "seq2seq"), "bert": ("bert",)}
+_FAMILIES = {"gpt": ("gpt", "sft"), "t5": ("t5", "t5_prefix_lm", "seq2seq"), "bert": ("bert",)}
+_OF_PAIRS = {"gpt": "sft", "t5": "seq2seq"}
 _PRESETS = {"gpt": "gpt_125m", "t5": "t5_small", "bert": "bert_base"}
 _BYTE_SENTINELS = 125
 _NGRAM_KEYS = ("max_ngram_size", "whole_word_masking", "favor_longer_ngrams")
@@ -36,17 +37,18 @@ def model_learns_the_task(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def pairs_are_for_seq2seq(facts: Facts) -> Iterator[Finding]:
-    """`seq2seq` needs pairs, and nothing else can use them; random pairs are there for it too."""
+def pairs_are_for_their_tasks(facts: Facts) -> Iterator[Finding]:
+    """`seq2seq` and `sft` need pairs, and nothing else can use them; random tokens are there for both too."""
     model = facts.root.model
     source, name = model.data.data_impl, task_name(model)
-    if (name == "seq2seq") == (source in PAIR_SOURCES) or (name == "seq2seq" and source == "mock"):
+    of_pairs = name in _OF_PAIRS.values()
+    if of_pairs == (source in PAIR_SOURCES) or (of_pairs and source == "mock"):
         return
-    if name == "seq2seq":
+    if of_pairs:
         yield Finding(
             "error",
             (_TYPE, f"{_AT}.data_impl"),
-            f"`dataset_type: seq2seq` learns pairs, which `data_impl: {source}` has none of",
+            f"`dataset_type: {name}` learns pairs, which `data_impl: {source}` has none of",
             f"{_AT}.data_impl=jsonl with {_AT}.path=FILE, or ~{_TYPE}",
         )
     else:
@@ -54,8 +56,8 @@ def pairs_are_for_seq2seq(facts: Facts) -> Iterator[Finding]:
             "error",
             (f"{_AT}.data_impl", _TYPE),
             f"`data_impl: {source}` holds pairs, which `dataset_type: {name}` cannot learn",
-            f"{_TYPE}=seq2seq, or another data_impl"
-            if model.family == "t5"
+            f"{_TYPE}={_OF_PAIRS[model.family]}, or another data_impl"
+            if model.family in _OF_PAIRS
             else f"another data_impl, or a model that learns pairs (model={_PRESETS['t5']})",
         )
 
@@ -104,7 +106,7 @@ def sides_fit(facts: Facts) -> Iterator[Finding]:
             f"(`masked_lm_prob` {data.masked_lm_prob:g} of {task.window:,} tokens), a sentinel and the end",
             f"{keys[0]}={shortest}, or ~{keys[0]}",
         )
-    if task.name != "gpt" and task.length < 4:
+    if task.name not in ("gpt", "sft") and task.length < 4:
         yield Finding(
             "error", (_TYPE,), f"`dataset_type: {task.name}` needs samples of 4 tokens, not {task.length}", ""
         )
@@ -200,18 +202,18 @@ def _silent(facts: Facts) -> dict[str, str]:
         silent |= dict.fromkeys(("respect_document_boundaries", "short_seq_prob"), without)
     elif not data.respect_document_boundaries:
         silent |= dict.fromkeys(("short_seq_prob", "packed_sequence"), "without `respect_document_boundaries`")
-    if name not in ("t5", "seq2seq"):
+    if name not in ("t5", "seq2seq", "sft"):
         silent["packed_sequence"] = without
     if model.family != "t5":
         silent["seq_length_dec"] = without
-    else:
+    if model.family == "t5" or name == "sft":
         apart = f"{without}; `packed_sequence` keeps samples apart"
         silent |= dict.fromkeys(("reset_position_ids", "reset_attention_mask"), apart)
-        if data.data_impl == "mock":
+        if data.data_impl == "mock" and model.family == "t5":
             silent |= dict.fromkeys((*_DRAWN_KEYS, *_NGRAM_KEYS), "with `data_impl: mock`")
     if name != "gpt":
         silent["eod_mask_loss"] = without
-    if data.data_impl != "jsonl":
+    if data.data_impl not in ("jsonl", "huggingface"):
         silent |= dict.fromkeys(("context_key", "label_key"), f"with `data_impl: {data.data_impl}`")
     return silent
 
@@ -231,7 +233,7 @@ def documents_are_known(facts: Facts) -> Iterator[Finding]:
 
 TASK_RULES: tuple[Rule, ...] = (
     model_learns_the_task,
-    pairs_are_for_seq2seq,
+    pairs_are_for_their_tasks,
     sides_fit,
     sentinels_suffice,
     mask_is_for_bert,

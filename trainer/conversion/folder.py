@@ -153,6 +153,15 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).exists() for name in names)
 
 
+def weight_paths(folder: Path) -> list[Path]:
+    """The files that hold the weights of a folder.
+
+    Raises:
+        UserError: there are none, or an index names what it must not.
+    """
+    return _files(folder)[0]
+
+
 def _few(names: Sequence[str]) -> str:
     return ", ".join(map(shown, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.tokenizer_files import DESCRIPTION, SETTINGS
+from ..data.chat_files import SETTINGS
+from ..data.tokenizer_files import DESCRIPTION
 from ..errors import UserError
 from ..safe_io import TensorFacts
 from .folder import FolderTensors

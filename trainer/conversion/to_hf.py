@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -19,6 +20,7 @@ from ...models.hf.fields import FieldError, Theirs
 from ...models.hf.layouts import Geometry
 from ...models.hf.weights import Placed
 from ..checkpoint import Checkpoint, find_checkpoint
+from ..claimed_size import check_claimed_size
 from ..config.run_config import RunConfig
 from ..config.schema import MODEL_BLOCKS, RootBlock
 from ..data.tokenizers import Tokenizer, from_document
@@ -26,17 +28,33 @@ from ..data.vocabulary import model_vocabulary
 from ..errors import UserError
 from ..safe_io import DamagedFileError, TensorFacts, write_json, write_tensor_stream
 from ..sample_form import sample_form
-from ..tensor_files import WholeTensors, open_whole
+from ..tensor_files import open_whole
 from .casting import cast
 from .folder import CONFIG
 from .places import new_folder
 from .to_stoker import parameter_shapes
-from .tokenizer_copy import folder_named, folder_of_run, settings_in, special_ids, write_tokenizer
+from .tokenizer_copy import folder_named, folder_of_run, settings_in, special_ids, write_template, write_tokenizer
+
+if TYPE_CHECKING:
+    from ..base_weights import BaseWeights
 
 SHARD_BYTES = 5_000_000_000
 _KEPT = 4
 """Parameters of ours that are kept in memory while their parts are written: those of a layer come in turn."""
 _SHOWN = 20
+
+
+class Tensors(Protocol):
+    """The parameters of a model, whole, one at a time."""
+
+    @property
+    def facts(self) -> Mapping[str, TensorFacts]:
+        """Name to dtype and shape."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """A parameter in host memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +82,7 @@ def convert_to_hf(
     tokenizer: str | None = None,
     model_type: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    base: BaseWeights | None = None,
 ) -> list[str]:
     """Write a folder of Hugging Face's from a stoker checkpoint.
 
@@ -75,6 +94,7 @@ def convert_to_hf(
             writes them anew.
         model_type: which architecture it shall be; None takes the first that holds the model.
         shard_bytes: a file grows to this size at most, or holds one tensor.
+        base: the weights that the adapter in `source` is merged with; None for a whole model.
 
     Returns:
         Lines that say what was done.
@@ -85,13 +105,14 @@ def convert_to_hf(
     checkpoint, complaints = find_checkpoint(source)
     root = RunConfig.from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path / CONFIG)).root
     try:
-        ours = from_document(checkpoint.tokenizer_document)
+        ours = from_document(checkpoint.saved_tokenizer)
         vocab_size = model_vocabulary(root, ours)
     except ValueError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
+    check_claimed_size(checkpoint, root, vocab_size, None if base is None else base.files)
     outgoing = choose(root, ours, vocab_size, model_type)
     try:
-        with open_whole(checkpoint.weight_files) as tensors:
+        with _opened(checkpoint, root, ours, base) as tensors:
             _check_weights(checkpoint, outgoing, tensors)
             with new_folder(target) as folder:
                 names = _write_weights(folder, outgoing, tensors, dtype, shard_bytes)
@@ -102,6 +123,16 @@ def convert_to_hf(
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
     numbers = sum(fact.bytes // fact.dtype.itemsize for fact in names.values())
     return [*complaints, f"{target}: {outgoing.architecture.name} with {numbers:,} parameters, of {checkpoint.path}"]
+
+
+def _opened(
+    checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: BaseWeights | None
+) -> AbstractContextManager[Tensors]:
+    if base is None:
+        return open_whole(checkpoint.weight_files)
+    from .merging import open_merged
+
+    return open_merged(checkpoint, root, tokenizer, base)
 
 
 def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: str | None) -> Outgoing:
@@ -170,7 +201,7 @@ def _with_length(back: FamilyKeys, ours: FamilyKeys) -> FamilyKeys:
 # ---------------------------------------------------------------- the tensors
 
 
-def _check_weights(checkpoint: Checkpoint, outgoing: Outgoing, tensors: WholeTensors) -> None:
+def _check_weights(checkpoint: Checkpoint, outgoing: Outgoing, tensors: Tensors) -> None:
     wanted = {entry.ours: entry.shape for entry in outgoing.placed}
     problems = [f"{name} is missing" for name in wanted if name not in tensors.facts]
     problems += [f"{name} has no place in this model" for name in tensors.facts if name not in wanted]
@@ -188,7 +219,7 @@ def _check_weights(checkpoint: Checkpoint, outgoing: Outgoing, tensors: WholeTen
 class _Parts:
     """Their tensors of our parameters, of which the last few are kept."""
 
-    def __init__(self, outgoing: Outgoing, tensors: WholeTensors, facts: Mapping[str, TensorFacts]) -> None:
+    def __init__(self, outgoing: Outgoing, tensors: Tensors, facts: Mapping[str, TensorFacts]) -> None:
         self._placed = {
             theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.theirs)
         }
@@ -209,7 +240,7 @@ class _Parts:
 
 
 def _write_weights(
-    folder: Path, outgoing: Outgoing, tensors: WholeTensors, dtype: torch.dtype | None, shard_bytes: int
+    folder: Path, outgoing: Outgoing, tensors: Tensors, dtype: torch.dtype | None, shard_bytes: int
 ) -> dict[str, TensorFacts]:
     """Write the tensors in one file, or in several with an index; their names, dtypes and shapes."""
     facts = {
@@ -246,6 +277,7 @@ def _write_tokenizer(folder: Path, root: RootBlock, ours: Tokenizer, checkpoint:
     found = folder_named(named, root, document) if named else folder_of_run(root, document)
     if found is not None and found.files:
         found.copy(folder)
+        write_template(folder, ours)
     else:
         write_tokenizer(folder, ours)
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.flags import AttentionFlags
-from ...models.build import build_model
+from ...models.build import LanguageModel, build_model
 from ...models.config.families import sample_length_of
+from ...models.config.peft_slice import PeftSlice
 from ...models.config.t5 import T5Keys
 from ...models.hf.architecture import Architecture, described, geometry_of, nested
 from ...models.hf.architectures import MODEL_TYPES, architecture_of
@@ -37,7 +38,7 @@ from ..checkpoint import WEIGHTS, RunState, weights_of
 from ..checkpoint_writing import seal
 from ..config.run_config import RunConfig
 from ..config.schema import RootBlock
-from ..data.tokenizers import Tokenizer
+from ..data.tokenizers import Tokenizer, saved_document
 from ..data.vocabulary import model_vocabulary
 from ..errors import UserError
 from ..manifest import stoker_version
@@ -249,6 +250,14 @@ def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> 
     return root, tokenizer
 
 
+def run_of(source: Source, incoming: Incoming) -> tuple[RunConfig, Tokenizer]:
+    """The configuration of a run that has the model as it came, and its tokenizer."""
+    keys = incoming.tokenizer_folder.keys_in(incoming.tokenizer_folder.folder or source.path)
+    document = {"name": NAME, "model": {**incoming.keys, "tokenizer": keys}}
+    config = RunConfig.from_document(document, trusted=False, origin=f"{source.path} ({source.fields})")
+    return config, incoming.tokenizer
+
+
 def _placed(architecture: Architecture, root: RootBlock, tokenizer: Tokenizer) -> tuple[list[Placed], Geometry]:
     """Where each parameter of the model lies in their tensors."""
     shapes = parameter_shapes(root, tokenizer)
@@ -261,7 +270,18 @@ def _placed(architecture: Architecture, root: RootBlock, tokenizer: Tokenizer) -
 
 def parameter_shapes(root: RootBlock, tokenizer: Tokenizer) -> dict[str, Shape]:
     """Names and shapes of what a checkpoint of this configuration holds, from a model that is not allocated."""
-    model = build_model(
+    return {name: tuple(tensor.shape) for name, tensor in weights_of(shapes_only(root, tokenizer)).items()}
+
+
+def shapes_only(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
+    """The model of a configuration on the meta device.
+
+    Args:
+        root: the configuration.
+        tokenizer: of the model.
+        peft: what fine-tuning adds to it.
+    """
+    return build_model(
         root.model,
         vocab_size=model_vocabulary(root, tokenizer),
         device="meta",
@@ -269,8 +289,8 @@ def parameter_shapes(root: RootBlock, tokenizer: Tokenizer) -> dict[str, Shape]:
         flags=AttentionFlags(),
         micro_batch_size=1,
         form=sample_form(root),
+        peft=peft,
     )
-    return {name: tuple(tensor.shape) for name, tensor in weights_of(model).items()}
 
 
 # ---------------------------------------------------------------- the tensors
@@ -350,7 +370,7 @@ def _write(
     keys = incoming.tokenizer_folder.keys_in(target / FOLDER)
     model = {**incoming.keys, "tokenizer": keys}
     config = RunConfig.from_document({"name": NAME, "model": model}, trusted=False, origin=str(source / CONFIG))
-    seal(step, {weights: record}, _state(config.root), config.document, incoming.tokenizer.to_document())
+    seal(step, {weights: record}, state_of(config.root), config.document, saved_document(incoming.tokenizer))
     incoming.tokenizer_folder.copy(folder / FOLDER)
     for group, block in (("model", incoming.keys), ("tokenizer", keys)):
         path = folder / "conf" / group / f"{NAME}.yaml"
@@ -360,7 +380,8 @@ def _write(
         path.write_text(about + "".join(f"{line}\n" for line in _yaml(block)), encoding="utf-8")
 
 
-def _state(root: RootBlock) -> RunState:
+def state_of(root: RootBlock) -> RunState:
+    """The state of a converted checkpoint, before any step."""
     form = sample_form(root)
     return RunState(
         step=0,

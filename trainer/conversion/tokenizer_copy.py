@@ -12,9 +12,10 @@ from typing import Any
 from ...models.config.model import Family
 from ..config.blocks import TokenizerBlock
 from ..config.schema import RootBlock
+from ..data.chat_files import SETTINGS, TEMPLATE, special_names, template_beside
 from ..data.task import task_of
 from ..data.task_samples import tokenizer_of_task
-from ..data.tokenizer_files import DESCRIPTION, MERGES, SETTINGS, VOCABULARY
+from ..data.tokenizer_files import DESCRIPTION, MERGES, VOCABULARY
 from ..data.tokenizers import ByteTokenizer, Tokenizer
 from ..data.vocabulary import named_tokenizer
 from ..environment import user_path
@@ -26,7 +27,7 @@ FOLDER = "tokenizer"
 _MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 _FILES = (
     *(DESCRIPTION, SETTINGS, VOCABULARY, MERGES, *_MODELS),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.txt", "chat_template.jinja", "generation_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.txt", TEMPLATE, "generation_config.json"),
 )
 """Everything that is copied; by these names only."""
 _PLACES = ("library", "type", "model", "vocab_file", "merge_file")
@@ -176,7 +177,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         settings: dict[str, Any] = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": tokenizer.sentinels}
     elif document["tokenizer"] == "huggingface":
         (folder / DESCRIPTION).write_text(document["definition"], encoding="utf-8")
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special_names(tokenizer)}
         names = {id_: token for token, id_ in _tokens(document["definition"]).items()}
         for kind, id_ in (("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id)):
             if id_ in names:
@@ -187,6 +188,14 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
             "files are not where they were; name them with --tokenizer FOLDER"
         )
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_template(folder, tokenizer)
+
+
+def write_template(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write the chat template of a tokenizer beside its files, unless they have it."""
+    beside = template_beside(folder, str(folder))
+    if tokenizer.chat is not None and (beside is None or beside.source != tokenizer.chat.source):
+        (folder / TEMPLATE).write_text(tokenizer.chat.source, encoding="utf-8")
 
 
 def _tokens(definition: str) -> dict[str, int]:

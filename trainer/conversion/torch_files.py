@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -29,17 +30,19 @@ class TorchFile:
     """
 
     def __init__(self, path: Path) -> None:
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            _check_stored(path)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+                loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         except OSError:
             raise
         except Exception as error:  # whatever a file that is none of torch's, or a wicked one, makes of its reader
-            first = next(iter(str(error).splitlines()), "")
             raise UserError(
-                f"{path}: torch reads no tensors from it ({type(error).__name__}: {first[:160]}); it holds something "
-                "else, or is damaged. Use a safetensors file"
+                f"{path}: torch reads no tensors from it ({type(error).__name__}: {_reason(error)}); it holds "
+                "something else, or is damaged. Use a safetensors file"
             ) from None
         if not isinstance(loaded, dict) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
@@ -51,6 +54,31 @@ class TorchFile:
     def tensor(self, name: str) -> Tensor:
         """One of the tensors, contiguous."""
         return self._tensors[name].detach().contiguous()
+
+
+def _check_stored(path: Path) -> None:
+    """Refuse compressed records: a mapped file gives their bytes as they are, and unpacked they may have any size.
+
+    Raises:
+        UserError: there is one, or the file is no archive after all.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        raise UserError(f"{path} is a damaged archive ({_reason(error)}); use a safetensors file") from None
+    if packed:
+        raise UserError(
+            f"{path}: {packed[0]!r} is compressed, which torch.save never does; pack it anew without compression, or "
+            "use a safetensors file"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """What a reader says, in a line; of torch's advice, which is to trust the file, only what it refused."""
+    text = " ".join(str(error).split())
+    refused = re.search(r"(?i)unsupported (?:(?! Check | Please ).)*", text)
+    return (refused.group() if refused else text)[:160]
 
 
 def _dtype(tensor: Tensor) -> str:

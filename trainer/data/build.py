@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config.schema import RootBlock
-from ..environment import user_path
 from ..errors import UserError
 from .docstrings import read_docstrings
+from .examples import Examples
 from .installed import BUILT_IN, PAIR_SOURCES, installed_datasets, installed_samples
 from .pieces import TokenDocuments
+from .record_sources import read_source
 from .samples import TrainingWindows
 from .seq2seq import AnySamples
+from .sft import fine_tuning
 from .sources import SPLITS, Corpus, Split, parse_proportions
 from .task import Task, task_of
 from .task import sequence_length as length_of
 from .task_samples import TaskSamples, tokenizer_of_task
-from .text_pairs import TextPairs, TokenPairs, read_jsonl
+from .text_pairs import TextPairs, TokenPairs, fingerprint_of, pair_reader
 from .text_tokens import evaluation_windows, read_corpus, token_documents, token_stream
 from .tokenized import choose_tokenizer, open_splits, split_samples
 from .tokenizers import ByteTokenizer, TokenIds, Tokenizer
-from .vocabulary import bytes_of_ids, model_vocabulary, named_tokenizer, tokenizer_of_text
+from .vocabulary import bytes_of_ids, model_vocabulary, named_tokenizer, tokenizer_of_text, with_chat
 
 MOCK_TRAINING_SAMPLES = 1 << 40
 MOCK_EVALUATION_SAMPLES = 1024
@@ -48,7 +51,8 @@ class Data:
         token_bytes: UTF-8 bytes each token id stands for, int64 [vocab_size]: what turns nats per token into bits per
             byte.
         corpus: the text itself, by split; None for tokenized, mock and installed data, and for pairs.
-        pairs: pairs of texts, by split; None for everything else.
+        pairs: pairs of texts for an encoder and a decoder, by split; None for everything else.
+        examples: what a GPT is fine-tuned on, by split; None for everything else.
     """
 
     tokenizer: Tokenizer
@@ -61,6 +65,7 @@ class Data:
     token_bytes: NDArray[np.int64]
     corpus: Corpus | None
     pairs: TextPairs | None = None
+    examples: Mapping[Split, Sequence[Examples]] | None = None
 
     @property
     def validation_bytes(self) -> int:
@@ -88,12 +93,20 @@ def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
     """
     task = task_of(root)
     keys = root.model
+    if keys.data.data_impl in PAIR_SOURCES:
+        found = with_chat(root, tokenizer or named_tokenizer(root) or ByteTokenizer())
+        return _exemplary(root, task, found) if task.name == "sft" else _paired(root, task, found)
+    data = _of_text(root, task, tokenizer)
+    with_chat(root, data.tokenizer)
+    return data
+
+
+def _of_text(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
+    keys = root.model
     if keys.data.data_impl == "mock":
         return _mock(root, task, tokenizer or ByteTokenizer())
     if keys.data.data_impl == "mmap":
         return _mapped(root, task, tokenizer)
-    if keys.data.data_impl in PAIR_SOURCES:
-        return _paired(root, task, tokenizer or named_tokenizer(root) or ByteTokenizer())
     if keys.data.data_impl not in BUILT_IN:
         return _installed(root, task, tokenizer or named_tokenizer(root) or ByteTokenizer())
     return _text(root, task, tokenizer)
@@ -239,12 +252,11 @@ def _installed(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
 def read_pairs(root: RootBlock) -> TextPairs:
     """The pairs of texts that `model.data` names, split."""
     data = root.model.data
-    proportions = parse_proportions(data.splits_string)
     if data.data_impl == "pystd_docstring":
-        return read_docstrings(proportions)
-    if data.path is None:
-        raise UserError("`model.data.data_impl=jsonl` needs `model.data.path`: a JSONL file or a folder of them")
-    return read_jsonl(user_path(data.path, "model.data.path"), proportions, data.context_key, data.label_key)
+        return read_docstrings(parse_proportions(data.splits_string))
+    source = read_source(data, pair_reader(data.context_key, data.label_key), lambda pair: pair.input)
+    pairs = source.together()
+    return TextPairs(source.name, pairs, fingerprint_of(pairs))
 
 
 def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
@@ -255,13 +267,7 @@ def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     make = TaskSamples(root, task, tokenizer)
     found = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
     samples: Any = {split: make.of_pairs(pairs, training=split == "train") for split, pairs in found.items()}
-    for split, wanted in (("train", True), ("validation", bool(root.trainer.limit_val_batches))):
-        if samples[split] is None and wanted:
-            raise UserError(
-                f"the {split} split of {texts.name} is empty (`model.data.splits_string="
-                f"{root.model.data.splits_string}`, or {split}.jsonl of a folder that holds train.jsonl); give it more "
-                "pairs or a larger share" + (", or set `trainer.limit_val_batches=0`" if split == "validation" else "")
-            )
+    _check_splits(root, texts.name, samples)
     cut = [sum(pairs.cut[side] for pairs in found.values()) for side in range(2)]
     return Data(
         tokenizer=tokenizer,
@@ -278,6 +284,45 @@ def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
         corpus=None,
         pairs=texts,
+    )
+
+
+def _check_splits(root: RootBlock, name: str, samples: Mapping[Split, AnySamples | None]) -> None:
+    """Find out whether there is something to train on, and to validate on where that is asked for.
+
+    Raises:
+        UserError: there is not.
+    """
+    needed: dict[Split, bool] = {"train": True, "validation": bool(root.trainer.limit_val_batches)}
+    for split, wanted in needed.items():
+        if samples[split] is None and wanted:
+            raise UserError(
+                f"the {split} split of {name} is empty (`model.data.splits_string="
+                f"{root.model.data.splits_string}`, or {split}.jsonl of a folder that holds train.jsonl); give it more "
+                "pairs or a larger share" + (", or set `trainer.limit_val_batches=0`" if split == "validation" else "")
+            )
+
+
+def _exemplary(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+    """Prompts with answers, or conversations, for a GPT."""
+    vocab_size = model_vocabulary(root, tokenizer)
+    made = fine_tuning(root, task, tokenizer)
+    samples: Any = made.samples
+    made.check()
+    _check_splits(root, made.records.name, samples)
+    fingerprint = made.records.fingerprint()
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        **samples,
+        fingerprint=fingerprint,
+        description=(
+            f"{made.records.name}: {made.describe()}; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary "
+            f"{tokenizer.vocab_size}; {'packed ' * task.packed}{_sequences(task)}; fingerprint {fingerprint[:12]}"
+        ),
+        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        corpus=None,
+        examples=made.examples,
     )
 
 

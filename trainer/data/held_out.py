@@ -11,6 +11,7 @@ from ..config.schema import RootBlock
 from ..errors import UserError
 from .pieces import TokenDocuments
 from .seq2seq import AnySamples
+from .sft import FineTuning, held_out_examples
 from .sources import read_text
 from .task import task_of
 from .task_samples import TaskSamples
@@ -40,6 +41,24 @@ def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[
     if samples is None:
         raise UserError(f"{path} holds a single token: there is nothing to predict; use a longer text")
     return samples, bytes_of_ids(tokenizer, model_vocabulary(root, tokenizer))
+
+
+def evaluation_examples(
+    path: Path, root: RootBlock, tokenizer: Tokenizer
+) -> tuple[AnySamples, NDArray[np.int64], FineTuning]:
+    """Samples of all prompts with answers, or conversations, of a JSONL file or folder, the bytes of each token id, and
+    what they were made of (as validation).
+
+    Of a folder that holds `train.jsonl` they are those of its `validation.jsonl`.
+
+    Raises:
+        UserError: it cannot be read, or nothing in it can be predicted.
+    """
+    made = held_out_examples(path, root, task_of(root), tokenizer)
+    samples = made.samples["validation"]
+    if samples is None:
+        raise UserError(f"--data-path: {path} holds nothing to evaluate on")
+    return samples, bytes_of_ids(tokenizer, model_vocabulary(root, tokenizer)), made
 
 
 def evaluation_pairs(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .tokenizers import Tokenizer
 
 GROUP = "stoker.datasets"
-PAIR_SOURCES = ("jsonl", "pystd_docstring")
+PAIR_SOURCES = ("jsonl", "huggingface", "pystd_docstring")
 """Values of `model.data.data_impl` that hold an input and a target each."""
 BUILT_IN = ("mmap", "pystd", "text", "mock", *PAIR_SOURCES)
 """Values of `model.data.data_impl` that need no other package."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,39 @@ class Pairs(Protocol):
     def pair(self, number: int, source: np.random.Philox) -> Pair:
         """A pair; what is random in it is a function of the words of `source`."""
         ...
+
+
+class Visit(NamedTuple):
+    """A row, in some epoch."""
+
+    epoch: int
+    row: int
+
+
+class RowOrder:
+    """Which row lies at a position: all of them, in an order of its own every epoch.
+
+    Args:
+        rows: how many there are.
+        seed: chooses the orders; None: evaluation, which goes through them once, in the same order in all runs.
+        part: keeps the sets of a blend apart.
+    """
+
+    def __init__(self, rows: int, seed: int | None, part: int = 0) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._part = part
+        self._epoch: tuple[int, NDArray[np.int64]] | None = None
+
+    def at(self, position: int) -> Visit | None:
+        """The row at a position; None past the end of an evaluation."""
+        epoch, place = divmod(position, self._rows)
+        if self._seed is None and epoch > 0:
+            return None
+        if self._epoch is None or self._epoch[0] != epoch:
+            words = philox(self._seed or 0, epoch, 2 * self._part).random_raw(self._rows)
+            self._epoch = epoch, np.argsort(words, kind="stable")
+        return Visit(epoch, int(self._epoch[1][place]))
 
 
 class PairSamples:
@@ -49,7 +82,7 @@ class PairSamples:
         self._packs = packs
         self._seed = seed
         self._part = part
-        self._epoch: tuple[int, NDArray[np.int64]] | None = None
+        self._order = RowOrder(self.packing.rows, seed, part)
 
     @property
     def sequence_length(self) -> int:
@@ -65,12 +98,9 @@ class PairSamples:
         """The samples at positions `first` to `first + count - 1`."""
         rows: list[list[Pair]] = []
         for position in positions_of(first, count).tolist():
-            epoch, place = divmod(position, self.samples)
-            if self._seed is None and epoch > 0:
-                rows.append([])
-                continue
-            numbers = self.packing.row(int(self._order(epoch)[place]))
-            rows.append([self._pair(int(number), epoch) for number in numbers])
+            found = self._order.at(position)
+            numbers = [] if found is None else self.packing.row(found.row).tolist()
+            rows.append([self._pair(number, found.epoch if found else 0) for number in numbers])
         if self._packs:
             return packed(rows, self.shape)
         return padded([row[0] if row else None for row in rows], self.shape)
@@ -78,9 +108,3 @@ class PairSamples:
     def _pair(self, number: int, epoch: int) -> Pair:
         draw = epoch * len(self.pairs) + number
         return self.pairs.pair(number, philox(self._seed or 0, draw, PAIR_PART + 1 + self._part))
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        if self._epoch is None or self._epoch[0] != epoch:
-            words = philox(self._seed or 0, epoch, 2 * self._part).random_raw(self.samples)
-            self._epoch = epoch, np.argsort(words, kind="stable")
-        return self._epoch[1]

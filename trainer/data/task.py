@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config.blocks import DataBlock
-from ..config.schema import AnyModelBlock, RootBlock, T5ModelBlock
+from ..config.schema import AnyModelBlock, ModelBlock, RootBlock, T5ModelBlock
 from .corruption import Corruption, corrupted_lengths, window_length
+from .installed import PAIR_SOURCES
 
-TaskName = Literal["gpt", "t5", "t5_prefix_lm", "seq2seq", "bert"]
+TaskName = Literal["gpt", "sft", "t5", "t5_prefix_lm", "seq2seq", "bert"]
 DEFAULT_DECODER_LENGTH = 128
 """NeMo's `seq_length_dec`, for pairs whose lengths nothing tells."""
 _MEAN_SPAN, _MEAN_NGRAM = 3.0, 5.0
@@ -27,7 +28,8 @@ class Task:
         window: tokens of text that a sample is made of.
         corruption: how much of the text is hidden, for `t5` and `bert`.
         packed: rows hold several pairs, told apart by the numbers of their documents.
-        padded: rows may be shorter than they could be: `encoder_padding` says where they end.
+        padded: rows may be shorter than they could be, and batches say where they end: `encoder_padding`, or `padding`
+            for a GPT with experts.
     """
 
     name: TaskName
@@ -46,7 +48,9 @@ class Task:
 
 def task_name(model: AnyModelBlock) -> TaskName:
     """`model.data.dataset_type`, or what the family of the model learns by default."""
-    return model.data.dataset_type or model.family
+    of_pairs: dict[str, TaskName] = {"gpt": "sft", "t5": "seq2seq"}
+    by_default = of_pairs.get(model.family, model.family) if model.data.data_impl in PAIR_SOURCES else model.family
+    return model.data.dataset_type or by_default
 
 
 def task_of(root: RootBlock) -> Task:
@@ -77,6 +81,10 @@ def task_of(root: RootBlock) -> Task:
             return Task(name, length, decoder_length, length, None, packed, padded=not packed and not mock)
         case "bert":
             return Task(name, length, 0, length, corruption, data.reset_attention_mask, padded=False)
+        case "sft":
+            packed = data.packed_sequence and not mock
+            experts = isinstance(model, ModelBlock) and model.num_moe_experts is not None
+            return Task(name, length, 0, length, None, packed, padded=experts and not mock)
         case "gpt":
             return Task(name, length, 0, length, None, data.reset_attention_mask, padded=False)
 

@@ -30,7 +30,7 @@ def tokenizer_of_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Toke
         UserError: it has no token that ends a text, which the task needs.
     """
     count = root.model.tokenizer.num_sentinel_tokens
-    if task.name == "gpt":
+    if task.name in ("gpt", "sft"):
         return tokenizer
     has_a_mask = task.name == "bert" and mask_id(tokenizer, _mask_name(root)) is not None
     extended = tokenizer if has_a_mask and count is None else with_sentinels(tokenizer, count)
@@ -80,6 +80,8 @@ class TaskSamples:
         match self.task.name:
             case "gpt":
                 return self._numbered(self._masked(windows))
+            case "sft" if self._keys.data_impl == "mock":
+                return windows
             case "t5":
                 corruptor = self._corruptor()
                 if corruptor.ngrams is None:
@@ -98,9 +100,9 @@ class TaskSamples:
                     seed,
                     numbers=self._keys.reset_attention_mask or self._keys.reset_position_ids,
                 )
-            case "seq2seq":
+            case "sft" | "seq2seq":
                 raise UserError(
-                    f"`model.data.dataset_type` (seq2seq) needs pairs, which `model.data.data_impl` "
+                    f"`model.data.dataset_type` ({self.task.name}) needs pairs, which `model.data.data_impl` "
                     f"({self._keys.data_impl}) has none of"
                 )
 

@@ -16,11 +16,12 @@ from ..config.blocks import TokenizerBlock
 from ..environment import user_path
 from ..errors import UserError
 from . import tokenizer_json, tokenizer_sentencepiece
+from .chat_files import SETTINGS, template_beside
 from .tokenizer_gpt2 import gpt2_definition
 from .tokenizer_sentencepiece import MAX_MODEL_BYTES
 from .tokenizers import ByteTokenizer, Tokenizer
 
-DESCRIPTION, SETTINGS, VOCABULARY, MERGES = "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"
+DESCRIPTION, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 _MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _MAX_TEXT_BYTES = 128 << 20
 _MAX_SETTINGS_BYTES = 32 << 20
@@ -101,7 +102,7 @@ def open_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenize
 
 
 def open_description(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
-    """A tokenizer.json, or the folder of one; a tokenizer_config.json beside it names its eos and padding."""
+    """A tokenizer.json, or the folder of one; a tokenizer_config.json beside it names its eos, bos and padding."""
     file = path / DESCRIPTION if path.is_dir() else path
     if not os.path.lexists(file):
         kind = f"the folder {path} holds no {DESCRIPTION}" if path.is_dir() else f"there is no file {path}"
@@ -109,7 +110,9 @@ def open_description(path: Path, named_by: str, special: SpecialTokens) -> Token
             f"`{named_by}`: {kind}; stoker downloads no tokenizers: give the path of a {DESCRIPTION}, or of its folder"
         )
     named = {**_settings(file.parent / SETTINGS, named_by), **special.named()}
-    return _defined(_text(file, _MAX_TEXT_BYTES, named_by), named, special, f"`{named_by}`: {file}")
+    tokenizer = _defined(_text(file, _MAX_TEXT_BYTES, named_by), named, special, f"`{named_by}`: {file}")
+    tokenizer.chat = template_beside(file.parent, named_by)
+    return tokenizer
 
 
 def open_gpt2(vocab_file: Path, merge_file: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
@@ -121,16 +124,20 @@ def open_gpt2(vocab_file: Path, merge_file: Path, named_by: str, special: Specia
         definition = gpt2_definition(vocabulary, merges)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
-    return _defined(definition, special.named(), special, where)
+    tokenizer = _defined(definition, special.named(), special, where)
+    tokenizer.chat = template_beside(vocab_file.parent, named_by)
+    return tokenizer
 
 
 def open_sentencepiece(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
     """A SentencePiece .model file; tokens that it lacks get the ids after its last."""
     data = _bytes(path, MAX_MODEL_BYTES, named_by)
     try:
-        return tokenizer_sentencepiece.define(data, special.named(), special.more)
+        tokenizer = tokenizer_sentencepiece.define(data, special.named(), special.more)
     except ValueError as error:
         raise UserError(f"`{named_by}`: {path}: {error}") from None
+    tokenizer.chat = template_beside(path.parent, named_by)
+    return tokenizer
 
 
 def _defined(definition: str, named: Mapping[str, str], special: SpecialTokens, where: str) -> Tokenizer:
@@ -141,7 +148,7 @@ def _defined(definition: str, named: Mapping[str, str], special: SpecialTokens, 
 
 
 def _settings(path: Path, named_by: str) -> dict[str, str]:
-    """The eos and padding tokens that a tokenizer_config.json names; an empty one where there is no such file."""
+    """The eos, bos and padding tokens that a tokenizer_config.json names; an empty one where there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -149,7 +156,7 @@ def _settings(path: Path, named_by: str) -> dict[str, str]:
     except (ValueError, RecursionError):
         raise UserError(f"`{named_by}`: {path} is not JSON; mend it or take it away") from None
     tokens: dict[str, str] = {}
-    for name in ("eos", "pad"):
+    for name in ("eos", "bos", "pad"):
         token = settings.get(f"{name}_token") if isinstance(settings, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token:

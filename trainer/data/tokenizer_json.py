@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
+from .chat_template import ChatTemplate
 from .tokenizer_pieces import is_byte_level, pieces_of, puts_space_first, token_lengths
 from .tokenizer_special import SpecialIds, find_special, special_from_document
 from .tokenizer_words import WordTokenizer, has_gpt2_words
@@ -49,6 +50,7 @@ class JsonTokenizer:
         self._space_first = puts_space_first(self._parsed)
         self._dtype = np.uint16 if len(self._pieces) <= 1 << 16 else np.int32
         self.special = special
+        self.chat: ChatTemplate | None = None
         self.vocab_size = len(self._pieces)
         self.eos_id = special.eos
         self.pad_id = special.fill
@@ -102,9 +104,32 @@ class JsonTokenizer:
         """The bytes of `ids`, one token after the other; special tokens and unknown ids give nothing."""
         return b"".join(self._pieces[id_] for id_ in ids_of(ids).tolist() if id_ < self.vocab_size)
 
+    def added_tokens(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the file's post-processor puts before and behind a text, as transformers does."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        texts = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
+        first, last = (texts[0], texts[-1] + 1) if texts else (len(encoding.ids), len(encoding.ids))
+        return encoding.ids[:first], encoding.ids[last:]
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text."""
         return self._vocabulary.get(token)
+
+    def token_name(self, id_: int) -> str | None:
+        """The name of a special token."""
+        return self._tokenizer.id_to_token(id_) if id_ in self.special.ids() else None
+
+    def encode_with_places(self, text: str) -> tuple[TokenIds, NDArray[np.int64]]:
+        """Token ids of `text`, [n], and from where to where in it each token goes, in characters, [n, 2].
+
+        The places are the library's: spaces that a token takes along may lie outside of it.
+
+        Raises:
+            UserError: as `encode`.
+        """
+        ids = self.encode(text)
+        places = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return ids, np.array(places, np.int64).reshape(-1, 2)
 
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes of text each id stands for, or zeros where ids do not tell; see `token_lengths`."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
+from .chat_template import ChatTemplate
 from .tokenizer_pieces import exact_lengths
 from .tokenizer_special import SpecialIds, find_special, special_from_document
 from .tokenizers import TokenIds, ids_of, text_of, utf8
@@ -60,6 +61,8 @@ class SentencePieceTokenizer:
         self._lossless = normalizer.keeps_text and normalizer.byte_fallback
         self._dtype = np.uint16 if len(self._pieces) <= 1 << 16 else np.int32
         self.special = special
+        self.chat: ChatTemplate | None = None
+        self._names = {id_: token for token, id_ in self._ids.items() if id_ in special.ids()}
         self.vocab_size = len(self._pieces)
         self.eos_id = special.eos
         self.pad_id = special.fill
@@ -99,6 +102,10 @@ class SentencePieceTokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of a piece, or of an added token, by its text."""
         return self._ids.get(token)
+
+    def token_name(self, id_: int) -> str | None:
+        """The name of a special token."""
+        return self._names.get(id_)
 
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes of text each id stands for, int64 [vocab_size], or zeros where ids do not tell.

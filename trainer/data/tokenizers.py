@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
+from .chat_template import ChatTemplate
 
 TokenIds = NDArray[np.uint16 | np.int32]
 
@@ -30,7 +31,10 @@ class Tokenizer(Protocol):
         vocab_size: number of token ids; ids are 0 to vocab_size - 1.
         eos_id: the token that separates documents, or None where the vocabulary has none.
         pad_id: the token that fills up short sequences; its labels are masked, so any id does.
+        chat: how a conversation is written, where the tokenizer's files say so or the user does.
     """
+
+    chat: ChatTemplate | None
 
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
@@ -63,6 +67,10 @@ class Tokenizer(Protocol):
         """The id of a token that stands for no text, such as a sentinel, by its name; None where there is none."""
         ...
 
+    def token_name(self, id_: int) -> str | None:
+        """The name of a token that stands for no text, such as eos; None where there is none."""
+        ...
+
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes that each token id stands for, int64 [vocab_size]; 0 for eos, padding and unknown.
 
@@ -88,8 +96,10 @@ class ByteTokenizer:
 
     eos_id = 1
     pad_id = 0
+    chat: ChatTemplate | None = None
     _FIRST_BYTE = 3
     _FIRST_SENTINEL = 259
+    _NAMES = ("<pad>", "</s>", "<unk>")
 
     def __init__(self, sentinels: int = 0) -> None:
         if type(sentinels) is not int or not 0 <= sentinels <= MOST_SENTINELS:
@@ -135,6 +145,12 @@ class ByteTokenizer:
             return None
         return self._FIRST_SENTINEL + int(number) if int(number) < self.sentinels else None
 
+    def token_name(self, id_: int) -> str | None:
+        """As Hugging Face's ByT5 names them."""
+        if 0 <= id_ < len(self._NAMES):
+            return self._NAMES[id_]
+        return f"<extra_id_{id_ - self._FIRST_SENTINEL}>" if self._FIRST_SENTINEL <= id_ < self.vocab_size else None
+
     def to_document(self) -> dict[str, Any]:
         """The scheme's name, and the number of sentinels where there are any."""
         return {"tokenizer": "byte-level", **({"sentinels": self.sentinels} if self.sentinels else {})}
@@ -152,6 +168,7 @@ class CharTokenizer:
 
     eos_id = None
     pad_id = 0
+    chat: ChatTemplate | None = None
 
     def __init__(self, characters: str) -> None:
         if not 1 <= len(characters) <= _UNICODE_CHARACTERS:
@@ -222,6 +239,10 @@ class CharTokenizer:
         """There are characters only."""
         return None
 
+    def token_name(self, id_: int) -> str | None:
+        """There are characters only."""
+        return None
+
     def token_bytes(self) -> NDArray[np.int64]:
         """Length of each character in UTF-8; int64 [vocab_size]."""
         return np.array([len(character.encode("utf-8")) for character in self.characters], np.int64)
@@ -231,17 +252,30 @@ class CharTokenizer:
         return {"tokenizer": "char", "characters": self.characters}
 
 
+def saved_document(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a checkpoint keeps of a tokenizer: the document that makes its tokens, and its chat template."""
+    chat = {} if tokenizer.chat is None else {"chat": tokenizer.chat.to_document()}
+    return {**tokenizer.to_document(), **chat}
+
+
 def from_document(document: object) -> Tokenizer:
     """The tokenizer a document describes.
 
     Args:
-        document: what `to_document` gave, read back from JSON; nothing about it is taken on trust.
+        document: what `to_document` or `saved_document` gave, read back from JSON; nothing about it is taken on trust.
 
     Raises:
         ValueError: it is not such a document; the message says what is wrong with it.
     """
     if not isinstance(document, dict):
         raise ValueError(f"a tokenizer document must be an object, not {type(document).__name__}")
+    tokenizer = _of_tokens({name: value for name, value in document.items() if name != "chat"})
+    if "chat" in document:
+        tokenizer.chat = ChatTemplate.from_document(document["chat"])
+    return tokenizer
+
+
+def _of_tokens(document: dict[str, Any]) -> Tokenizer:
     match document.get("tokenizer"), set(document):
         case "byte-level", keys if keys <= {"tokenizer", "sentinels"}:
             return ByteTokenizer(document.get("sentinels", 0))

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ..config.schema import RootBlock
 from ..errors import UserError
+from .chat_files import template_of_key
 from .sentinels import sentinel_ids
 from .sources import Corpus
 from .tokenizers import ByteTokenizer, CharTokenizer, Tokenizer
@@ -43,6 +44,22 @@ def named_tokenizer(root: RootBlock) -> Tokenizer | None:
             from .tokenizer_files import tokenizer_of_keys
 
             return tokenizer_of_keys(root.model.tokenizer)
+
+
+def with_chat(root: RootBlock, tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, with the chat template of `model.tokenizer.chat_template` where that is given.
+
+    Raises:
+        UserError: it names a file that cannot be read, and the tokenizer of a checkpoint holds none either.
+    """
+    named = root.model.tokenizer.chat_template
+    if named is not None:
+        try:
+            tokenizer.chat = template_of_key(named, tokenizer)
+        except UserError:
+            if tokenizer.chat is None:
+                raise
+    return tokenizer
 
 
 def model_vocabulary(root: RootBlock, tokenizer: Tokenizer) -> int:

@@ -97,12 +97,14 @@ class DataParallel:
 
 
 def units(model: LanguageModel) -> list[list[nn.Parameter]]:
-    """The parameters of a model in groups that are communicated together: embeddings, each layer, what comes after."""
+    """The parameters that are trained, in groups that are communicated together: embeddings, each layer, the rest."""
     tables = [module for name, module in model.named_children() if name.endswith("embedding")]
     before = [parameter for table in tables for parameter in table.parameters()]
     layers = [list(layer.parameters()) for stack in stacks_of(model) for layer in stack.layers]
     named = {parameter for unit in (before, *layers) for parameter in unit}
-    return [before, *layers, [parameter for parameter in model.parameters() if parameter not in named]]
+    after = [parameter for parameter in model.parameters() if parameter not in named]
+    trained = ([parameter for parameter in unit if parameter.requires_grad] for unit in (before, *layers, after))
+    return [unit for unit in trained if unit]
 
 
 def data_parallel(

@@ -115,17 +115,20 @@ def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float |
     return {key: str(value) if isinstance(value, list | bool) else value for key, value in found.items()}
 
 
-def count_state(keys: AnyModelBlock, vocab_size: int) -> int:
+def count_state(keys: AnyModelBlock, vocab_size: int, trained: int | None = None) -> int:
     """Numbers an optimizer keeps for a model besides main weights, at least: its small vectors are left out.
 
     Args:
         keys: the configuration of the model.
         vocab_size: tokens of the tokenizer.
+        trained: parameters that are trained where others are frozen; None: all are.
     """
-    parameters = count_parameters(keys, vocab_size)
+    parameters = count_parameters(keys, vocab_size) if trained is None else trained
     kind, chosen = optimizer_kind(keys.optim.name), optimizer_settings(keys.optim)
     if kind == "adamw":
         return 2 * parameters
+    if kind == "muon" and trained is not None:
+        return parameters  # its matrices have one number for each
     if kind == "muon":
         model = family_slice(keys, vocab_size=vocab_size, form=SampleForm(length=sample_length_of(keys)))
         cross = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)

@@ -22,8 +22,8 @@ from ...models.config.memory_slice import acting_modules
 from ..config.facts import Facts
 from ..config.rules import run_rules
 from ..config.schema import RootBlock
-from ..cuda_graph import uses_cuda_graph
 from ..errors import UserError
+from ..recordable import uses_cuda_graph
 from .facts import Target
 from .plan import Plan, make_plan
 

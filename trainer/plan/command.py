@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="h100, h200, a100 and so on, a size of memory as 80GiB, or both as h100:40GiB; without it the GPU of this "
         "machine, or an H100 where there is none",
     )
+    parser.add_argument(
+        "--finetune", action="store_true", help="as `stoker finetune` reads it: the model is model.restore_from_path"
+    )
     parser.add_argument("--fit", action="store_true", help="find the overrides with which it fits in the least time")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
 
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from ..config.load import load_run_config
 
-    config = load_run_config(args.config_name, args.config_dir, args.overrides)
+    config = load_run_config(args.config_name, args.config_dir, args.overrides, finetune=args.finetune)
     # seconds of torch, once the configuration is known to be right
     from .changes import search, suggestions
     from .plan import idle_modules, make_plan

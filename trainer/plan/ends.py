@@ -39,7 +39,8 @@ def loss_memory(facts: RunFacts) -> LossMemory:
     logits, rows = chunk * vocab * e, vocab * hidden
     wide = widths.stream if widths.casts_weights else 0  # of which the operation reads a narrow copy
     read, read_gradient = tokens * hidden * (e + wide), tokens * hidden * e
-    product, sums = rows * e, rows * max(4, e)
+    frozen = facts.keys.peft.is_on  # the head has no gradient
+    product, sums = (0, 0) if frozen else (rows * e, rows * max(4, e))
     if chunk == tokens:
         running = logits + product
     else:
@@ -53,14 +54,14 @@ def loss_memory(facts: RunFacts) -> LossMemory:
             after_first + sums + product * (2 if narrow or chunks > 2 else 1),
         )
     cast = rows * e if widths.casts_weights else 0
-    kept = read_gradient + rows * e
-    scaled = 2 * kept + (rows * widths.weights if widths.casts_weights else 0)
+    kept = read_gradient + product
+    scaled = 2 * kept + (rows * widths.weights if widths.casts_weights and not frozen else 0)
     return LossMemory(
         forward=read + read_gradient + running + cast,
         kept=kept,
         backward=scaled,
         logits=logits,
-        parameters=rows,
+        parameters=0 if frozen else rows,
     )
 
 

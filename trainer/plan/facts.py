@@ -21,6 +21,7 @@ from ..config.schema import AnyModelBlock, RootBlock
 from ..distributed.asked import layout_of, reduce_dtype
 from ..distributed.layout import DataLayout
 from ..precision import PrecisionPlan, plan_precision
+from ..recordable import why_not_recorded
 from ..sample_form import sample_form
 from .cards import Card
 
@@ -131,6 +132,7 @@ class RunFacts:
         micro_batches: of a rank in each step.
         average_width: bytes of each number of the moving average on the device, 0 without one there.
         vocab_size: tokens of the tokenizer.
+        can_be_recorded: a micro batch can run as a CUDA graph, whether it shall or not.
     """
 
     keys: AnyModelBlock
@@ -144,6 +146,12 @@ class RunFacts:
     micro_batches: int
     average_width: int
     vocab_size: int
+    can_be_recorded: bool
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether micro batches run as CUDA graphs, which the host launches at once."""
+        return self.can_be_recorded and self.keys.enable_cuda_graph is not False
 
     @property
     def ranks(self) -> int:
@@ -220,6 +228,7 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
         micro_batches=keys.global_batch_size // keys.micro_batch_size // target.world_size,
         average_width=max(4, precision.weights.itemsize) if average.enable and not average.cpu_offload else 0,
         vocab_size=vocab_size,
+        can_be_recorded=why_not_recorded(root, torch.device(target.device), target.world_size) is None,
     )
 
 

@@ -22,7 +22,7 @@ from .ends import (
 )
 from .facts import RunFacts, StackFacts
 from .layer import LayerMemory, layer_memory
-from .states import HeldState, adds_up, held_state, parameters_of, update_working
+from .states import HeldState, adds_up, held_state, parameters_of, trained_of, update_working
 
 _NOTHING = RecomputeSlice(chunk=1, layers=0, modules=frozenset())
 
@@ -199,7 +199,7 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
                 away=away_below + stack.weights_away_at(layer.number),
             )
             have += gradients.of(parameters)
-    table = facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
+    table = 0 if facts.keys.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
     yield Moment(
         where="the embeddings, backward",
         gradients=gradients.all,
@@ -282,6 +282,7 @@ class _Gradients:
         self._leave = facts.layout is not None and self._kept and adds_up(facts)
         self._shards = facts.shards
         parameters = parameters_of(facts)
+        self._trained = trained_of(facts) / parameters
         # narrow gradients are added to the sums at once (ranks) or after the micro batch, and dropped
         narrow = self._width < 4 and facts.precision.main_weights
         accumulates = facts.micro_batches > 1
@@ -290,14 +291,14 @@ class _Gradients:
         self.before = self.all if self._adds_in_place else 0
 
     def of(self, parameters: int) -> int:
-        """Bytes that the gradients of some parameters stay, once they are calculated."""
+        """Bytes that the gradients of some parameters stay, once they are calculated; of a frozen model their part."""
         if self._leave:
             return 0
-        return parameters * self._width // (1 if self._kept else self._shards)
+        return int(parameters * self._trained) * self._width // (1 if self._kept else self._shards)
 
     def adding(self, parameters: int) -> int:
         """Bytes of the gradients of a layer while they are added to those of the micro batch before."""
-        return parameters * self._width if self._adds_in_place else 0
+        return int(parameters * self._trained) * self._width if self._adds_in_place else 0
 
 
 def _gathered(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> int:

@@ -9,7 +9,6 @@ import torch
 from ...kernels.attention.backends import installed
 from ...kernels.attention.dispatch import Decision
 from ...models.build import idle_recompute
-from ...models.config.counting import count_parameters
 from ...models.offload_copies import SLAB
 from ..config.schema import RootBlock
 from ..determinism import attention_flags
@@ -17,7 +16,7 @@ from ..manifest import device_name
 from .cards import Card, card_of
 from .facts import RunFacts, Target, facts_of, precision_there
 from .moments import MemoryPlan, memory_plan
-from .states import CONTEXT, parameters_of
+from .states import CONTEXT, idle_of, parameters_of
 from .work import StepTime, sent_each_micro_batch, step_time
 
 FRAGMENTS = 1.03
@@ -100,7 +99,7 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
     return Plan(
         facts=facts,
         parameters=parameters_of(facts),
-        active=count_parameters(facts.keys, facts.vocab_size, facts.form, active=True),
+        active=parameters_of(facts) - idle_of(facts),
         memory=memory,
         time=step_time(facts, memory),
     )

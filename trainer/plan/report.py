@@ -30,6 +30,8 @@ _AT_PEAK = {
     "working": "working memory",
 }
 _LEAST_SHOWN = GIB // 200
+LEAST_WAITING = 0.1
+"""Part of a step that the card waits for the host, from which on it is told."""
 
 
 def gib(size: float) -> str:
@@ -87,6 +89,7 @@ def summary(plan: Plan) -> list[str]:
             f"plan: {(time.model_flops + time.recomputed_flops) / 1e12:,.1f} TFLOP a step{again}, about "
             f"{_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s{_how_sure(plan)}"
         )
+        lines += [f"plan: {line}" for line in _idle_card(plan)]
     if plan.on_host:
         lines.append(f"plan: {gib(plan.on_host)} in page-locked host memory for each process")
     if plan.short_of_host:
@@ -201,12 +204,25 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     for name, seconds in time.parts.items():
         if seconds >= time.seconds / 1000:
             yield f"  {name:<26} {seconds * 1e3:>9,.1f} ms"
+    yield from (f"  {line}" for line in _idle_card(plan))
     if time.sent:
         card = plan.facts.target.card
         assert card is not None
         yield (
             f"  {gib(time.sent)} a step to the host and back, {1e3 * time.sent / card.host_link:,.0f} ms each way at "
             f"{card.host_link / 1e9:,.0f} GB/s"
+        )
+
+
+def _idle_card(plan: Plan) -> Iterator[str]:
+    """What to do about a card that waits for the host, where something can be done."""
+    facts, time = plan.facts, plan.time
+    assert time is not None
+    waiting = time.parts["waiting for the host"]
+    if facts.can_be_recorded and not facts.is_recorded and waiting > LEAST_WAITING * time.seconds:
+        yield (
+            f"the host launches this model's kernels more slowly than the card runs them: model.enable_cuda_graph=null "
+            f"would take about {_seconds(time.seconds - waiting)} a step"
         )
 
 

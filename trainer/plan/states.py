@@ -16,6 +16,7 @@ from ..distributed.layout import DataLayout
 from ..optim.buckets import BUCKET_BYTES, StateShape, plan_buckets
 from ..optim.build import count_state, is_state_on_host
 from ..precision import PrecisionPlan
+from ..trained_count import count_trained
 from .facts import RunFacts
 
 CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
@@ -61,8 +62,24 @@ class HeldState:
 
 
 def parameters_of(facts: RunFacts) -> int:
-    """Parameters of the model."""
-    return count_parameters(facts.keys, facts.vocab_size, facts.form)
+    """Parameters of the model, frozen ones too."""
+    return count_trained(facts.keys, facts.vocab_size, facts.form).all
+
+
+def idle_of(facts: RunFacts) -> int:
+    """Parameters of experts that a token does not meet."""
+    given = facts.keys, facts.vocab_size, facts.form
+    return count_parameters(*given) - count_parameters(*given, active=True)
+
+
+def trained_of(facts: RunFacts) -> int:
+    """Parameters that have gradients and optimizer state."""
+    return count_trained(facts.keys, facts.vocab_size, facts.form).trained
+
+
+def state_of(facts: RunFacts) -> int:
+    """Numbers that the optimizer keeps besides main weights."""
+    return count_state(facts.keys, facts.vocab_size, trained_of(facts) if facts.keys.peft.is_on else None)
 
 
 def rotary_tables(stacks: tuple[StackSlice, ...]) -> int:
@@ -87,10 +104,10 @@ def main_weight_bytes(precision: PrecisionPlan) -> int:
 def held_state(facts: RunFacts) -> HeldState:
     """What a rank of a run on CUDA holds from the first step to the last."""
     keys, widths = facts.keys, facts.widths
-    parameters = parameters_of(facts)
+    parameters = trained_of(facts)
     shards, main = facts.shards, main_weight_bytes(facts.precision)
-    weights = parameters * widths.weights // (1 if whole_weights(facts.layout) else shards)
-    state = count_state(keys, facts.vocab_size) * (main or widths.weights) // shards
+    weights = parameters_of(facts) * widths.weights // (1 if whole_weights(facts.layout) else shards)
+    state = state_of(facts) * (main or widths.weights) // shards
     on_host = is_state_on_host(keys, torch.device(facts.target.device))
     moved = (parameters * main // shards + state) if on_host else 0
     sums = 0
@@ -143,7 +160,7 @@ def update_working(facts: RunFacts) -> int:
     """Bytes the optimizer needs during its update besides what it keeps."""
     kind, chosen = optimizer_kind(facts.keys.optim.name), optimizer_settings(facts.keys.optim)
     weights = _weights(facts)
-    parameters = parameters_of(facts) // facts.shards
+    parameters = trained_of(facts) // facts.shards
     largest = max(weight.numbers for weight in weights) // facts.shards
     hidden = max((weight.numbers for weight in weights if weight.is_hidden), default=0) // facts.shards
     slots = slots_of(facts) if is_state_on_host(facts.keys, torch.device(facts.target.device)) else 0
@@ -211,6 +228,8 @@ class _Weight(NamedTuple):
 
 def _weights(facts: RunFacts) -> list[_Weight]:
     """The large parameters, in the order in which an optimizer has them."""
+    if facts.keys.peft.is_on:  # many small ones, which take as much memory as one of their size
+        return [_Weight(trained_of(facts), is_hidden=True)]
     first = facts.stacks[0].stack.hidden_size
     table = _Weight(facts.family.padded_vocab_size * first, is_hidden=False)
     family = facts.family

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 from ...kernels.attention.dispatch import Decision
 from ...models.config.memory import RecomputeModule
+from ...models.config.peft_slice import LoRASlice, peft_slice
 from ...models.config.slices import AttentionSlice, StackSlice
 from ..config.optim import optimizer_kind, optimizer_settings
 from ..flops import training_flops_per_sample
-from ..optim.build import count_state
 from .cards import Card
 from .facts import RunFacts, StackFacts
 from .layer import recomputed, rows_of
 from .moments import MemoryPlan, PlacedLayer
-from .states import main_weight_bytes, parameters_of
+from .states import main_weight_bytes, parameters_of, state_of, trained_of
 
 BACKWARD_OF_ATTENTION = 2.5
 """FLOPs of fused attention's backward pass, in those of its forward: five products to two."""
@@ -30,9 +30,9 @@ PASSES_OF_SCORES = 10
 """Likewise of the scores of unfused attention: products, softmax and their gradients."""
 SLOW_ATTENTION = 0.63
 """The speed of FlashAttention 2 on Hopper in that of the kernels written for it."""
-KERNELS_OF_LAYER, KERNELS_AS_WRITTEN = 65, 180
-"""Launches of a layer, forward and backward: T5 base, compiled and not."""
-LAUNCH_SECONDS = 4.5e-6
+HOST_SECONDS_OF_LAYER, HOST_SECONDS_AS_WRITTEN = 3.6e-3, 4.5e-3
+"""What a host needs to launch a layer, forward and backward, compiled and not: T5 base beside an H100, measured as 84
+ms of 24 compiled layers; the other is an estimate from the number of launches."""
 FILLING_TOKENS = 256
 """Matrix products of so many tokens run at half their speed, for they leave much of the card idle: an estimate."""
 MEASURED_TOKENS = 16_384
@@ -172,15 +172,15 @@ def core_forward(facts: StackFacts, *, with_scores: bool = False) -> Work:
     return work
 
 
-def layer_work(layer: PlacedLayer) -> Work:
-    """Forward and backward of a layer where nothing is recomputed."""
+def layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
+    """Forward and backward of a layer where nothing is recomputed; frozen weights have no gradients."""
     facts, experts = layer.stack, _has_experts(layer)
     matmul, _ = projections_forward(facts, experts=experts)
     core = core_forward(facts)
     passes = PASSES_COMPILED if facts.compiled else PASSES_AS_WRITTEN
     kept = sum(each.size for each in layer.memory.kept if each.part not in ("scores", "weights"))
     return Work(
-        matmul=3 * matmul + 3 * core.matmul,
+        matmul=(2 if frozen else 3) * matmul + 3 * core.matmul,
         attention=(1 + BACKWARD_OF_ATTENTION) * core.attention,
         moved=passes * (kept + layer.memory.boundary) + 3 * core.moved,
     )
@@ -215,7 +215,19 @@ def ends_work(facts: RunFacts) -> Work:
     e = facts.widths.compute
     logits = facts.out_tokens * vocab
     moved = logits * e * 4 + sum(stack.tokens * stack.stack.hidden_size for stack in facts.stacks) * e * 8
-    return Work(matmul=6.0 * logits * hidden, moved=moved)
+    return Work(matmul=(4.0 if facts.keys.peft.is_on else 6.0) * logits * hidden, moved=moved)
+
+
+def updates_work(facts: RunFacts) -> Work:
+    """What LoRA adds to a micro batch: three narrow products for each of its matrices, that move what they read.
+
+    Inputs and results of a linear layer are each read or written four times, as `kernels.lora_linear` does.
+    """
+    peft = peft_slice(facts.keys.peft)
+    if not isinstance(peft, LoRASlice):
+        return Work()
+    tokens, trained = max(stack.tokens for stack in facts.stacks), trained_of(facts)
+    return Work(matmul=6.0 * tokens * trained, moved=4.0 * tokens * facts.widths.compute * trained / peft.rank)
 
 
 # ---------------------------------------------------------------- bytes over links
@@ -238,10 +250,10 @@ def _messages(facts: RunFacts) -> float:
     layout = facts.layout
     if layout is None:
         return 0.0
-    parameters = parameters_of(facts)
     part = (facts.ranks - 1) / facts.ranks
-    weights, summed = parameters * facts.widths.weights, parameters * facts.reduce_width
+    weights, summed = parameters_of(facts) * facts.widths.weights, trained_of(facts) * facts.reduce_width
     if layout.whole_weights:
+        weights = trained_of(facts) * facts.widths.weights
         return part * (2 * summed if layout.shards == 1 else summed + weights)
     gathers = 2 if layout.reshard_after_forward else 1
     return part * facts.micro_batches * (gathers * weights + summed)
@@ -250,16 +262,16 @@ def _messages(facts: RunFacts) -> float:
 def _update_bytes(facts: RunFacts) -> float:
     """Bytes that the update of a step moves in the memory of the card."""
     main = main_weight_bytes(facts.precision) or facts.widths.weights
-    state = count_state(facts.keys, facts.vocab_size) / parameters_of(facts)
+    state = state_of(facts) / trained_of(facts)
     gradient = facts.widths.weights
     each = main * 2 + state * main * 2 + gradient * 2 + facts.widths.weights
     sums = (2 * 4 + gradient) * facts.micro_batches if facts.micro_batches > 1 else 0
-    return parameters_of(facts) / facts.shards * each + parameters_of(facts) * sums
+    return trained_of(facts) / facts.shards * each + trained_of(facts) * sums
 
 
 def _orthogonalised(facts: RunFacts, memory: MemoryPlan) -> float:
     """FLOPs of Muon's iterations: 4 m^2 n + 2 m^3 each for an m x n matrix, m <= n."""
-    if optimizer_kind(facts.keys.optim.name) != "muon":
+    if optimizer_kind(facts.keys.optim.name) != "muon" or facts.keys.peft.is_on:
         return 0.0
     steps, total = optimizer_settings(facts.keys.optim)["ns_steps"], 0.0
     for layer in memory.layers:
@@ -284,9 +296,9 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
     card = facts.target.card
     if card is None or card.peak is None or facts.widths.compute != 2:
         return None
-    plain, again = ends_work(facts), Work()
+    plain, again = ends_work(facts) + updates_work(facts), Work()
     for layer in memory.layers:
-        plain += layer_work(layer)
+        plain += layer_work(layer, frozen=facts.keys.peft.is_on)
         again += recomputed_work(layer)
     micro = facts.micro_batches
     attention = min(1.0, _attention_speed(facts)) * card.attention_part
@@ -298,10 +310,8 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
         "recomputed": micro * _seconds(again, card, products, card.peak * attention),
     }
     computing = sum(parts.values())
-    offloads = any(stack.stack.offload for stack in facts.stacks)
-    graph = facts.keys.enable_cuda_graph is not False and facts.layout is None and not offloads
-    kernels = KERNELS_OF_LAYER if facts.compiled else KERNELS_AS_WRITTEN
-    launching = 0.0 if graph else micro * len(memory.layers) * kernels * LAUNCH_SECONDS
+    host = HOST_SECONDS_OF_LAYER if facts.compiled else HOST_SECONDS_AS_WRITTEN
+    launching = 0.0 if facts.is_recorded else micro * len(memory.layers) * host
     parts["waiting for the host"] = max(0.0, launching - computing)
     sent = sent_each_micro_batch(memory)
     each_way = micro * sent / card.host_link
@@ -313,7 +323,10 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
     samples = facts.keys.global_batch_size
     return StepTime(
         seconds=sum(parts.values()),
-        model_flops=samples * training_flops_per_sample(facts.keys, facts.family.padded_vocab_size, facts.form),
+        model_flops=samples
+        * training_flops_per_sample(
+            facts.keys, facts.family.padded_vocab_size, facts.form, frozen=facts.keys.peft.is_on
+        ),
         recomputed_flops=facts.ranks * micro * (again.matmul + again.attention),
         tokens=samples * (facts.form.length + facts.form.decoder_length),
         peak_flops=card.peak * facts.ranks,

@@ -1,0 +1,174 @@
+"""A frozen linear layer with a low-rank update (LoRA, arXiv 2106.09685) as one operation.
+
+The gradient of the weight is never made. The input is kept once, for the frozen product and the update together; both
+updates, of the output and of the gradient of the input, are added where these lie, without a copy of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# ---------------------------------------------------------------- reference
+
+
+def reference_lora_linear(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    *,
+    scale: float,
+    parts: Sequence[int],
+    dropout: float = 0.0,
+) -> Tensor:
+    """The operation from parts that autograd sees; arguments as in `lora_linear`."""
+    low = F.linear(F.dropout(inputs, dropout) if dropout else inputs, down)
+    pairs = zip(low.split(up.shape[1], dim=-1), up.split(list(parts)), strict=True)
+    update = torch.cat([F.linear(part, rows) for part, rows in pairs], dim=-1)
+    return F.linear(inputs, weight, bias) + scale * update
+
+
+# ---------------------------------------------------------------- custom operations
+
+
+def _places(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice]]:
+    """For each part its columns of the output, and its columns of the low-rank product."""
+    for number, (rows, end) in enumerate(zip(parts, accumulate(parts), strict=True)):
+        yield slice(end - rows, end), slice(number * rank, (number + 1) * rank)
+
+
+@torch.library.custom_op("stoker::lora_linear", mutates_args=())
+def _lora_linear(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, parts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Output (n, out) and low-rank product (n, parts * rank) of inputs (n, in)."""
+    output, low = F.linear(inputs, weight, bias), inputs @ down.t()
+    for wide, narrow in _places(parts, up.shape[1]):
+        output[:, wide].addmm_(low[:, narrow], up[wide].t(), alpha=scale)
+    return output, low
+
+
+@_lora_linear.register_fake
+def _(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, parts: list[int]
+) -> tuple[Tensor, Tensor]:
+    return inputs.new_empty(len(inputs), len(weight)), inputs.new_empty(len(inputs), len(down))
+
+
+@torch.library.custom_op("stoker::lora_linear_backward", mutates_args=())
+def _lora_linear_backward(
+    gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    low: Tensor,
+    scale: float,
+    parts: list[int],
+    of_inputs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `inputs` (empty unless `of_inputs`), `down` and `up`."""
+    of_low, of_up = torch.empty_like(low), torch.empty_like(up)
+    for wide, narrow in _places(parts, up.shape[1]):
+        part = gradient[:, wide]
+        for into, left, right in ((of_low[:, narrow], part, up[wide]), (of_up[wide], part.t(), low[:, narrow])):
+            torch.addmm(into, left, right, beta=0, alpha=scale, out=into)
+    of_down = of_low.t() @ inputs
+    return (gradient @ weight).addmm_(of_low, down) if of_inputs else gradient.new_empty(0), of_down, of_up
+
+
+@_lora_linear_backward.register_fake
+def _(
+    gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    low: Tensor,
+    scale: float,
+    parts: list[int],
+    of_inputs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    of = torch.empty_like(inputs) if of_inputs else gradient.new_empty(0)
+    return of, torch.empty_like(down), torch.empty_like(up)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, _, down, up, scale, parts = inputs
+    ctx.save_for_backward(hidden, weight, down, up, output[1])
+    ctx.scale, ctx.parts = scale, parts
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    hidden, weight, down, up, low = ctx.saved_tensors
+    of_inputs = ctx.needs_input_grad[0]
+    of_hidden, of_down, of_up = _lora_linear_backward(
+        gradient.contiguous(), hidden, weight, down, up, low, ctx.scale, ctx.parts, of_inputs
+    )
+    return of_hidden if of_inputs else None, None, None, of_down, of_up, None, None
+
+
+_lora_linear.register_autograd(_backward, setup_context=_save)
+
+
+# ---------------------------------------------------------------- public function
+
+
+def lora_linear(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    *,
+    scale: float,
+    parts: Sequence[int],
+    dropout: float = 0.0,
+) -> Tensor:
+    """`inputs @ (weight + scale * update)^T + bias`, the update being the low-rank product of each part.
+
+    A fused weight has its projections one below the other. Each is a part with matrices of its own: part i multiplies
+    by rows [i r, (i + 1) r) of `down`, then by its own rows of `up`. One part has one pair of matrices for all rows.
+
+    Args:
+        inputs: (..., in), any floating dtype; under autocast, cast to its dtype with the weights.
+        weight: (out, in), frozen: it gets no gradient.
+        bias: (out,), likewise; None for none.
+        down: (parts * r, in), LoRA's A.
+        up: (out, r), LoRA's B.
+        scale: alpha / r.
+        parts: rows of each part, `out` together.
+        dropout: probability of dropping an input of `down`; 0 outside training.
+
+    Returns:
+        (..., out), differentiable once in `inputs`, `down` and `up`.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    rank = up.shape[-1]
+    if sum(parts) != len(weight) or up.shape != (len(weight), rank):
+        raise ValueError(
+            f"`parts` ({list(parts)}) and `up` {tuple(up.shape)} must have the {len(weight)} rows of `weight`."
+        )
+    if down.shape != (len(parts) * rank, weight.shape[1]):
+        raise ValueError(
+            f"`down` {tuple(down.shape)} must be {(len(parts) * rank, weight.shape[1])}: {rank} rows for each part."
+        )
+    kind = inputs.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        inputs, weight, down, up = inputs.to(dtype), weight.to(dtype), down.to(dtype), up.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if dropout:
+        return reference_lora_linear(inputs, weight, bias, down, up, scale=scale, parts=parts, dropout=dropout)
+    rows = inputs.flatten(0, -2).contiguous()
+    return _lora_linear(rows, weight, bias, down, up, scale, list(parts))[0].unflatten(0, inputs.shape[:-1])

@@ -1,0 +1,151 @@
+"""What fine-tuning with few parameters adds to a model, as small frozen records. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .peft import InitMethod, PeftKeys
+
+Projection = Literal["attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"]
+_GROUPS: dict[str, tuple[Projection, ...]] = {
+    "attention": ("attention_qkv", "attention_dense"),
+    "mlp": ("mlp_fc1", "mlp_fc2"),
+    "all": ("attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerChoice:
+    """Which layers of each stack.
+
+    Attributes:
+        numbers: counted from 1; None for all.
+    """
+
+    numbers: frozenset[int] | None = None
+
+    def takes(self, index: int) -> bool:
+        """Whether the layer with this index, from 0, is among them."""
+        return self.numbers is None or index + 1 in self.numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRASlice:
+    """Low-rank updates of linear layers.
+
+    Attributes:
+        targets: which of a layer's projections.
+        rank: of an update.
+        alpha: updates are multiplied with alpha / rank.
+        dropout: of what the first matrix reads, in training.
+        column_init: how the first matrix starts.
+        row_init: likewise the second.
+        layers: that get updates.
+        canonical: each projection of a fused matrix has matrices of its own.
+    """
+
+    targets: frozenset[Projection]
+    rank: int
+    alpha: float
+    dropout: float
+    column_init: InitMethod
+    row_init: InitMethod
+    layers: LayerChoice
+    canonical: bool
+
+    @property
+    def scale(self) -> float:
+        """The factor of updates."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSlice:
+    """Bottleneck MLPs after attention and MLP; attributes as in `AdapterTuningKeys`."""
+
+    width: int
+    dropout: float
+    norm_position: Literal["pre", "post"] | None
+    column_init: InitMethod
+    row_init: InitMethod
+    layers: LayerChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSlice:
+    """Learned vectors in front of a text; attributes as in `PTuningKeys`."""
+
+    virtual_tokens: int
+    bottleneck: int
+    embedding: int
+    init_std: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IA3Slice:
+    """Factors of keys, values and inner activations."""
+
+    layers: LayerChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectiveSlice:
+    """The model's own parameters whose names hold one of these texts."""
+
+    names: tuple[str, ...]
+
+
+PeftSlice = LoRASlice | AdapterSlice | PromptSlice | IA3Slice | SelectiveSlice
+
+
+def peft_slice(keys: PeftKeys) -> PeftSlice | None:
+    """What the keys describe; None where the whole model is trained."""
+    match keys.peft_scheme:
+        case "lora":
+            lora = keys.lora_tuning
+            return LoRASlice(
+                targets=frozenset(_projections(lora.target_modules)),
+                rank=lora.adapter_dim,
+                alpha=lora.adapter_dim if lora.alpha is None else lora.alpha,
+                dropout=lora.adapter_dropout,
+                column_init=lora.column_init_method,
+                row_init=lora.row_init_method,
+                layers=_layers(lora.layer_selection),
+                canonical=lora.variant == "canonical",
+            )
+        case "adapter":
+            adapter = keys.adapter_tuning
+            return AdapterSlice(
+                width=adapter.adapter_dim,
+                dropout=adapter.adapter_dropout,
+                norm_position=adapter.norm_position,
+                column_init=adapter.column_init_method,
+                row_init=adapter.row_init_method,
+                layers=_layers(adapter.layer_selection),
+            )
+        case "ptuning":
+            prompt = keys.p_tuning
+            return PromptSlice(
+                virtual_tokens=prompt.virtual_tokens,
+                bottleneck=prompt.bottleneck_dim,
+                embedding=prompt.embedding_dim,
+                init_std=prompt.init_std,
+            )
+        case "ia3":
+            return IA3Slice(layers=_layers(keys.ia3_tuning.layer_selection))
+        case "selective":
+            return SelectiveSlice(names=tuple(keys.selective_tuning.tunable_base_param_names or ()))
+        case _:
+            return None
+
+
+def _layers(numbers: list[int] | None) -> LayerChoice:
+    return LayerChoice(numbers=None if numbers is None else frozenset(numbers))
+
+
+def _projections(names: Sequence[str]) -> Iterator[Projection]:
+    for name in names:
+        group: tuple[Projection, ...] = _GROUPS.get(name, (name,))  # type: ignore[arg-type]
+        yield from group

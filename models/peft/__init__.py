@@ -1,0 +1,1 @@
+"""What fine-tuning with few parameters adds to a model."""

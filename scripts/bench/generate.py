@@ -1,0 +1,196 @@
+"""Generation benchmark: tokens per second beside transformers' `generate`; see `rounds.py` for how it measures.
+
+    python scripts/bench/generate.py [--rounds 3] [--batch 1 32] [--only stoker hf ...]
+        [--results FILE.jsonl] [--report FILE.md]
+
+Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
+bf16, random weights, no end token. A prompt of 128 random tokens, then 256 tokens greedily, the reading included.
+
+A step of a small batch must read all weights and all keys and values: `of the limit` is the time that takes at the
+speed at which this GPU copies memory, divided by the time of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import Shape
+from rounds import Length, Row, read_rows, result, run_rounds, time_windows
+
+PROMPT, NEW = 128, 256
+LENGTH = Length(warm_up=2, windows=3, window=2)
+TITLES = {
+    "stoker": "stoker: KV cache, split-KV kernel, CUDA graph of a step",
+    "stoker_compiled": "the same, layers compiled (`stoker generate --compile`)",
+    "hf": "transformers' `generate`, SDPA, its growing cache",
+    "hf_static": "transformers' `generate`, static cache, forward compiled by it",
+}
+Generate = Callable[[torch.Tensor], object]
+
+
+def stoker(batch: int, *, compiled: bool) -> Generate:
+    """stoker's decoder in the loop of `stoker generate`."""
+    from stoker.kernels.attention.flags import read_flags
+    from stoker.models.build import build_gpt
+    from stoker.models.config.gpt import GPTKeys
+    from stoker.models.decoding import GPTDecoder
+    from stoker.trainer.config.load import load_run_config
+    from stoker.trainer.sampling import Sampling
+    from stoker.trainer.token_loop import TokenLoop
+
+    keys = load_run_config(None, None, ["model=llama_1b"]).root.model
+    assert isinstance(keys, GPTKeys)
+    device = torch.device("cuda")
+    model = build_gpt(
+        keys.model_copy(update={"compile": False}),
+        vocab_size=Shape.vocab,
+        device=device,
+        dtype=torch.bfloat16,
+        flags=read_flags(),
+        micro_batch_size=1,
+        kinds=("evaluation", "generation"),
+    ).eval()
+    if compiled:
+        model.decoder.compile_steps()
+    loop = TokenLoop(
+        GPTDecoder(model, batch, PROMPT + NEW),
+        Sampling(),
+        NEW,
+        vocabulary=Shape.vocab,
+        device=device,
+        within=nullcontext,
+        recorded=True,
+    )
+
+    def generate(prompts: torch.Tensor) -> object:
+        return sum(1 for _ in loop.run(prompts.tolist(), [0] * batch))
+
+    return generate
+
+
+def hf(_: int, *, static: bool) -> Generate:
+    """transformers' LlamaForCausalLM in bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=Shape.vocab,
+        hidden_size=Shape.hidden,
+        intermediate_size=Shape.ffn,
+        num_hidden_layers=Shape.layers,
+        num_attention_heads=Shape.heads,
+        num_key_value_heads=Shape.groups,
+        max_position_embeddings=Shape.sequence,
+        tie_word_embeddings=False,
+    )
+    with torch.device("cuda"):
+        model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
+
+    def generate(prompts: torch.Tensor) -> object:
+        return model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+            **options,
+        )  # fmt: skip
+
+    return generate
+
+
+def limit_seconds(batch: int) -> float:
+    """What a step must take: weights without the table of embeddings, and the keys and values of half of the text."""
+    shape = Shape()
+    width = shape.hidden // shape.heads
+    attention = shape.hidden * (2 * shape.heads + 2 * shape.groups) * width
+    weights = shape.layers * (attention + 3 * shape.hidden * shape.ffn) + shape.hidden * shape.vocab
+    cached = batch * (PROMPT + NEW / 2) * 2 * shape.groups * width * shape.layers
+    return 2 * (weights + cached) / copy_speed()
+
+
+def copy_speed() -> float:
+    """Bytes per second that a copy of 4 GiB reads and writes."""
+    source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)  # the first takes longer
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(10):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    return 10 * 2 * source.numel() / (start.elapsed_time(end) / 1e3)
+
+
+def measure(name: str, batch: int) -> Row:
+    """Run one contender in this process."""
+    builders: dict[str, Callable[[], Generate]] = {
+        "stoker": lambda: stoker(batch, compiled=False),
+        "stoker_compiled": lambda: stoker(batch, compiled=True),
+        "hf": lambda: hf(batch, static=False),
+        "hf_static": lambda: hf(batch, static=True),
+    }
+    limit = limit_seconds(batch)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    generate = builders[name]()
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    @torch.no_grad()
+    def run() -> None:
+        generate(torch.randint(0, Shape.vocab, (batch, PROMPT), device="cuda", generator=generator))
+
+    return result(name, time_windows(run, LENGTH), batch * NEW) | {"batch": batch, "limit": limit}
+
+
+def table(rows: list[Row]) -> str:
+    """The report: a part for each batch, contenders from fastest to slowest."""
+    first = rows[0]
+    lines = [f"Device: {first['device']}; torch {first['torch']}, triton {first['triton']}; {first['date']}.", ""]
+    for batch in sorted({row["batch"] for row in rows}):
+        here = [row for row in rows if row["batch"] == batch and "refused" not in row]
+        speed = {
+            name: statistics.median(row["tokens_per_second"] for row in here if row["peer"] == name)
+            for name in {row["peer"] for row in here}
+        }
+        limit = statistics.median(row["limit"] for row in here)
+        lines += [f"| batch {batch} | tokens/s | ms/token | of the limit | peak GiB |", "|---|---|---|---|---|"]
+        for name in sorted(speed, key=lambda one: -speed[one]):
+            peak = statistics.median(row["peak_gib"] for row in here if row["peer"] == name)
+            step = batch / speed[name]
+            lines.append(
+                f"| {TITLES[name]} | {speed[name]:,.0f} | {1e3 * step:.2f} | {limit / step:.0%} | {peak:.1f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the rounds, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--only", nargs="+", choices=sorted(TITLES), default=sorted(TITLES))
+    parser.add_argument("--results", type=Path, default=Path("generate.jsonl"))
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--one", choices=sorted(TITLES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one, arguments.batch[0])))
+        return
+    for batch in arguments.batch:
+        run_rounds(__file__, ["--batch", str(batch)], arguments.only, arguments.results, arguments.rounds, batch=batch)
+    report = table([row for row in read_rows(arguments.results) if row.get("batch") in arguments.batch])
+    print(report)
+    if arguments.report:
+        arguments.report.write_text(report)
+
+
+if __name__ == "__main__":
+    main()

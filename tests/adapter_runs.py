@@ -1,0 +1,80 @@
+"""Runs of fine-tuning on tiny models as transformers writes them: the folder of the base, and a run of few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_folders import TOKENS, VOCAB, letter_tokenizer, random_model, save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stoker.models.t5 import T5
+from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.restore import Restored
+from stoker.trainer.run import TrainingResult, run_training
+
+TEXT = "to be or not to be that is the question whether tis nobler in the mind to suffer " * 60
+
+
+def base_folder(name: str, folder: Path) -> Path:
+    """A folder with a random model of an architecture and a tokenizer of letters."""
+    save(random_model(name), folder)
+    letter_tokenizer(folder)
+    return folder
+
+
+def finetune_config(base: Path, directory: Path, *overrides: str, peft: str | None = "lora") -> RunConfig:
+    """`stoker finetune` on a text, one step of four samples."""
+    text = directory.parent / "text.txt"
+    text.write_text(TEXT)
+    is_t5 = "t5" in base.name
+    common = [
+        f"model.restore_from_path={base}",
+        "data=text",
+        f"model.data.path={text}",
+        "trainer.accelerator=cpu",
+        "trainer.max_steps=1",
+        "trainer.limit_val_batches=0",
+        "trainer.enable_model_summary=false",
+        "exp_manager.create_tensorboard_logger=false",
+        f"exp_manager.explicit_log_dir={directory}",
+        "model.micro_batch_size=2",
+        "model.global_batch_size=4",
+        "model.optim.lr=1e-2",
+        *(["model.seq_length=24", "model.tokenizer.num_sentinel_tokens=20"] if is_t5 else []),
+        *([] if is_t5 else ["model.encoder_seq_length=16"]),
+    ]
+    choice = [f"peft={peft}"] if peft else []
+    return load_run_config(None, None, [*common, *choice, *overrides], {}, finetune=True)
+
+
+def finetune(base: Path, directory: Path, *overrides: str, peft: str | None = "lora") -> TrainingResult:
+    """Train as `finetune_config` says."""
+    return run_training(finetune_config(base, directory, *overrides, peft=peft))
+
+
+def some_tokens(samples: int = 2, length: int = TOKENS - 4) -> Tensor:
+    """Token ids of the random models."""
+    return torch.randint(0, VOCAB, (samples, length), generator=torch.Generator().manual_seed(3))
+
+
+def our_logits(restored: Restored, tokens: Tensor) -> Tensor:
+    """Logits of a restored model: of a T5 for an answer that is the text."""
+    model: Any = restored.model
+    with torch.no_grad():
+        logits = model(tokens, _shifted(tokens)) if isinstance(model, T5) else model(tokens)
+    return logits[..., :VOCAB]
+
+
+def their_logits(model: PreTrainedModel | Any, tokens: Tensor, *, is_t5: bool = False) -> Tensor:
+    """The same of a model of transformers', with or without peft around it."""
+    with torch.no_grad():
+        more = {"decoder_input_ids": _shifted(tokens)} if is_t5 else {}
+        return model(input_ids=tokens, **more).logits[..., :VOCAB]
+
+
+def _shifted(tokens: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], dim=1)

@@ -1,0 +1,359 @@
+"""What fine-tuning adds to models: its arithmetic, what is frozen, and the same gradients however memory is saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import late_copies
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.cross_entropy import linear_cross_entropy
+from stoker.kernels.lora_linear import lora_linear, reference_lora_linear
+from stoker.kernels.moe.experts import expert_mlp
+from stoker.kernels.moe.grouped_matmul import grouped_matmul
+from stoker.kernels.moe.lora_experts import LowRank, lora_expert_mlp
+from stoker.models.build import LanguageModel, build_model
+from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.peft import PeftKeys
+from stoker.models.config.peft_slice import peft_slice
+from stoker.models.config.samples import SampleForm
+from stoker.models.config.t5 import T5Keys
+from stoker.models.mlp import MLP
+from stoker.models.peft.adapt import trained_parameters
+from stoker.models.peft.added import added_parameters
+from stoker.models.peft.lora import LoRALinear
+from stoker.models.stack import Layer
+from stoker.models.t5 import T5
+
+F64 = torch.float64
+STACK: dict[str, Any] = {
+    "num_layers": 3, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.3, "activation": "swiglu",
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 8}
+FULL: dict[str, Any] = {
+    "activations_checkpoint_granularity": "full",
+    "activations_checkpoint_method": "uniform",
+    "activations_checkpoint_num_layers": 2,
+}
+PARTS: dict[str, Any] = {"activations_checkpoint_modules": ["norm", "mlp_activation", "core_attention"]}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "lora": {"lora_tuning": {"target_modules": ["all"], "adapter_dim": 3, "alpha": 5.0, "row_init_method": "normal"}},
+    "adapter": {"adapter_tuning": {"adapter_dim": 5, "row_init_method": "normal"}},
+    "ptuning": {"p_tuning": {"virtual_tokens": 3, "bottleneck_dim": 6, "embedding_dim": 5}},
+    "ia3": {},
+    "selective": {"selective_tuning": {"tunable_base_param_names": ["layers.1.mlp", "final_norm"]}},
+}
+LENGTH, ANSWER, VOCAB = 12, 6, 40
+
+
+def keys_of(family: str, **changes: Any) -> GPTKeys | T5Keys:
+    common: dict[str, Any] = {"make_vocab_size_divisible_by": 8, "seed": 5}
+    if family == "t5":
+        stack = {**STACK, **changes}
+        return T5Keys.model_validate(
+            {"seq_length": LENGTH, "max_position_embeddings": 2 * LENGTH, "encoder": stack, "decoder": stack, **common}
+        )
+    more = EXPERTS if family == "experts" else {}
+    return GPTKeys.model_validate(
+        {"encoder_seq_length": LENGTH, "max_position_embeddings": 2 * LENGTH, **STACK, **more, **common, **changes}
+    )
+
+
+def model_of(
+    family: str, scheme: str | None, *, dtype: torch.dtype = F64, peft: Any = None, **changes: Any
+) -> LanguageModel:
+    keys = PeftKeys.model_validate({"peft_scheme": scheme, **(SCHEMES.get(scheme or "", {}) if peft is None else peft)})
+    form = SampleForm(length=LENGTH, decoder_length=ANSWER) if family == "t5" else SampleForm(length=LENGTH)
+    return build_model(
+        keys_of(family, **changes),
+        vocab_size=VOCAB,
+        device="cpu",
+        dtype=dtype,
+        flags=AttentionFlags(),
+        micro_batch_size=2,
+        form=form,
+        peft=peft_slice(keys),
+    )
+
+
+def batch_of(family: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(length: int) -> Tensor:
+        return torch.randint(0, VOCAB, (2, length), generator=generator)
+
+    if family == "t5":
+        return {"encoder_tokens": draw(LENGTH), "decoder_tokens": draw(ANSWER), "labels": draw(ANSWER)}
+    return {"tokens": draw(LENGTH), "labels": draw(LENGTH)}
+
+
+def gradients(model: LanguageModel, family: str) -> dict[str, Tensor]:
+    model.train()
+    model.batch_loss(batch_of(family), 10.0).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+# ---------------------------------------------------------------- the operation
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=F64, requires_grad=True)
+
+
+@pytest.mark.parametrize("parts", [(7,), (3, 2, 2), (4, 3)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_operation_is_its_reference(parts: tuple[int, ...], with_bias: bool) -> None:
+    torch.manual_seed(0)
+    inputs, down, up = drawn(2, 3, 5), drawn(len(parts) * 2, 5), drawn(7, 2)
+    weight, bias = torch.randn(7, 5, dtype=F64), torch.randn(7, dtype=F64) if with_bias else None
+    found: list[list[Tensor]] = []
+    for function in (lora_linear, reference_lora_linear):
+        output = function(inputs, weight, bias, down, up, scale=0.7, parts=parts)
+        found.append([output.detach(), *torch.autograd.grad(output.sin().sum(), (inputs, down, up))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+    if not with_bias or len(parts) == 1:
+        return
+    rows = inputs.detach().flatten(0, 1).requires_grad_()
+    arguments = (rows, weight, bias, down.detach().requires_grad_(), up.detach().requires_grad_(), 0.7, list(parts))
+    torch.library.opcheck(torch.ops.stoker.lora_linear.default, arguments)
+
+
+def test_inputs_that_need_no_gradient_get_none() -> None:
+    inputs, down, up = torch.randn(3, 5, dtype=F64), drawn(2, 5), drawn(7, 2)
+    lora_linear(inputs, torch.randn(7, 5, dtype=F64), None, down, up, scale=1.0, parts=(7,)).sum().backward()
+    assert down.grad is not None
+    assert up.grad is not None
+    assert inputs.grad is None
+
+
+def test_dropout_is_of_the_update_alone() -> None:
+    torch.manual_seed(0)
+    inputs, weight, down, up = drawn(400, 50), torch.randn(7, 50, dtype=F64), drawn(2, 50), drawn(7, 2)
+    plain = inputs @ weight.t()
+    with_dropout = lora_linear(inputs, weight, None, down, up, scale=1.0, parts=(7,), dropout=0.5)
+    mean = lora_linear(inputs, weight, None, down, up, scale=1.0, parts=(7,)) - plain
+    assert not torch.allclose(with_dropout, plain + mean)
+    torch.testing.assert_close((with_dropout - plain).mean(0), mean.mean(0), atol=2.0, rtol=0.1)
+    nothing = lora_linear(inputs, weight, None, down, torch.zeros_like(up), scale=1.0, parts=(7,), dropout=0.5)
+    assert torch.equal(nothing, plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"parts": (4, 4)}, "`parts`"), ({"up": torch.zeros(6, 2)}, "`up`"), ({"down": torch.zeros(3, 5)}, "`down`")],
+)
+def test_shapes_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
+    arguments: dict[str, Any] = {"down": torch.zeros(2, 5), "up": torch.zeros(7, 2), "parts": (7,), "scale": 1.0}
+    with pytest.raises(ValueError, match=said):
+        lora_linear(torch.zeros(3, 5), torch.zeros(7, 5), None, **{**arguments, **changes})
+
+
+@pytest.mark.parametrize("capacity", [None, 5])
+@pytest.mark.parametrize("bias", [True, False])
+def test_experts_are_those_with_merged_weights(capacity: int | None, bias: bool) -> None:
+    torch.manual_seed(0)
+    hidden, gates = drawn(9, 6), torch.rand(9, 2, dtype=F64)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(9)])
+    up, down = torch.randn(3, 8, 6, dtype=F64), torch.randn(3, 6, 4, dtype=F64)
+    biases = {"up_bias": torch.randn(3, 8, dtype=F64), "down_bias": torch.randn(3, 6, dtype=F64)} if bias else {}
+    first = LowRank(drawn(3, 4, 6), drawn(3, 8, 2), (4, 4), 0.7, 0.0)
+    second = LowRank(drawn(3, 3, 4), drawn(3, 6, 3), (6,), 0.3, 0.0)
+    learnt = (hidden, first.down, first.up, second.down, second.up)
+    shared: dict[str, Any] = {"nonlinearity": "silu", "gated": True, "capacity": capacity, **biases}
+
+    def merged(weight: Tensor, low: LowRank) -> Tensor:
+        lows, highs = low.down.split(low.up.shape[2], dim=1), low.up.split(list(low.parts), dim=1)
+        return weight + low.scale * torch.cat([b @ a for a, b in zip(lows, highs, strict=True)], dim=1)
+
+    outputs = (
+        lora_expert_mlp(hidden, chosen, gates, up, down, first, second, **shared),
+        expert_mlp(
+            hidden, chosen, gates, merged(up, first), merged(down, second), **shared,
+            implementation="padded" if capacity else "sequential",
+        ),
+    )  # fmt: skip
+    torch.testing.assert_close(*outputs, atol=1e-12, rtol=1e-12)
+    found = [torch.autograd.grad(output.sin().sum(), learnt) for output in outputs]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_frozen_weights_cost_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = drawn(6, 5), torch.randn(8, 5, dtype=F64)
+    labels = torch.randint(0, 8, (6,))
+    frozen = linear_cross_entropy(hidden, weight, labels, valid_vocab=8)
+    (ours,) = torch.autograd.grad(frozen, hidden)
+    learnt = linear_cross_entropy(hidden, weight.clone().requires_grad_(), labels, valid_vocab=8)
+    (theirs,) = torch.autograd.grad(learnt, hidden)
+    assert torch.equal(ours, theirs)
+    outer = "stoker.kernels.moe.grouped_matmul._grouped_outer"
+    monkeypatch.setattr(outer, lambda *_: pytest.fail("the gradient of a frozen matrix"))
+    rows = drawn(4, 5)
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    grouped_matmul(rows, torch.randn(2, 5, 3, dtype=F64), ends, backend="loop").sum().backward()
+    assert rows.grad is not None
+
+
+# ---------------------------------------------------------------- in models
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", ["gpt", "experts", "t5"])
+def test_what_is_added_is_trained_and_nothing_else(family: str, scheme: str) -> None:
+    if (family, scheme) == ("experts", "ia3"):
+        pytest.skip("a rule refuses it: experts have no factors")
+    model = model_of(family, scheme)
+    trained = trained_parameters(model)
+    assert gradients(model, family).keys() == trained.keys()
+    assert all(gradient.any() for gradient in gradients(model, family).values())
+    if scheme == "selective":
+        assert trained
+        assert not added_parameters(model)
+    else:
+        assert set(trained) == set(added_parameters(model))
+    plain = dict(model_of(family, None).named_parameters())
+    base = {name: parameter for name, parameter in model.named_parameters() if name not in added_parameters(model)}
+    assert base.keys() == plain.keys()
+    assert all(torch.equal(parameter, plain[name]) for name, parameter in base.items())
+
+
+@pytest.mark.parametrize("family", ["gpt", "experts", "t5"])
+@pytest.mark.parametrize("scheme", ["lora", "adapter", "ia3"])
+def test_a_model_begins_as_the_function_it_was(family: str, scheme: str) -> None:
+    if (family, scheme) == ("experts", "ia3"):
+        pytest.skip("a rule refuses it: experts have no factors")
+    batch = batch_of(family)
+    plain, adapted = (
+        model.eval().batch_loss(batch, 1.0) for model in (model_of(family, None), model_of(family, scheme, peft={}))
+    )
+    torch.testing.assert_close(plain, adapted, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt", "experts", "t5"])
+@pytest.mark.parametrize(
+    ("scheme", "how"),
+    [
+        ("lora", "full"),
+        ("lora", "parts"),
+        ("lora", "offload"),
+        ("lora", "full offload"),
+        ("adapter", "full"),
+        ("ptuning", "full"),
+    ],
+)
+def test_memory_is_saved_to_the_same_gradients(
+    family: str, scheme: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = gradients(model_of(family, scheme), family)
+    changes: dict[str, Any] = {**(FULL if "full" in how else {}), **(PARTS if how == "parts" else {})}
+    if "full" in how and "offload" in how:
+        changes["activations_checkpoint_num_layers"] = 1
+    if "offload" in how:
+        late_copies.install(monkeypatch)
+        changes |= {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
+    if family == "experts" and how == "parts":
+        changes["moe_layer_recompute"] = True
+    saved = gradients(model_of(family, scheme, **changes), family)
+    assert saved.keys() == plain.keys()
+    assert all(torch.equal(saved[name], plain[name]) for name in plain)
+
+
+def test_vectors_are_seen_and_padding_is_not() -> None:
+    model = model_of("t5", "ptuning").eval()
+    assert isinstance(model, T5)
+    tokens, answer = batch_of("t5")["encoder_tokens"], batch_of("t5")["decoder_tokens"]
+    padding = torch.arange(LENGTH) < LENGTH - 4
+    padded = model(tokens, answer, encoder_padding=padding.expand(2, -1))
+    torch.testing.assert_close(padded, model(tokens[:, : LENGTH - 4], answer), atol=1e-10, rtol=1e-10)
+    plain = model_of("t5", None).eval()
+    assert isinstance(plain, T5)
+    assert not torch.allclose(padded, plain(tokens[:, : LENGTH - 4], answer), atol=1e-3)
+
+
+def test_every_linear_layer_has_the_updates_that_are_asked_for() -> None:
+    def updated(family: str, *targets: str, **more: Any) -> set[str]:
+        peft = {"lora_tuning": {"target_modules": list(targets), "adapter_dim": 2, **more}}
+        return {name.rpartition(".")[0] for name in trained_parameters(model_of(family, "lora", peft=peft))}
+
+    at = "decoder.layers.0."
+    assert {name for name in updated("gpt", "attention") if name.startswith(at)} == {
+        f"{at}attention.qkv", f"{at}attention.output",
+    }  # fmt: skip
+    assert {name for name in updated("gpt", "mlp_fc1") if name.startswith(at)} == {f"{at}mlp.up"}
+    assert {name for name in updated("experts", "mlp") if name.startswith(at)} == {
+        f"{at}mlp.experts", f"{at}mlp.shared.up", f"{at}mlp.shared.down",
+    }  # fmt: skip
+    assert {name for name in updated("t5", "attention_qkv") if name.startswith(at)} == {
+        f"{at}attention.qkv", f"{at}cross_attention.query", f"{at}cross_attention.kv",
+    }  # fmt: skip
+    assert {name.split(".")[2] for name in updated("gpt", "all", layer_selection=[1, 3])} == {"0", "2"}
+    assert updated("gpt", "all") == updated("gpt", "mlp", "attention")
+
+
+def test_a_fused_weight_has_one_pair_for_each_projection() -> None:
+    layer = model_of("gpt", "lora").decoder.layers[0]  # type: ignore[union-attr]
+    assert isinstance(layer, Layer)
+    assert isinstance(layer.mlp, MLP)
+    for module, parts in ((layer.attention.qkv, (16, 8, 8)), (layer.mlp.up, (24, 24)), (layer.mlp.down, (16,))):
+        assert isinstance(module, LoRALinear)
+        assert module.parts == parts
+        assert tuple(module.lora_a.shape) == (3 * len(parts), module.in_features)
+        assert tuple(module.lora_b.shape) == (module.out_features, 3)
+    nemo = {"lora_tuning": {"target_modules": ["all"], "adapter_dim": 3, "variant": "nemo"}}
+    layer = model_of("gpt", "lora", peft=nemo).decoder.layers[0]  # type: ignore[union-attr]
+    assert isinstance(layer, Layer)
+    assert isinstance(layer.attention.qkv, LoRALinear)
+    assert tuple(layer.attention.qkv.lora_a.shape) == (3, 16)
+
+
+@pytest.mark.parametrize("method", ["xavier", "normal", "kaiming", "zero"])
+def test_matrices_start_as_nemo_says(method: str) -> None:
+    peft = {"lora_tuning": {"adapter_dim": 64, "column_init_method": method, "target_modules": ["attention_qkv"]}}
+    stack: dict[str, Any] = {"hidden_size": 512, "num_layers": 1, "num_attention_heads": 8, "num_query_groups": 8}
+    down = trained_parameters(model_of("gpt", "lora", peft=peft, **stack))["decoder.layers.0.attention.qkv.lora_a"]
+    wanted = {"xavier": (2 / (512 + 64)) ** 0.5, "normal": 0.2, "kaiming": (1 / 3 / 512) ** 0.5, "zero": 0.0}[method]
+    assert down.std().item() == pytest.approx(wanted, rel=0.02)
+    assert method != "kaiming" or down.abs().max() <= 512**-0.5
+
+
+def test_names_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match="`tunable_base_param_names` \\(nowhere\\)"):
+        model_of("gpt", "selective", peft={"selective_tuning": {"tunable_base_param_names": ["norm", "nowhere"]}})
+    with pytest.raises(ValueError, match="`layer_selection` \\(4\\) must be from 1 to the number of layers \\(3\\)"):
+        model_of("gpt", "lora", peft={"lora_tuning": {"layer_selection": [1, 4]}})
+
+
+def test_the_operation_compiles_whole() -> None:
+    torch.manual_seed(0)
+    inputs, down, up, weight = drawn(4, 5), drawn(2, 5), drawn(7, 2), torch.randn(7, 5, dtype=F64)
+
+    def loss(inputs: Tensor) -> Tensor:
+        return lora_linear(inputs, weight, None, down, up, scale=0.5, parts=(7,)).sin().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = [torch.autograd.grad(function(inputs), (inputs, down, up)) for function in (loss, compiled)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.full
+def test_an_adapted_model_compiles_whole() -> None:
+    peft = {"lora_tuning": {"target_modules": ["all"], "adapter_dim": 3, "row_init_method": "normal"}}
+    plain = gradients(model_of("gpt", "lora", peft=peft, num_layers=1), "gpt")
+    compiled = gradients(model_of("gpt", "lora", peft=peft, num_layers=1, compile=True), "gpt")
+    assert compiled.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(compiled[name], gradient, atol=1e-10, rtol=1e-10)
+
+
+def test_autocast_is_followed() -> None:
+    model = model_of("experts", "lora", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.train().batch_loss(batch_of("experts"), 10.0)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in trained_parameters(model).values())
+    assert isinstance(model, nn.Module)

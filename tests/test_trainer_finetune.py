@@ -1,0 +1,262 @@
+"""`stoker finetune`: what comes from the model it begins with, what its checkpoints hold, and that frozen bits stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_runs import base_folder, finetune, finetune_config, our_logits, some_tokens
+from hf_folders import TOKENS
+from safetensors.torch import load_file
+from tiny_run import tiny_config
+
+from stoker.models.peft.adapt import trained_parameters
+from stoker.trainer import cli
+from stoker.trainer.base_weights import find_base
+from stoker.trainer.checkpoint import find_checkpoint, weights_of
+from stoker.trainer.config.problems import ConfigError
+from stoker.trainer.config.schema import ModelBlock
+from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+from stoker.trainer.restore import restore
+from stoker.trainer.run import run_training
+
+SCHEMES = ("lora", "adapter", "ia3", "ptuning", "selective")
+PEFT: dict[str, Any] = {
+    "model__peft__lora_tuning__target_modules": ["all"],
+    "model__peft__lora_tuning__adapter_dim": 3,
+    "model__peft__p_tuning__virtual_tokens": 3,
+    "model__peft__p_tuning__bottleneck_dim": 8,
+    "model__peft__selective_tuning__tunable_base_param_names": ["mlp"],
+    "model__max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Path:
+    """A run of stoker's."""
+    directory = tmp_path_factory.mktemp("ours") / "run"
+    run_training(tiny_config(directory, trainer__max_steps=2, model__max_position_embeddings=32))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Path:
+    """A folder of Hugging Face's."""
+    return base_folder("llama", tmp_path_factory.mktemp("theirs") / "llama")
+
+
+def peft_run(base: Path, directory: Path, scheme: str, **changes: Any) -> Any:
+    shared = {**PEFT, "model__peft__peft_scheme": scheme, "model__restore_from_path": str(base)}
+    return run_training(tiny_config(directory, **{**shared, **changes}))
+
+
+# ---------------------------------------------------------------- frozen weights and checkpoints
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_frozen_weights_keep_their_bits(ours: Path, scheme: str, tmp_path: Path) -> None:
+    whole = peft_run(ours, tmp_path / "whole", scheme, trainer__max_steps=3)
+    before = load_file(find_checkpoint(ours)[0].weight_files[0])
+    after = weights_of(whole.model)
+    trained = trained_parameters(whole.model)
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]) == (name not in trained), name
+    assert set(trained) & set(before) == (
+        {name for name in before if "mlp" in name} if scheme == "selective" else set()
+    )
+
+    checkpoint, _ = find_checkpoint(whole.directory, with_optimizer=True)
+    assert checkpoint.is_adapter
+    assert set(load_file(checkpoint.adapter_files[0])) == set(trained)
+    state = load_file(checkpoint.path / "optimizer.safetensors")
+    assert {name.rpartition(".")[0] for name in state} == set(trained), "frozen weights have no state"
+    assert checkpoint.state.base == find_base(ours).record()
+
+    restored = weights_of(restore(whole.directory, "cpu").model)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in restored.items())
+
+
+@pytest.mark.parametrize(
+    "scheme", [scheme if scheme == "lora" else pytest.param(scheme, marks=pytest.mark.full) for scheme in SCHEMES]
+)
+def test_a_resumed_run_is_exact(ours: Path, scheme: str, tmp_path: Path) -> None:
+    after = weights_of(peft_run(ours, tmp_path / "whole", scheme).model)
+    peft_run(ours, tmp_path / "halves", scheme, trainer__max_steps=4)
+    halves = peft_run(ours, tmp_path / "halves", scheme)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights_of(halves.model).items())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_trains_a_t5(scheme: str, tmp_path: Path) -> None:
+    base = base_folder("t5_v1_1", tmp_path / "t5")
+    named = ["model.peft.selective_tuning.tunable_base_param_names=[final_norm]", "model.peft.peft_scheme=selective"]
+    if scheme == "selective":
+        run = finetune(base, tmp_path / "run", *named, peft=None)
+    else:
+        run = finetune(base, tmp_path / "run", peft=scheme)
+    whole = finetune(base, tmp_path / "whole", "trainer.max_steps=1", "model.optim.lr=1e-30", peft=None)
+    before, after, trained = weights_of(whole.model), weights_of(run.model), trained_parameters(run.model)
+    assert trained
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]) == (name not in trained), name
+    restored = weights_of(restore(run.directory, "cpu").model)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in restored.items())
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "sgd"])
+def test_every_optimizer_trains_an_adapter(ours: Path, kind: str, tmp_path: Path) -> None:
+    run = peft_run(ours, tmp_path / "run", "lora", model__optim={"name": kind, "lr": 1e-2}, trainer__max_steps=2)
+    assert any(parameter.any() for name, parameter in trained_parameters(run.model).items() if name.endswith("lora_b"))
+
+
+def test_an_average_is_of_what_is_trained(ours: Path, tmp_path: Path) -> None:
+    run = peft_run(ours, tmp_path / "run", "lora", exp_manager__ema={"enable": True, "decay": 0.5})
+    held = load_file(find_checkpoint(run.directory)[0].path / "ema.safetensors")
+    assert set(held) == set(trained_parameters(run.model))
+
+
+def test_frozen_experts_keep_their_bias(tmp_path: Path) -> None:
+    experts: dict[str, Any] = {
+        "model__num_moe_experts": 4,
+        "model__moe_router_score_function": "sigmoid",
+        "model__moe_router_enable_expert_bias": True,
+        "model__moe_router_bias_update_rate": 0.5,
+    }
+    experts |= {"trainer__max_steps": 1, "trainer__limit_val_batches": 0, "model__global_batch_size": 2}
+    base = run_training(tiny_config(tmp_path / "base", **experts))
+    run = peft_run(base.directory, tmp_path / "run", "lora", **experts, model__max_position_embeddings=None)
+    before, after = weights_of(base.model), weights_of(run.model)
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_a_run_goes_on_with_an_adapter(ours: Path, tmp_path: Path) -> None:
+    first = peft_run(ours, tmp_path / "first", "lora")
+    config = finetune_config(
+        ours, tmp_path / "second", f"model.peft.restore_from_path={first.directory}", "data=mock", "~model.data.path",
+        "model.optim.lr=1e-12", peft=None,
+    )  # fmt: skip
+    lora = config.root.model.peft.lora_tuning
+    assert (config.root.model.peft.peft_scheme, lora.adapter_dim, lora.target_modules) == ("lora", 3, ["all"])
+    second = run_training(config)
+    before, after = weights_of(first.model), weights_of(second.model)
+    assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before)
+
+
+def test_a_whole_model_is_no_adapter_and_an_adapter_no_whole_model(ours: Path, tmp_path: Path) -> None:
+    adapter = peft_run(ours, tmp_path / "adapter", "lora", trainer__max_steps=1).directory
+    with pytest.raises(UserError, match=r"holds an adapter of .*stoker convert --merge"):
+        finetune_config(adapter, tmp_path / "next")
+    with pytest.raises(UserError, match=r"holds a whole model; set model\.restore_from_path"):
+        peft_run(ours, tmp_path / "wrong", "lora", model__peft__restore_from_path=str(ours))
+    with pytest.raises(UserError, match="this run to none; use the same"):
+        run_training(tiny_config(tmp_path / "adapter", model__max_position_embeddings=32))
+
+
+# ---------------------------------------------------------------- what comes from where
+
+
+def test_the_model_is_that_of_the_folder(theirs: Path, tmp_path: Path) -> None:
+    config = finetune_config(theirs, tmp_path / "run")
+    model = config.root.model
+    assert isinstance(model, ModelBlock)
+    facts = json.loads((theirs / "config.json").read_text())
+    assert model.hidden_size == facts["hidden_size"]
+    assert model.num_query_groups == facts["num_key_value_heads"]
+    assert (model.encoder_seq_length, model.max_position_embeddings) == (16, TOKENS)
+    assert (model.tokenizer.library, model.tokenizer.type) == ("huggingface", str(theirs))
+    assert model.peft.lora_tuning.adapter_dim == 16
+    assert str(config.origins["model.hidden_size"]) == str(theirs / "config.json")
+    assert not config.findings
+
+
+def test_the_model_is_that_of_the_run(ours: Path, tmp_path: Path) -> None:
+    model = finetune_config(
+        ours, tmp_path / "run", "data=mock", "~model.data.path", "model.hidden_dropout=0.3"
+    ).root.model
+    assert isinstance(model, ModelBlock)
+    assert (model.hidden_size, model.num_layers, model.max_position_embeddings) == (32, 1, 32)
+    assert (model.hidden_dropout, model.attention_dropout) == (0.3, 0.1)
+    assert model.micro_batch_size == 2, "batches are of this run"
+
+
+def test_weights_are_read_from_a_folder(theirs: Path, tmp_path: Path) -> None:
+    run = finetune(theirs, tmp_path / "run", "model.optim.lr=1e-12", peft=None)
+    from stoker.trainer.conversion.to_stoker import convert_to_stoker
+
+    convert_to_stoker(theirs, tmp_path / "converted")
+    tokens = some_tokens()
+    logits = [our_logits(restore(place, "cpu"), tokens) for place in (run.directory, tmp_path / "converted")]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    assert not find_checkpoint(run.directory)[0].is_adapter
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "said"),
+    [
+        ("model.hidden_size=64", "model.hidden_size", "must be 36"),
+        ("model.num_query_groups=6", "model.num_query_groups", "must be 2"),
+        ("model=gpt_tiny", "model.hidden_size", "must be 36"),
+        ("model.family=bert", "model.family", "must be gpt"),
+    ],
+)
+def test_another_shape_contradicts(theirs: Path, override: str, key: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        finetune_config(theirs, tmp_path / "run", override)
+    found = {problem.key: problem.rule for problem in caught.value.problems}
+    assert said in found[key]
+
+
+def test_a_folder_without_a_tokenizer_needs_one(theirs: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((theirs / name).read_bytes())
+    with pytest.raises(ConfigError) as caught:
+        finetune_config(bare, tmp_path / "run")
+    assert [problem.key for problem in caught.value.problems] == ["model.tokenizer.library"]
+    run = finetune(bare, tmp_path / "run", "tokenizer=byte")
+    assert restore(run.directory, "cpu").checkpoint.is_adapter
+
+
+def test_the_verb(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "stoker.trainer.run.train", lambda config: print(config.root.model.restore_from_path) or EXIT_DONE
+    )
+    assert cli.main(["finetune", f"model.restore_from_path={theirs}", "data=mock", "peft=ia3"]) == EXIT_DONE
+    assert str(theirs) in capsys.readouterr().out
+    assert cli.main(["finetune", "peft=lora"]) == EXIT_BAD_INPUT
+    assert "model.restore_from_path" in capsys.readouterr().err
+    assert cli.main(["finetune", f"model.restore_from_path={tmp_path}", "peft=lora"]) == EXIT_BAD_INPUT
+    assert "give a run directory" in capsys.readouterr().err
+    assert cli.main(["finetune", "model.restore_from_path=org/name", "peft=lora"]) == EXIT_BAD_INPUT
+    assert "there is no such folder; a model of the hub comes in by `stoker convert" in capsys.readouterr().err
+    assert cli.main(["config", "--finetune", f"model.restore_from_path={theirs}", "data=mock"]) == EXIT_DONE
+    assert "hidden_size: 36" in capsys.readouterr().out
+
+
+def test_convert_merges_what_was_trained(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = peft_run(ours, tmp_path / "adapter", "lora", trainer__max_steps=2).directory
+    merged = tmp_path / "merged"
+    assert cli.main(["convert", "--merge", "--to", "stoker", str(adapter), str(merged)]) == EXIT_DONE
+    assert f"{merged}: one model of" in capsys.readouterr().out
+    whole, with_base = (restore(place, "cpu") for place in (merged, adapter))
+    assert not whole.checkpoint.is_adapter
+    assert whole.config.root.model.restore_from_path is None
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(our_logits(whole, tokens), our_logits(with_base, tokens), atol=1e-5, rtol=1e-5)
+    again = ["convert", "--merge", "--base", str(tmp_path / "nowhere"), str(adapter), str(tmp_path / "other")]
+    for arguments, said in (
+        (["convert", "--merge", str(ours), str(tmp_path / "x")], "is not an adapter"),
+        (["convert", "--to", "stoker", str(adapter), str(tmp_path / "x")], "of that kind already"),
+        (again, "no usable checkpoint"),
+    ):
+        assert cli.main(arguments) == EXIT_BAD_INPUT
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,44 @@
+"""A checkpoint's configuration may claim any size; its weights, which are there, say whether that can be true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..models.config.counting import count_parameters
+from .errors import UserError
+from .sample_form import sample_form
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .config.schema import RootBlock
+
+_NARROWEST = 2
+"""Bytes of a weight, of all dtypes that a checkpoint may have."""
+
+
+def check_claimed_size(
+    checkpoint: Checkpoint, root: RootBlock, vocab_size: int, weights: Sequence[Path] | None = None
+) -> None:
+    """Refuse a configuration of more parameters than the files of weights can hold, before anything is built of it.
+
+    Args:
+        checkpoint: that has the configuration.
+        root: its configuration.
+        vocab_size: tokens of its tokenizer.
+        weights: the files of the weights, where they are not in the checkpoint: those that an adapter belongs to.
+
+    Raises:
+        UserError: it claims more.
+    """
+    plain = {"make_vocab_size_divisible_by": 1}  # files of others have no padding
+    keys = root.model if weights is None else root.model.model_copy(update=plain)
+    parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, sample_form(root))
+    files = checkpoint.weight_files if weights is None else weights
+    there = sum(file.stat().st_size for file in files)
+    if parameters * _NARROWEST > there:
+        raise UserError(
+            f"checkpoint {checkpoint.path} does not fit the model of its configuration, which has {parameters:,} "
+            f"parameters: its weights have {there:,} bytes"
+        )

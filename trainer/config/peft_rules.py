@@ -1,0 +1,137 @@
+"""Cross-field rules of `model.peft`: what a scheme needs, and which keys have no effect with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...models.config.block import Finding
+from ...models.config.family_rules import stacks_of_keys
+from ...models.config.position_slices import BOUNDED
+from .facts import Facts, Rule
+from .schema import T5ModelBlock
+
+_AT = "model.peft"
+_SCHEME = f"{_AT}.peft_scheme"
+_BLOCKS = {
+    "lora": "lora_tuning",
+    "adapter": "adapter_tuning",
+    "ptuning": "p_tuning",
+    "ia3": "ia3_tuning",
+    "selective": "selective_tuning",
+}
+
+
+def settings_are_those_of_the_scheme(facts: Facts) -> Iterator[Finding]:
+    """Of the blocks of settings one acts: that of the scheme."""
+    scheme = facts.root.model.peft.peft_scheme
+    for name, block in _BLOCKS.items():
+        given = sorted(path for path in facts.own if path.startswith(f"{_AT}.{block}."))
+        if given and scheme != name:
+            yield Finding(
+                "warning",
+                (given[0], _SCHEME),
+                f"`{block}` has no effect with `peft_scheme` ({scheme or 'null'})",
+                f"{_SCHEME}={name}" if scheme in (None, "none") else f"~{_AT}.{block}",
+            )
+
+
+def adapters_have_a_scheme(facts: Facts) -> Iterator[Finding]:
+    """`peft.restore_from_path` begins with what a scheme trains."""
+    peft = facts.root.model.peft
+    if peft.restore_from_path is not None and not peft.is_on:
+        yield Finding(
+            "error",
+            (f"{_AT}.restore_from_path", _SCHEME),
+            "`peft.restore_from_path` needs the `peft_scheme` it was trained with: the model has no place for it",
+            f"{_SCHEME}=lora, or stoker finetune, which reads it there",
+        )
+
+
+def frozen_weights_are_trained_ones(facts: Facts) -> Iterator[Finding]:
+    """What is frozen should have learnt something before; where speed is measured on random tokens it need not."""
+    model = facts.root.model
+    if model.peft.is_on and model.restore_from_path is None and model.data.data_impl != "mock":
+        yield Finding(
+            "warning",
+            (_SCHEME, "model.restore_from_path"),
+            f"`peft_scheme` ({model.peft.peft_scheme}) freezes random weights without `model.restore_from_path`",
+            "model.restore_from_path=FOLDER",
+        )
+
+
+def chosen_layers_are_there(facts: Facts) -> Iterator[Finding]:
+    """`layer_selection` counts the layers of a stack from 1."""
+    model = facts.root.model
+    most = max(stack.num_layers for stack in stacks_of_keys(model).values())
+    block = _BLOCKS.get(model.peft.peft_scheme or "", "")
+    chosen = getattr(getattr(model.peft, block, None), "layer_selection", None)
+    beyond = [number for number in chosen or () if number > most]
+    if beyond:
+        path = f"{_AT}.{block}.layer_selection"
+        rule = f"`layer_selection` ({beyond[0]}) must not be above the number of layers ({most})"
+        yield Finding("error", (path,), rule, f"{path}={sorted(set(chosen or ()) - set(beyond)) or [most]}")
+
+
+def experts_have_no_factors(facts: Facts) -> Iterator[Finding]:
+    """IA3 scales the inner activations of an MLP; those of experts are within one operation."""
+    model = facts.root.model
+    if model.peft.peft_scheme != "ia3":
+        return
+    for at, stack in stacks_of_keys(model).items():
+        experts = stack.num_moe_experts
+        if experts is not None and (experts > 1 or not isinstance(model, T5ModelBlock)):
+            key = f"model.{at}num_moe_experts"
+            rule = (
+                f"`peft_scheme` (ia3) has no factors for experts, of which `{at}num_moe_experts` ({experts}) has some"
+            )
+            yield Finding("error", (_SCHEME, key), rule, f"{_SCHEME}=lora")
+
+
+def selected_parameters_are_named(facts: Facts) -> Iterator[Finding]:
+    """`peft_scheme: selective` trains the parameters that are named."""
+    peft = facts.root.model.peft
+    path = f"{_AT}.selective_tuning.tunable_base_param_names"
+    if peft.peft_scheme == "selective" and peft.selective_tuning.tunable_base_param_names is None:
+        rule = "`peft_scheme: selective` needs the names of the parameters that it trains"
+        yield Finding("error", (path, _SCHEME), rule, f"{path}=[attention.qkv]")
+
+
+def vectors_have_room(facts: Facts) -> Iterator[Finding]:
+    """Virtual tokens stand in front of one text, and take positions of it."""
+    model = facts.root.model
+    if model.peft.peft_scheme != "ptuning":
+        return
+    data, number = model.data, model.peft.p_tuning.virtual_tokens
+    for name in ("reset_attention_mask", "reset_position_ids", "packed_sequence"):
+        if getattr(data, name):
+            rule = f"`peft_scheme` (ptuning) puts its vectors in front of one text, but `{name}` (True) packs several"
+            yield Finding("error", (f"model.data.{name}", _SCHEME), rule, f"model.data.{name}=false")
+    if model.family == "bert":
+        yield Finding(
+            "error", (_SCHEME, "model.family"), "`peft_scheme` (ptuning) is for gpt and t5", f"{_SCHEME}=lora"
+        )
+        return
+    stack = next(iter(stacks_of_keys(model).values()))
+    if stack.position_embedding_type not in BOUNDED and not stack.position_embedding_type.startswith("learned_"):
+        return
+    length = model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
+    there = max(model.max_position_embeddings or 0, length)
+    if length + number > there:
+        short = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"
+        yield Finding(
+            "error",
+            (f"{_AT}.p_tuning.virtual_tokens", f"model.{short}", "model.max_position_embeddings"),
+            f"`virtual_tokens` ({number}) and `{short}` ({length}) must fit into the model's {there} positions",
+            f"model.{short}={max(1, there - number)}",
+        )
+
+
+PEFT_RULES: tuple[Rule, ...] = (
+    settings_are_those_of_the_scheme,
+    adapters_have_a_scheme,
+    frozen_weights_are_trained_ones,
+    chosen_layers_are_there,
+    experts_have_no_factors,
+    selected_parameters_are_named,
+    vectors_have_room,
+)

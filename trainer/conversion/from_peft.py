@@ -1,0 +1,340 @@
+"""An adapter in the format of Hugging Face's peft, as the trained parameters of a model of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.config.families import sample_length_of
+from ...models.config.peft_slice import IA3Slice, LoRASlice, peft_slice
+from ...models.config.samples import SampleForm
+from ...models.hf.architecture import described, geometry_of
+from ...models.hf.architectures import ARCHITECTURES
+from ...models.hf.fields import shown
+from ...models.hf.layouts import Geometry
+from ..config.schema import RootBlock
+from ..data.tokenizers import Tokenizer
+from ..data.vocabulary import model_vocabulary
+from ..errors import UserError
+from ..safe_io import DamagedFileError, open_tensors
+from .folder import contained, read_object
+from .peft_factors import names_of_factors
+from .peft_map import PREFIX, Target, from_pairs, targets_of
+from .to_peft import ADAPTER_CONFIG, ADAPTER_TENSORS
+from .to_stoker import parameter_shapes
+
+_SHOWN = 10
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    "use_qalora": (None, False),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+    "arrow_config": (None,),
+}
+"""Fields that change what an adapter does, with the values that it is read with."""
+_KINDS: Mapping[str, Any] = {"lora_alpha": (int, float), "lora_dropout": (int, float), "alpha_pattern": dict}
+_PROJECTIONS = {
+    "attention.qkv": "attention_qkv",
+    "cross_attention.query": "attention_qkv",
+    "cross_attention.kv": "attention_qkv",
+    "attention.output": "attention_dense",
+    "cross_attention.output": "attention_dense",
+    "mlp.up": "mlp_fc1",
+    "mlp.experts.up": "mlp_fc1",
+    "mlp.shared.up": "mlp_fc1",
+    "mlp.down": "mlp_fc2",
+    "mlp.experts.down": "mlp_fc2",
+    "mlp.shared.down": "mlp_fc2",
+}
+"""What `lora_tuning.target_modules` calls the linear layers of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftFolder:
+    """An adapter, read.
+
+    Attributes:
+        path: the folder.
+        config: its adapter_config.json.
+        tensors: by module of the base and the rest of the name (`lora_A.weight`, `ia3_l`).
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, Tensor]]
+
+    @property
+    def kind(self) -> str:
+        """`LORA` or `IA3`."""
+        return str(self.config["peft_type"])
+
+
+def is_peft_folder(path: Path) -> bool:
+    """Whether a path is a folder in peft's format."""
+    return path.is_dir() and (path / ADAPTER_CONFIG).exists()
+
+
+def read_peft_folder(path: Path) -> PeftFolder:
+    """Read an adapter.
+
+    Raises:
+        UserError: it is none, or does something that is not done here; every reason.
+    """
+    config = read_object(path, ADAPTER_CONFIG)
+    if config is None:
+        raise UserError(f"{path} holds no {ADAPTER_CONFIG}")
+    problems = [
+        f"{ADAPTER_CONFIG}: `{name}` ({shown(config[name])}) must be {shown(known[-1])}"
+        for name, known in _OFF.items()
+        if name in config and config[name] not in known
+    ]
+    for name, kind in _KINDS.items():
+        if config.get(name) is not None and (not isinstance(config[name], kind) or config[name] is True):
+            problems.append(f"{ADAPTER_CONFIG}: `{name}` ({shown(config[name])}) is not what it should be")
+    if config.get("peft_type") not in ("LORA", "IA3"):
+        problems.append(f"{ADAPTER_CONFIG}: `peft_type` ({shown(config.get('peft_type'))}) must be LORA or IA3")
+    file = contained(path, ADAPTER_TENSORS)
+    if file is None:
+        problems.append(f"it holds no {ADAPTER_TENSORS}")
+    if problems or file is None:
+        raise UserError([f"{path} cannot be read as an adapter:", *(f"  {problem}" for problem in problems)])
+    modules: dict[str, dict[str, Tensor]] = {}
+    try:
+        with open_tensors(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                module, kind = _parsed(name)
+                modules.setdefault(module, {})[kind] = tensors.get_tensor(name)
+    except DamagedFileError as error:
+        raise UserError(f"{path}: {error}") from None
+    wanted = {"lora_A.weight", "lora_B.weight"} if config["peft_type"] == "LORA" else {"ia3_l"}
+    wrong = [f"{module}.{kind}" for module, kinds in modules.items() for kind in sorted(set(kinds) ^ wanted)]
+    wrong += [
+        f"{module}.{kind}"
+        for module, kinds in modules.items()
+        for kind, tensor in kinds.items()
+        if not tensor.is_floating_point() or tensor.ndim != 2 or not tensor.numel()
+    ]
+    wrong += [] if modules else ["any tensor"]
+    if wrong:
+        raise UserError(
+            [
+                f"{path} cannot be read as an adapter:",
+                *_listed(f"{shown(name, 120)} is not there, not known, or no matrix" for name in wrong),
+            ]
+        )
+    return PeftFolder(path, config, modules)
+
+
+def peft_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `model.peft` must say for a model to hold an adapter, dotted.
+
+    Args:
+        folder: the adapter.
+        root: the configuration of the base.
+        tokenizer: of the base.
+
+    Raises:
+        UserError: it belongs to another model.
+    """
+    targets, _ = _fitting(folder, root, tokenizer)
+    touched = [target for target in targets if any(module in folder.tensors for module in target.modules)]
+    layers = sorted({_place(target)[0] + 1 for target in touched})
+    every = sorted({_place(target)[0] + 1 for target in targets if _place(target)[1] in _PROJECTIONS})
+    selection = None if layers == every else layers
+    if folder.kind == "IA3":
+        return {"peft_scheme": "ia3", "ia3_tuning.layer_selection": selection}
+    rank = max(len(kinds["lora_A.weight"]) for kinds in folder.tensors.values())
+    fused = any(target.placed.ours.endswith("attention.qkv.weight") and target.per_expert == 1 for target in targets)
+    return {
+        "peft_scheme": "lora",
+        "lora_tuning.target_modules": sorted({_PROJECTIONS[_place(target)[1]] for target in touched}),
+        "lora_tuning.adapter_dim": rank,
+        "lora_tuning.alpha": float(_default_scale(folder) * rank),
+        "lora_tuning.adapter_dropout": float(folder.config.get("lora_dropout") or 0.0),
+        "lora_tuning.layer_selection": selection,
+        "lora_tuning.variant": "nemo" if fused else "canonical",
+    }
+
+
+def trained_tensors(
+    folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """The trained parameters of a model, of an adapter.
+
+    Args:
+        folder: the adapter.
+        root: the configuration of the model, `model.peft` included.
+        tokenizer: of the model.
+        wanted: names and shapes of its trained parameters.
+
+    Raises:
+        UserError: the adapter does not fit; says what differs.
+    """
+    peft = peft_slice(root.model.peft)
+    if not isinstance(peft, LoRASlice if folder.kind == "LORA" else IA3Slice):
+        raise UserError(
+            f"{folder.path} holds {folder.kind}, but `model.peft.peft_scheme` is {root.model.peft.peft_scheme}"
+        )
+    targets, geometry = _fitting(folder, root, tokenizer)
+    if isinstance(peft, LoRASlice):
+        return _lora(folder, peft, targets, geometry, wanted)
+    return _factors(folder, targets, geometry, wanted)
+
+
+def _lora(
+    folder: PeftFolder,
+    lora: LoRASlice,
+    targets: Sequence[Target],
+    geometry: Geometry,
+    wanted: Mapping[str, tuple[int, ...]],
+) -> dict[str, Tensor]:
+    pairs = {
+        module: (kinds["lora_A.weight"], kinds["lora_B.weight"], _scale(folder, module) / lora.scale)
+        for module, kinds in folder.tensors.items()
+    }
+    found: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for target in targets:
+        held = [module for module in target.modules if module in pairs]
+        shape = wanted.get(target.ours[0])
+        if shape is None:
+            problems += [f"{module}: `target_modules` or `layer_selection` has no update for it" for module in held]
+            continue
+        parts = shape[-2] // lora.rank
+        problems += list(_misfits(target, pairs, parts, lora.rank))
+        if not problems and held:
+            found |= zip(target.ours, from_pairs(target, pairs, parts, lora.rank, geometry), strict=True)
+    _refuse(folder, problems)
+    kind = next(iter(pairs.values()))[0].dtype
+    return {name: found[name] if name in found else torch.zeros(shape, dtype=kind) for name, shape in wanted.items()}
+
+
+def _misfits(target: Target, pairs: Mapping[str, tuple[Tensor, Tensor, float]], parts: int, rank: int) -> Iterator[str]:
+    for number, module in enumerate(target.modules):
+        if module not in pairs:
+            continue
+        down, up, _ = pairs[module]
+        rows, columns = target.outputs_of(number), target.columns
+        if down.ndim != 2 or tuple(down.shape[1:]) != (columns,) or tuple(up.shape) != (rows, len(down)):
+            yield f"{module}: A {list(down.shape)} and B {list(up.shape)} do not fit a layer of {columns} to {rows}"
+        elif len(down) > rank:
+            yield f"{module}: its rank is {len(down)}, `lora_tuning.adapter_dim` {rank}"
+        elif parts not in (1, target.per_expert) or (parts == 1 and target.per_expert > 1):
+            yield f"{module}: `lora_tuning.variant` must be {'nemo' if target.per_expert == 1 else 'canonical'} for it"
+
+
+def _factors(
+    folder: PeftFolder, targets: Sequence[Target], geometry: Geometry, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for target in targets:
+        held = {module: folder.tensors[module]["ia3_l"] for module in target.modules if module in folder.tensors}
+        name = names_of_factors(target)
+        if not held:
+            continue
+        if name not in wanted:
+            problems += [f"{module}: no factors are learned there" for module in held]
+            continue
+        if name.endswith(".down.ia3"):
+            (factors,) = held.values()
+            found[name] = factors.flatten()
+        else:
+            kind = next(iter(held.values())).dtype
+            sizes = [len(rows) for rows in target.split_rows(torch.empty(target.rows, 1), geometry)]
+            columns = [
+                held[module].reshape(-1, 1) if module in held else torch.ones(size, 1, dtype=kind)
+                for module, size in zip(target.modules, sizes, strict=True)
+            ]
+            if [len(column) for column in columns] != sizes:
+                problems.append(f"{target.modules[0]}: its factors do not fit the weight")
+                continue
+            whole = target.join_rows(columns, geometry).flatten()
+            plain, found[name] = whole.split([len(whole) - wanted[name][0], wanted[name][0]])
+            if not torch.equal(plain, torch.ones_like(plain)):
+                problems.append(f"{target.modules[0]}: queries have no factors here")
+        if tuple(found[name].shape) != wanted[name]:
+            problems.append(f"{target.modules[0]}: {len(found[name])} factors, which must be {wanted[name][0]}")
+    _refuse(folder, problems)
+    return {name: found.get(name, torch.ones(shape)) for name, shape in wanted.items()}
+
+
+def _fitting(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> tuple[list[Target], Geometry]:
+    """The linear layers of the base, by the names of the first architecture that has all modules of an adapter.
+
+    Raises:
+        UserError: none has.
+    """
+    vocab_size = model_vocabulary(root, tokenizer)
+    form = SampleForm(length=sample_length_of(root.model))
+    geometry = geometry_of(described(root.model, vocab_size, form))
+    shapes = parameter_shapes(root, tokenizer)
+    unknown: list[str] | None = None
+    for architecture in ARCHITECTURES:
+        if architecture.family != root.model.family:
+            continue
+        targets = list(targets_of(architecture.weights.place(shapes, geometry)[0]))
+        known = {module for target in targets if _place(target)[1] in _PROJECTIONS for module in target.modules}
+        rest = sorted(set(folder.tensors) - known)
+        if not rest:
+            return targets, geometry
+        unknown = rest if unknown is None or len(rest) < len(unknown) else unknown
+    names = [f"{shown(name, 120)} is no linear layer of a layer of this model" for name in unknown or ()]
+    raise UserError([f"{folder.path} is an adapter of another model:", *_listed(names)])
+
+
+def _place(target: Target) -> tuple[int, str]:
+    """The number of the layer that a linear layer is in, from 0, and its name there; -1 outside of layers."""
+    stem = target.placed.ours.removesuffix(".weight")
+    _, _, inside = stem.partition(".layers.")
+    number, _, name = inside.partition(".")
+    return (int(number), name) if number.isdigit() else (-1, stem)
+
+
+def _default_scale(folder: PeftFolder) -> float:
+    """The scale that most modules have."""
+    scales = [_scale(folder, module) for module in folder.tensors]
+    return max(set(scales), key=scales.count)
+
+
+def _scale(folder: PeftFolder, module: str) -> float:
+    """The factor of a module's update: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv 2312.03732)."""
+    config = folder.config
+    rank = len(folder.tensors[module]["lora_A.weight"])
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if module == pattern or module.endswith(f".{pattern}"):
+            alpha = value
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise UserError(f"{folder.path}: {ADAPTER_CONFIG}: `lora_alpha` ({shown(alpha)}) must be a number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _parsed(name: str) -> tuple[str, str]:
+    """The module and the kind of a tensor."""
+    plain = name.removeprefix(PREFIX)
+    for kind in ("lora_A.weight", "lora_B.weight", "ia3_l"):
+        if plain.endswith(f".{kind}"):
+            return plain.removesuffix(f".{kind}"), kind
+    return plain, "?"
+
+
+def _refuse(folder: PeftFolder, problems: Sequence[str]) -> None:
+    if problems:
+        raise UserError([f"{folder.path} does not fit the model of this configuration:", *_listed(problems)])
+
+
+def _listed(problems: Iterable[str]) -> list[str]:
+    lines = list(problems)
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return [*(f"  {line}" for line in lines[:_SHOWN]), *more]

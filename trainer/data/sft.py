@@ -1,0 +1,237 @@
+"""Supervised fine-tuning of a GPT: from files of prompts with answers, or of conversations, to samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.schema import ModelBlock, RootBlock
+from ..errors import UserError
+from .blend import BlendedFields
+from .chats import chat_examples, first_words, read_chat
+from .docstrings import read_docstrings
+from .example_samples import ExampleSamples
+from .examples import Example, Examples, all_of, fitted
+from .jsonl import Reader, read_split
+from .prompt_template import template_of
+from .prompts import PromptTokens, read_record
+from .record_sources import read_source
+from .seq2seq import FieldSamples
+from .sources import SPLITS, Split, parse_proportions
+from .task import Task
+from .text_start import text_start
+from .tokenizers import Tokenizer
+
+_TRAIN = "model.data.train_ds"
+
+
+@dataclass(frozen=True)
+class Records:
+    """What files hold: conversations, or objects with texts.
+
+    Attributes:
+        name: what they are, for messages.
+        sets: those of each split; training may have several, with proportions of their own.
+        weights: these proportions; None takes the sets by their sizes.
+    """
+
+    name: str
+    sets: dict[Split, list[list[Any]]]
+    weights: Sequence[float] | None = None
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all of them, in hexadecimal."""
+        total = hashlib.sha256()
+        for split in SPLITS:
+            for number, records in enumerate(self.sets[split]):
+                for record in records:
+                    total.update(json.dumps([split, number, record], sort_keys=True).encode("utf-8"))
+        return total.hexdigest()
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """The samples of a fine-tuning run.
+
+    Attributes:
+        samples: of each split, or None where it is empty.
+        examples: of each split.
+        records: what they were made of.
+    """
+
+    samples: dict[Split, FieldSamples | None]
+    examples: dict[Split, list[Examples]]
+    records: Records
+
+    def of(self, split: Split) -> list[Example]:
+        """The examples of a split."""
+        return all_of(self.examples[split])
+
+    def check(self) -> None:
+        """Find out whether there is anything to learn.
+
+        Raises:
+            UserError: not one training example has a token that counts.
+        """
+        train = self.examples["train"]
+        left_out = sum(one.left_out for one in train)
+        if left_out and not any(map(len, train)):
+            raise UserError(
+                f"{self.records.name}: none of {left_out:,} training examples has anything to learn: the rows are too "
+                "short for the prompts, or the chat template marks no answers, or writes none"
+            )
+
+    def describe(self) -> str:
+        """How many there are, and what did not fit."""
+        every = [examples for sets in self.examples.values() for examples in sets]
+        counts = (f"{split} {sum(map(len, sets)):,} examples" for split, sets in self.examples.items())
+        cut, left_out = sum(one.cut for one in every), sum(one.left_out for one in every)
+        told = f"; {cut:,} were cut to the length of a row, {left_out:,} left out with nothing to learn"
+        return ", ".join(counts) + (told if cut or left_out else "")
+
+
+def fine_tuning(root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning:
+    """What the configuration names, as samples.
+
+    Raises:
+        UserError: files that cannot be read or tokenized, or an empty split that is needed.
+    """
+    records = read_records(root)
+    examples: dict[Split, list[Examples]] = {
+        split: [_examples(root, task, tokenizer, one) for one in sets] for split, sets in records.sets.items()
+    }
+    samples: dict[Split, FieldSamples | None] = {
+        split: _samples(root, task, tokenizer, sets, records.weights, training=split == "train")
+        for split, sets in examples.items()
+    }
+    return FineTuning(samples, examples, records)
+
+
+def held_out_examples(path: Path, root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning:
+    """All that a file or folder holds, as validation; of a folder that holds `train.jsonl` its `validation.jsonl`.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    read, input_of = _reader(root)
+    found = read_split(path, (0.0, 1.0, 0.0), read, input_of, "--data-path")
+    records = Records(str(path), {split: [found[split]] for split in SPLITS})
+    examples: dict[Split, list[Examples]] = {
+        split: [_examples(root, task, tokenizer, found[split])] for split in SPLITS
+    }
+    validation = _samples(root, task, tokenizer, examples["validation"], None, training=False)
+    samples: dict[Split, FieldSamples | None] = {"train": None, "validation": validation, "test": None}
+    return FineTuning(samples, examples, records)
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def read_records(root: RootBlock) -> Records:
+    """The prompts with answers, or conversations, that `model.data` names.
+
+    Raises:
+        UserError: files that cannot be read, or an object that is none of these.
+    """
+    data = root.model.data
+    if data.data_impl == "pystd_docstring":
+        texts = read_docstrings(parse_proportions(data.splits_string))
+        names = data.context_key, data.label_key
+        return Records(
+            texts.name,
+            {split: [[dict(zip(names, pair, strict=True)) for pair in texts.pairs[split]]] for split in SPLITS},
+        )
+    source = read_source(data, *_reader(root))
+    return Records(source.name, source.sets, data.train_ds.concat_sampling_probabilities)
+
+
+def _reader(root: RootBlock) -> tuple[Reader[Any], Any]:
+    """What reads an object, and what of it decides about the split that it belongs to."""
+    if root.model.data.chat:
+        return read_chat, first_words
+    template = template_of(root.model.data)
+    names = sorted(set(template.names[:-1])) or list(template.names)
+
+    def asked(record: dict[str, str]) -> str:
+        """The texts before the answer, however the template puts them."""
+        return record[names[0]] if len(names) == 1 else json.dumps([record[name] for name in names])
+
+    return lambda found, where: read_record(found, where, template.names), asked
+
+
+# ---------------------------------------------------------------- what is made of it
+
+
+def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequence[Any]) -> Examples:
+    model, keys = root.model, root.model.data.train_ds
+    assert isinstance(model, ModelBlock)
+    answer_only = model.answer_only_loss is not False
+    if model.data.chat:
+        return fitted(chat_examples(records, tokenizer, answer_only=answer_only), task.length)
+    template = template_of(root.model.data)
+    shortened = template.names[:-1]
+    if keys.truncation_field is not None:
+        shortened = tuple(name.strip() for name in keys.truncation_field.split(","))
+    tokens = PromptTokens(
+        template=template,
+        tokenizer=tokenizer,
+        start=_start(tokenizer, keys.add_bos),
+        end=_end(tokenizer) if keys.add_eos else [],
+        answer_only=answer_only,
+        length=task.length,
+        shortened=shortened,
+        side=keys.truncation_method,
+    )
+    return fitted(tokens.examples(records), task.length)
+
+
+def _start(tokenizer: Tokenizer, wanted: bool | None) -> list[int]:
+    if wanted is None:
+        return text_start(tokenizer)
+    special = getattr(tokenizer, "special", None)
+    if wanted and (special is None or special.bos is None):
+        raise UserError(
+            f"`{_TRAIN}.add_bos` (true) needs a tokenizer with a bos token, and this one has none; leave it out"
+        )
+    return [special.bos] if wanted and special is not None else []
+
+
+def _end(tokenizer: Tokenizer) -> list[int]:
+    if tokenizer.eos_id is None:
+        raise UserError(
+            f"`{_TRAIN}.add_eos` (true) needs a tokenizer with a token that ends a text, and this one has none; set it "
+            "to false, or use tokenizer=byte"
+        )
+    return [tokenizer.eos_id]
+
+
+def _samples(
+    root: RootBlock,
+    task: Task,
+    tokenizer: Tokenizer,
+    sets: Sequence[Examples],
+    weights: Sequence[float] | None,
+    *,
+    training: bool,
+) -> FieldSamples | None:
+    seed = root.model.seed if training else None
+
+    def rows(examples: Examples, part: int = 0) -> ExampleSamples:
+        told = task.padded
+        pad = tokenizer.pad_id
+        return ExampleSamples(examples, task.length, pad, seed, packs=task.packed, tells_padding=told, part=part)
+
+    if training and weights is not None:
+        if not all(map(len, sets)):
+            raise UserError(f"`{_TRAIN}.concat_sampling_probabilities`: a file of `file_names` holds no example")
+        return BlendedFields([rows(examples, part) for part, examples in enumerate(sets)], weights)
+    together = Examples(
+        all_of(sets),
+        sum(examples.cut for examples in sets),
+        sum(examples.left_out for examples in sets),
+    )
+    return rows(together) if len(together) else None
