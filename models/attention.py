@@ -12,6 +12,7 @@ from ..kernels.attention.backends import AttentionFunction
 from ..kernels.attention.decode import decode_attention
 from ..kernels.attention.packed import PackedSequences
 from ..kernels.rope import apply_rotary
+from ..kernels.rotary_split import rotary_split
 from .attention_calls import CallKind
 from .checkpointing import product_of
 from .kv_cache import LayerCache
@@ -113,11 +114,7 @@ class SelfAttention(nn.Module):
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
         if cache is not None and hidden.shape[1] == 1:
             return self._projected(self._step(projected[:, 0], rotary, terms, cache)[:, None])
-        turning, value = projected.split((self.heads + self.groups, self.groups), dim=2)
-        query, key = self._turned(turning, rotary)
-        if rotary is not None and self.query_norm is None:
-            # a view would keep everything that was projected for the backward, beside queries and keys once turned
-            value = value.contiguous()
+        query, key, value = self._parts(projected, rotary)
         if cache is not None:
             cache.begin(key, value)
         context = self.backends[kind](
@@ -166,18 +163,17 @@ class SelfAttention(nn.Module):
             softcap=self.softcap,
         )
 
-    def _turned(self, turning: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normed and turned, from (batch, tokens, heads + groups, head_dim)."""
+    def _parts(self, projected: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of (batch, tokens, heads + 2 groups, head_dim), normed and turned."""
         interleaved = self.rotary_interleaved
-        alike = self.query_norm is None and (rotary is None or rotary.key_cosine is None)
-        if alike and rotary is not None:  # queries and keys are neighbours: one pass turns both
-            turning = apply_rotary(turning, rotary.cosine, rotary.sine, interleaved=interleaved)
-        query, key = turning.split((self.heads, self.groups), dim=2)
-        if alike:
-            return query, key
+        if rotary is not None and rotary.key_cosine is None and self.query_norm is None:
+            return rotary_split(projected, rotary.cosine, rotary.sine, self.groups, interleaved=interleaved)
+        query, key, value = projected.split((self.heads, self.groups, self.groups), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query = apply_rotary(query, rotary.cosine, rotary.sine, interleaved=interleaved)
             key = apply_rotary(key, *rotary.of_keys(), interleaved=interleaved)
-        return query, key
+            if self.query_norm is None:  # a view would keep all of the projection, beside queries and keys once turned
+                value = value.contiguous()
+        return query, key, value

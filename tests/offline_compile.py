@@ -21,6 +21,7 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
     from stoker.kernels.cross_entropy import _loss_and_gradient_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
     from stoker.kernels.gated_projection import _backward_kernel as _projection_backward_kernel
+    from stoker.kernels.rotary_split import rotary_split_kernel
 
     scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32") | {
         "size": "i32"
@@ -44,7 +45,29 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
     gated_backward |= {"width": "i32"}
     gated_projection = gated_backward | {"product_pointer": "*bf16"}
     options = {"num_warps": 4, "enable_fp_fusion": True}
+    parts = dict.fromkeys(("projected_pointer", "query_pointer", "key_pointer", "value_pointer"), "*bf16")
+    angles = {"cosine_pointer": "*fp32", "sine_pointer": "*fp32", "tokens": "i32", "angle_stride": "i32"}
+    strides = {f"{part}_stride_{of}": "i32" for part in ("query", "key", "value") for of in ("row", "token", "head")}
+    heads = {
+        "HEADS": 32,
+        "GROUPS": 8,
+        "HEAD_DIM": 80,
+        "HALF": 20,
+        "BLOCK_HEADS": 32,
+        "BLOCK_HALF": 32,
+        "BLOCK_REST": 64,
+    }
     return [
+        *(
+            (
+                f"rotary_split{'_backward' * backward}",
+                rotary_split_kernel,
+                parts | angles | strides,
+                heads | {"INTERLEAVED": False, "BACKWARD": backward},
+                options,
+            )
+            for backward in (False, True)
+        ),
         ("gated_forward", _forward_kernel, gated_forward, {"BLOCK": 1024, "KIND": "gelu"}, options),
         ("gated_backward", _backward_kernel, gated_backward, {"BLOCK": 1024, "KIND": "gelu_tanh"}, options),
         (

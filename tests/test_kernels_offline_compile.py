@@ -22,6 +22,8 @@ REGISTERS = {
     "gated_forward": 64,
     "gated_backward": 96,
     "gated_projection": 96,
+    "rotary_split": 96,
+    "rotary_split_backward": 96,
 }
 
 

@@ -39,7 +39,7 @@ from stoker.models.gpt import GPT
 from stoker.models.moe import experts as experts_module
 from stoker.models.moe.layers import moe_layers
 from stoker.models.stack import Layer
-from stoker.trainer import cli, feed, loggers, module, parts, profiling, run, saving
+from stoker.trainer import cli, feed, loggers, module, parts, profiling, run, run_description, saving
 from stoker.trainer.checkpoint import find_checkpoint
 from stoker.trainer.config import paths
 from stoker.trainer.config.exp_manager import EarlyStoppingParams, logged_name
@@ -1226,9 +1226,9 @@ def the_optimizer_lies_in_host_memory(lab: Lab) -> None:
 @story(MODEL + "enable_cuda_graph")
 def micro_batches_are_recorded(lab: Lab) -> None:
     made: list[Any] = []
-    for part in (run, parts):
+    for part in (run, parts, run_description):
         lab.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
-    lab.monkeypatch.setattr(module, "RecordedMicroBatches", lambda step, _: made.append(step) or step)
+    lab.monkeypatch.setattr(parts, "RecordedMicroBatches", lambda step, *_: made.append(step) or step)
     lab.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
     assert len(made) == 1
 

@@ -29,9 +29,9 @@ from stoker.trainer import memory
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.errors import UserError
 from stoker.trainer.memory import check_memory
-from stoker.trainer.parts import describe_moved, describe_offload
 from stoker.trainer.precision import plan_precision
 from stoker.trainer.recordable import uses_cuda_graph
+from stoker.trainer.run_description import describe_moved, describe_offload
 from stoker.trainer.sample_form import sample_form
 
 ON = {"num_layers": 6, "cpu_offloading": True}

@@ -23,7 +23,7 @@ from stoker.models.config.slices import StackSlice, gpt_slice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.recompute import RecomputedAttention
 from stoker.models.stack import Layer, Stack
-from stoker.trainer import parts
+from stoker.trainer import parts, run_description
 from stoker.trainer.data.build import build_data
 from stoker.trainer.errors import UserError
 from stoker.trainer.precision import PrecisionPlan
@@ -267,7 +267,7 @@ def test_a_run_tells_only_what_it_recomputes(
         tmp_path, model__num_layers=4, **{f"model__{name}": value for name, value in changes.items()}
     ).root
     data, precision, cpu = build_data(root), PrecisionPlan("fp32", torch.float32), torch.device("cpu")
-    said = list(parts.describe(root, parts.build_model(root, data, precision, cpu), data, precision, cpu))
+    said = list(run_description.describe(root, parts.build_model(root, data, precision, cpu), data, precision, cpu))
     told = [line for line in said if line.startswith("recompute ")]
     assert told == ([f"recompute {expected.description}"] if expected else [])
     assert sum("has no effect" in line for line in said) == (backend != "unfused")

@@ -1,10 +1,13 @@
 """Micro batches by recordings: the same losses and gradients, whatever is accumulated, on a GPU bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_run import final_hashes, tiny_config, tiny_document
 from torch import nn
 
+from stoker.trainer import parts
 from stoker.trainer.cli import main
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import RootBlock
@@ -55,7 +58,7 @@ def batches(count, size=3):
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_losses_and_gradients_are_those_of_plain_runs(accumulated):
     plain, recorded = Line(), Line()
-    run = RecordedMicroBatches(recorded.run, recorded.parameters, recorded.record)
+    run = RecordedMicroBatches(recorded.run, recorded.parameters, record=recorded.record)
     losses, expected = [], []
     for number, (fields, denominator) in enumerate(batches(12)):
         expected.append(plain.run(fields, denominator))
@@ -71,13 +74,44 @@ def test_losses_and_gradients_are_those_of_plain_runs(accumulated):
 
 def test_every_shape_has_its_recording_after_its_own_warm_up():
     line = Line()
-    run = RecordedMicroBatches(line.run, line.parameters, line.record)
+    run = RecordedMicroBatches(line.run, line.parameters, record=line.record)
     counts = []
     for small, large in zip(batches(5, 2), batches(5, 4), strict=True):
         run(*small)
         run(*large)
         counts.append(line.recorded)
     assert counts == [0] * WARM_UP + [2, 2]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("tried to allocate"), UserError("it waits")])
+def test_a_recording_that_fails_is_given_up_once_where_nobody_asked_for_it(error):
+    def fails(*_):
+        raise error
+
+    plain, line, said = Line(), Line(), []
+    run = RecordedMicroBatches(line.run, line.parameters, said.append, fails)
+    asked = RecordedMicroBatches(line.run, line.parameters, None, fails)
+    for fields, denominator in batches(WARM_UP + 3):
+        assert run(fields, denominator) == plain.run(fields, denominator)
+        assert line.weight.grad == plain.weight.grad
+    (told,) = said
+    assert told.startswith("warning: ")
+    assert "model.enable_cuda_graph=False" in told
+    (batch,) = batches(1)
+    for _ in range(WARM_UP):
+        asked(*batch)
+    with pytest.raises(type(error)):
+        asked(*batch)
+
+
+@pytest.mark.parametrize("wish", [None, True])
+def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, wish):
+    monkeypatch.setattr(parts, "uses_cuda_graph", lambda *_: True)
+    monkeypatch.setattr(parts, "RecordedMicroBatches", lambda run, parameters, give_up: give_up)
+    root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
+    model: Any = nn.Linear(1, 1)
+    recorder: Any = parts.build_recorder(root, model, torch.device("cuda"), 1, print)
+    assert recorder(None) is (None if wish else print)
 
 
 @pytest.mark.parametrize(
@@ -169,3 +203,35 @@ def test_gpu_what_waits_for_the_device_is_one_clear_error():
     with pytest.raises(UserError, match="cannot be recorded"):
         record(waits, fields, one, [weight])
     assert (torch.ones(2, device="cuda") + 1).sum() == 4  # the device goes on
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("failure", ["memory", "wait"])
+def test_gpu_training_goes_on_after_a_recording_that_fails(failure):
+    """With dropout, whose generator a recording takes over; the same gradients, on the same stream."""
+    weight = nn.Parameter(torch.ones(1000, device="cuda"))
+    fields, one = {"x": torch.ones(1000, device="cuda")}, torch.ones((), device="cuda")
+    stream, said = torch.cuda.current_stream(), []
+
+    def run(fields, denominator):
+        loss = nn.functional.dropout(fields["x"] * weight, 0.5).sum() / denominator
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 50, device="cuda") if failure == "memory" else loss.item()
+        loss.backward()
+        return loss.detach()
+
+    def three(step):
+        weight.grad = None
+        for number in range(3):
+            torch.manual_seed(number)
+            step(fields, one)
+        gradient = weight.grad
+        assert gradient is not None
+        return gradient
+
+    recorded = RecordedMicroBatches(run, [weight], said.append)
+    wanted = three(run)
+    for _ in range(3):
+        assert torch.equal(three(recorded), wanted)
+    assert len(said) == 1
+    assert torch.cuda.current_stream() == stream

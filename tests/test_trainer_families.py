@@ -16,7 +16,7 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.bert import BERT
 from stoker.models.build import build_model
 from stoker.models.t5 import T5
-from stoker.trainer import cli, parts
+from stoker.trainer import cli, parts, run_description
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.build import build_data
 from stoker.trainer.flops import training_flops_per_sample
@@ -121,7 +121,7 @@ def test_tokens_are_those_of_encoder_and_decoder(tmp_path: Path, text: Path) -> 
     assert rates.tokens_per_sample == form.length + form.decoder_length
     whole = training_flops_per_sample(made.root.model, 384, form)
     assert rates.flops_per_token * rates.tokens_per_sample == pytest.approx(whole)
-    said = "\n".join(parts.describe(made.root, model, data, PrecisionPlan("fp32", torch.float32), CPU))
+    said = "\n".join(run_description.describe(made.root, model, data, PrecisionPlan("fp32", torch.float32), CPU))
     assert "1 and 2 layers" in said
     assert f"{4 * rates.tokens_per_sample:,} tokens each" in said
     assert "cross training unfused" in said

@@ -46,6 +46,7 @@ def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: 
 
     Raises:
         UserError: something in it cannot be recorded.
+        RuntimeError: there is no memory for it, see `memory.is_out_of_memory`.
     """
     own_fields, own_denominator = {name: field.clone() for name, field in fields.items()}, denominator.clone()
     before = [parameter.grad for parameter in parameters]
@@ -53,12 +54,19 @@ def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: 
         parameter.grad = None  # the backward then makes one in the graph's memory, instead of adding to what is there
     graph = torch.cuda.CUDAGraph()
     try:
-        # the thread that copies the next batch to the device goes on meanwhile
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # a recording that fails leaves its own stream behind as the current one; the thread that copies the next batch
+        # to the device goes on meanwhile
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
             loss = run(own_fields, own_denominator)
+        gradients = [parameter.grad for parameter in parameters]
     except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
+        # where the end of a recording fails too, that error is told and this one is its context
+        for cause in (error, error.__context__):
+            if cause is not None and is_out_of_memory(cause):
+                raise cause from None
         said = " ".join(str(error).split())[:200]
         raise UserError(
             [
@@ -66,9 +74,9 @@ def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: 
                 "use model.enable_cuda_graph=False, or another model.attention_backend",
             ]
         ) from error
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, before, strict=True):
-        parameter.grad = gradient
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
     return Recording(own_fields, own_denominator, graph.replay, loss, gradients)
 
 
@@ -79,13 +87,21 @@ class RecordedMicroBatches:
         run: forward and backward of a micro batch of named tensors, whose loss is divided by a scalar tensor; returns
             the loss, detached. It may not wait for the device.
         parameters: of the model.
+        give_up: is told in a line why there is no recording, which micro batches then go on without; None: the run
+            ends. A recording keeps the memory of a micro batch for itself, beside what else a run needs.
         record: `record`, or what stands in for it where there is no CUDA device.
     """
 
     def __init__(
-        self, run: RunMicroBatch, parameters: Iterable[nn.Parameter], record: Callable[..., Recording] = record
+        self,
+        run: RunMicroBatch,
+        parameters: Iterable[nn.Parameter],
+        give_up: Callable[[str], None] | None = None,
+        record: Callable[..., Recording] = record,
     ) -> None:
         self._run = run
+        self._give_up = give_up
+        self._given_up = False
         self._record = record
         self._parameters = list(parameters)
         self._recordings: dict[Any, Recording] = {}
@@ -95,11 +111,23 @@ class RecordedMicroBatches:
         """What `run` does: the loss, and gradients added to `.grad`."""
         shape = tuple((name, field.shape, field.dtype) for name, field in fields.items())
         seen = self._seen[shape] = self._seen.get(shape, 0) + 1
-        if seen <= WARM_UP:
-            return self._run(fields, denominator)
+        if seen > WARM_UP and shape not in self._recordings and not self._given_up:
+            self._add(shape, fields, denominator)
         if shape not in self._recordings:
-            self._recordings[shape] = self._record(self._run, fields, denominator, self._parameters)
+            return self._run(fields, denominator)
         return self._replay(self._recordings[shape], fields, denominator)
+
+    def _add(self, shape: Any, fields: Fields, denominator: Tensor) -> None:
+        """Record a micro batch of a shape, or give up."""
+        try:
+            self._recordings[shape] = self._record(self._run, fields, denominator, self._parameters)
+        except (UserError, RuntimeError) as error:
+            if self._give_up is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
+                raise
+            self._given_up = True
+            self._recordings.clear()  # their memory may be what is missing
+            why = error.lines[0] if isinstance(error, UserError) else "out of memory while a CUDA graph was recorded"
+            self._give_up(f"warning: {why}; the run goes on without, model.enable_cuda_graph=False for no such try")
 
     def _replay(self, recording: Recording, fields: Fields, denominator: Tensor) -> Tensor:
         for parameter, gradient in zip(self._parameters, recording.gradients, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.offload_weights import weight_offloads
-from .cuda_graph import Fields, RecordedMicroBatches, RunMicroBatch
+from .cuda_graph import Fields, RunMicroBatch
 from .distributed.data_parallel import DataParallel
 from .distributed.ranks import Ranks
 from .expert_balance import ExpertBalance
@@ -40,7 +41,7 @@ class LanguageModule(pl.LightningModule):
         step: completed optimizer steps.
         ranks: the processes of the run.
         data_parallel: what cut the model over them; None for one process.
-        cuda_graph: run micro batches by recordings, see `cuda_graph.py`.
+        recorder: makes of what runs micro batches another that does, see `cuda_graph.py`; None to run them as they are.
         experts: goes with the steps of a model with experts.
 
     Attributes:
@@ -62,7 +63,7 @@ class LanguageModule(pl.LightningModule):
         step: int = 0,
         ranks: Ranks | None = None,
         data_parallel: DataParallel | None = None,
-        cuda_graph: bool = False,
+        recorder: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
         experts: ExpertBalance | None = None,
     ) -> None:
         super().__init__()
@@ -78,9 +79,7 @@ class LanguageModule(pl.LightningModule):
         self.data_parallel = data_parallel
         if data_parallel is not None:
             data_parallel.attach(self.model, optimizer)
-        self._run: RunMicroBatch = self._loss_and_gradients
-        if cuda_graph:
-            self._run = RecordedMicroBatches(self._loss_and_gradients, model.parameters())
+        self._run: RunMicroBatch = self._loss_and_gradients if recorder is None else recorder(self._loss_and_gradients)
         self.experts = experts
         self._weight_offloads = weight_offloads(model)
         self.lr = schedule(step)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from ..models.build import LanguageModel, acting_recompute, idle_recompute, parameter_count, plan_model, stacks_of
+from ..models.build import LanguageModel, plan_model
 from ..models.build import build_model as build_from_keys
-from ..models.config.counting import count_parameters
 from ..models.config.families import family_slice
-from ..models.config.family_rules import stacks_of_keys
-from ..models.config.memory_slice import offload_slice
 from ..models.config.peft_slice import peft_slice
 from ..models.peft.adapt import trained_parameters
 from .batching import BatchPlan
@@ -21,14 +18,13 @@ from .checkpoint_writing import Content, apply_retention
 from .config.exp_manager import logged_name
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
-from .cuda_graph import WARM_UP
+from .cuda_graph import RecordedMicroBatches, RunMicroBatch
 from .data.build import Data
 from .data.seq2seq import AnySamples
 from .data.tokenizers import saved_document
 from .determinism import attention_flags
 from .distributed.asked import layout_of, reduce_dtype
 from .distributed.data_parallel import DataParallel, data_parallel
-from .distributed.layout import DataLayout
 from .distributed.pieces import piece_of
 from .distributed.ranks import Ranks
 from .ema import EMA
@@ -286,6 +282,19 @@ def build_clean(root: RootBlock, checkpoints: Path, stop: StopRequest) -> Callab
     return clean
 
 
+def build_recorder(
+    root: RootBlock, model: LanguageModel, device: torch.device, processes: int, say: Callable[[str], None]
+) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
+    """What makes recordings of micro batches, None where they run kernel by kernel; see `model.enable_cuda_graph`.
+
+    Where it is not asked for by name, a recording there is no memory for is told to `say`, and the run goes on without.
+    """
+    if not uses_cuda_graph(root, device, processes):
+        return None
+    give_up = None if root.model.enable_cuda_graph else say
+    return lambda run: RecordedMicroBatches(run, model.parameters(), give_up)
+
+
 def build_average(
     root: RootBlock, model: LanguageModel, optimizer: Optimizer, data_parallel: DataParallel | None = None
 ) -> EMA | None:
@@ -304,114 +313,4 @@ def build_average(
         cpu_offload=keys.cpu_offload,
         settle=optimizer.settle,
         **({} if data_parallel is None else {"piece_of": data_parallel.piece_of, "spread": data_parallel.after_update}),
-    )
-
-
-def describe(
-    root: RootBlock,
-    model: LanguageModel,
-    data: Data,
-    precision: PrecisionPlan,
-    device: torch.device,
-    layout: DataLayout | None = None,
-) -> Iterator[str]:
-    """What is about to be trained, on what and how, one line each."""
-    keys, form = root.model, sample_form(root)
-    ranks = layout.replicas * layout.shards if layout else 1
-    micro_batches = keys.global_batch_size // keys.micro_batch_size // ranks
-    yield f"device {device_name(device)}, {precision.name}"
-    if layout is not None:
-        yield f"{ranks} processes, {layout.name}: {layout.held}"
-    yield f"data {data.description}"
-    stacks = stacks_of_keys(keys)
-    layers = " and ".join(str(stack.num_layers) for stack in stacks.values())
-    width = next(iter(stacks.values())).hidden_size
-    parameters, active = parameter_count(model), count_parameters(keys, data.vocab_size, form, active=True)
-    trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
-    whole = count_parameters(keys, data.vocab_size, form)
-    each = f" ({active:,} for each token)" if active < whole else ""
-    yield f"model {whole:,} parameters{each}, {layers} layers, hidden size {width}"
-    if keys.peft.is_on:
-        share = 100 * trained / parameters
-        yield f"{keys.peft.peft_scheme}: {trained:,} parameters are trained ({share:.2g} % of all), the others frozen"
-    described = family_slice(keys, vocab_size=data.vocab_size, form=form)
-    for at, stack in zip(stacks, described.stacks, strict=True):
-        if (moe := stack.moe) is not None:
-            yield (
-                f"experts {f'of the {at[:-1]} ' if at else ''}{moe.experts}, {moe.topk} for each token, in "
-                f"{sum(moe.layers)} of {stack.num_layers} layers; balancing {moe.balancing}"
-                f"{f' times {moe.aux_loss:g}' if moe.balancing == 'aux_loss' else ''}"
-            )
-    attention = ", ".join(
-        f"{kind} {decision.backend}{' (packed)' * decision.call.packed}"
-        for kind, decision in model.attention_decisions.items()
-    )
-    yield f"attention {attention} (reasons in run.log)"
-    yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
-    for at, recompute in zip(stacks, acting_recompute(described, model.attention_decisions), strict=True):
-        if recompute is not None:
-            yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
-    for note in idle_recompute(described, model.attention_decisions):
-        yield f"warning: {note}"
-    yield from describe_offload(root, model, device)
-    if uses_cuda_graph(root, device, ranks):
-        yield f"micro batches run as a CUDA graph, after {WARM_UP} that warm up"
-    yield (
-        f"{root.trainer.max_steps:,} steps of {keys.global_batch_size} samples in {micro_batches} micro "
-        f"batch{'es' * (micro_batches != 1)}{' per process' * (ranks > 1)}, "
-        f"{keys.global_batch_size * (form.length + form.decoder_length):,} tokens each"
-    )
-    if root.trainer.enable_model_summary:
-        for name, part in model.named_children():
-            yield f"  {name:<24} {type(part).__name__:<20} {parameter_count(part):>15,}"
-
-
-def describe_offload(root: RootBlock, model: LanguageModel, device: torch.device) -> Iterator[str]:
-    """What `cpu_offloading` does in this run, a line for each stack that asks for it."""
-    for (at, keys), stack in zip(stacks_of_keys(root.model).items(), stacks_of(model), strict=True):
-        offload = offload_slice(keys)
-        if offload is None:
-            continue
-        of_stack = f" of the {at[:-1]}" if at else ""
-        if stack.activation_offload is None and stack.weight_offload is None:
-            if root.trainer.accelerator == "auto":  # the keys do not tell which device that is; else a rule has said it
-                yield f"warning: `model.{at}cpu_offloading` (True) has no effect on {device.type}"
-            continue
-        parts: list[str] = []
-        if stack.weight_offload is not None:
-            moved = stack.weight_offload.sent_bytes / 2**30
-            parts.append(f"their weights, {moved:,.2f} GiB, which a micro batch moves there and back")
-        if stack.activation_offload is not None:
-            parts.append("what they save for the backward")
-        yield f"host memory keeps of the first {offload.layers} layers{of_stack} {' and '.join(reversed(parts))}"
-
-
-def describe_moved(model: LanguageModel) -> Iterator[str]:
-    """What `cpu_offloading` has moved in each micro batch, and the host memory it took, in a line after training."""
-    stacks = stacks_of(model)
-    offloads = [part for stack in stacks for part in (stack.activation_offload, stack.weight_offload) if part]
-    if offloads:
-        moved = sum(part.sent_bytes for part in offloads) / 2**30
-        held = max(part.copies.host_bytes for part in offloads) / 2**30  # they share a pool
-        yield (
-            f"offloading moved {moved:,.2f} GiB to host memory and back in a micro batch, and took {held:,.2f} GiB of "
-            "host memory"
-        )
-
-
-def describe_host_state(root: RootBlock, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
-    """What `model.cpu_offloading_optimizer` does in this run, in a line; nothing where it is not asked for."""
-    if not root.model.cpu_offloading_optimizer:
-        return
-    host = optimizer.host_state
-    if host is None:
-        if root.trainer.accelerator == "auto":  # the keys do not tell which device that is; else a rule has said it
-            yield f"warning: `model.cpu_offloading_optimizer` (True) has no effect on {device.type}"
-        return
-    held, moved, slots = (
-        f"{size / 2**30:,.2f} GiB" for size in (host.plan.host_bytes, host.plan.moved_bytes, sum(host.plan.slots))
-    )
-    yield (
-        f"optimizer state in host memory, {held}: each step moves {moved} to the device and as much back, through "
-        f"{slots} there"
     )

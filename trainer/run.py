@@ -42,14 +42,12 @@ from .parts import (
     build_model,
     build_optimizer,
     build_rates,
+    build_recorder,
     build_save,
     build_validation,
     check_attention,
     check_metrics,
     choose_device,
-    describe,
-    describe_host_state,
-    describe_moved,
 )
 from .peft_weights import load_with_base
 from .plan.advice import out_of_memory_lines, plan_here
@@ -59,6 +57,7 @@ from .precision import PrecisionPlan, plan_precision
 from .profiling import build_observers, check_profiling
 from .recordable import uses_cuda_graph
 from .resume import check_resumed, describe_run, find_resumed
+from .run_description import describe, describe_host_state, describe_moved
 from .run_directory import RunDirectory, open_run_directory, record_start
 from .saving import Saver
 from .schedule import build_schedule
@@ -284,7 +283,7 @@ def _train(
         step=start.step,
         ranks=ranks,
         data_parallel=data_parallel,
-        cuda_graph=uses_cuda_graph(root, device, ranks.world_size),
+        recorder=build_recorder(root, model, device, ranks.world_size, journal.say),
         experts=build_expert_balance(root, model, lambda step: plan.size(step) // keys.micro_batch_size, ranks),
     )
     params = root.exp_manager.checkpoint_callback_params

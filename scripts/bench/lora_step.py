@@ -141,7 +141,7 @@ def write_pairs(file: Path) -> None:
 
 STOKER: dict[str, tuple[str, list[str]]] = {
     "stoker": ("stoker: `stoker train experiment=llama_1b_lora`", []),
-    "stoker_graph": ("stoker, `model.enable_cuda_graph=null`", ["model.enable_cuda_graph=null"]),
+    "stoker_no_graph": ("stoker, `model.enable_cuda_graph=False`", ["model.enable_cuda_graph=False"]),
     "stoker_packed": (
         "stoker, packed: `data=sft`",
         ["data=sft", "model.answer_only_loss=false", "model.data.splits_string='1,0,0'"],

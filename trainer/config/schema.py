@@ -52,9 +52,10 @@ class RunKeys(Block):
     cpu_offloading_optimizer: bool = own(False)
     """Keep the optimizer's state and main weights in pinned host memory: 12 bytes per parameter with AdamW and bf16.
     They go through the GPU during each update, to the same results; the host link decides how long it takes."""
-    enable_cuda_graph: bool | None = False
+    enable_cuda_graph: bool | None = None
     """Record forward and backward of a micro batch as a CUDA graph and launch them at once: for small models, which
-    keep the host busier than the GPU. One process; validation takes memory beside it. null: wherever it can be had."""
+    keep the host busier than the GPU. One process; validation takes memory beside it. null: wherever it can be had,
+    and where a recording fails, the run goes on without. True: or else the run is refused."""
     do_layer_norm_weight_decay: bool = False
     """Apply weight decay to norm weights too."""
     tokenizer: TokenizerBlock = nested(TokenizerBlock)

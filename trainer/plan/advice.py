@@ -38,6 +38,10 @@ def out_of_memory_lines(root: RootBlock, plan: Plan | None) -> list[str]:
         return ["use a smaller model.micro_batch_size, shorter samples or a smaller model"]
     target: Target = plan.facts.target
     lines = [f"planned were {gib(plan.needed)}, of {gib(plan.available or 0)} that the device has"]
+    if plan.facts.is_recorded:
+        lines.append(
+            "micro batches run as CUDA graphs, whose memory nothing else can use: model.enable_cuda_graph=False"
+        )
     changes = suggestions(root, target, plan)
     if not changes:
         return [*lines, "use shorter samples or a smaller model"]
