@@ -65,6 +65,7 @@ def test_a_signal_at_any_instant_leaves_a_checkpoint_of_the_last_step(tmp_path, 
         assert sorted(checkpoints.iterdir()) == sorted(checkpoint_paths(checkpoints))
 
 
+@pytest.mark.full
 @pytest.mark.multi
 def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_path):
     """In a temporary directory whose path is too long for a socket, through which torch would send its tensors."""

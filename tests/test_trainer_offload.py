@@ -70,7 +70,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         pytest.param({}, OFFLOADS, marks=pytest.mark.full),
         pytest.param({"model__optim__name": "distributed_fused_adam"}, OFFLOADS, marks=pytest.mark.full),
-        ({"model__fsdp": True}, {**OFFLOADS, "model__cpu_offloading_weights": False}),
+        pytest.param(
+            {"model__fsdp": True}, {**OFFLOADS, "model__cpu_offloading_weights": False}, marks=pytest.mark.full
+        ),
     ],
     ids=["ddp", "zero1", "fsdp"],
 )

@@ -14,14 +14,14 @@ _NOT_ACTING = 0.25
 
 def distance(a: str, b: str, limit: int) -> int:
     """Edits (insert, delete, substitute, swap neighbours) from `a` to `b`; `limit` + 1 when there are more."""
+    if abs(len(a) - len(b)) > limit:
+        return limit + 1
     start = 0
     while start < min(len(a), len(b)) and a[start] == b[start]:
         start += 1
     a, b = a[start:], b[start:]
     while a and b and a[-1] == b[-1]:
         a, b = a[:-1], b[:-1]
-    if abs(len(a) - len(b)) > limit:
-        return limit + 1
     if not a or not b:
         return max(len(a), len(b))
     if sum((Counter(a) - Counter(b)).values()) > limit or sum((Counter(b) - Counter(a)).values()) > limit:
@@ -72,16 +72,19 @@ def keys_like(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) ->
     parent, _, name = path.rpartition(".")
     acting = dict(known)
     scored: dict[str, float] = {}
+    edits_of: dict[str, int] = {}  # of the last part of a path, which many have in common
+    limit = 2 if len(path) < 12 else 3
     for candidate, acts in known:
         above, _, last = candidate.rpartition(".")
-        limit = 2 if len(path) < 12 else 3
         score = float(distance(path, candidate, limit))
         if score > limit:
             score = float("inf")
         shortest = min(len(name), len(last))
         near = min(2, shortest // 3)
-        if above != parent and (edits := distance(name, last, near)) <= near:
-            score = min(score, edits + _WRONG_PARENT)
+        if last not in edits_of:
+            edits_of[last] = distance(name, last, near)
+        if above != parent and edits_of[last] <= near:
+            score = min(score, edits_of[last] + _WRONG_PARENT)
         if score < float("inf"):
             scored[candidate] = score + (0 if acts else _NOT_ACTING)
     foreign = _foreign(name, parent, acting)
