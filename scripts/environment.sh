@@ -14,8 +14,8 @@ if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt
   [ -e "$venv/bin/python" ] || "$python" -m venv "$venv"
   echo "Installing stoker into $venv (a few minutes the first time) ..."
   # torch first and by itself: an index that offers a CPU build then decides, and nothing pulls CUDA packages in
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+  "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+  "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
     --editable ".${extra:+[$extra]}"
   touch "$stamp"
 fi

@@ -4,7 +4,9 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,13 +32,23 @@ if importlib.util.find_spec("stoker") is None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`gpu` tests run only where they were asked for (`-m gpu`) and a device is there; `full` likewise."""
+    """`gpu` and `full` tests run only where they were asked for: `-m gpu`, `-m full`."""
     wanted = config.getoption("-m") or ""
     for mark in ("gpu", "full"):
         if mark not in wanted:
             for item in items:
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
+    """STOKER_TEST_FAILURES=FILE: what failed, at once, for a run that a time limit may end before its summary."""
+    report = (yield).get_result()
+    file = os.environ.get("STOKER_TEST_FAILURES")
+    if file and report.failed:
+        with open(file, "a") as out:
+            out.write(f"{report.when} {report.nodeid}\n{report.longreprtext}\n\n")
 
 
 @pytest.fixture

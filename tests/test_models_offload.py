@@ -249,8 +249,13 @@ def test_what_all_layers_share_stays() -> None:
     """The encoder's output is read by each layer of the decoder, the last of which keeps it on the device."""
     model = model_of(t5=True)
     addresses: list[int] = []
-    model.encoder.register_forward_hook(lambda module, arguments, output: addresses.append(output.data_ptr()))
     sources: list[int] = []
+
+    def output_is_there(module: object, arguments: object, output: torch.Tensor) -> None:
+        addresses.append(output.data_ptr())
+        sources.clear()  # it may lie where something lay that has left
+
+    model.encoder.register_forward_hook(output_is_there)
     copies = offloaded(model, LAYERS - 1, least_size=0)
     send = copies.send
     copies.send = lambda memory, host: (sources.append(memory.data_ptr()), send(memory, host))[1]  # type: ignore[method-assign]

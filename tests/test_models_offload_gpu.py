@@ -25,7 +25,7 @@ from stoker.models.offload_weights import WeightOffload, weight_offloads
 from stoker.trainer.module import LanguageModule
 from stoker.trainer.run import run_training
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 LAYERS, TOKENS, VOCAB, SAMPLES = 6, 1024, 512, 4
 ROUNDING = LAYERS << 20

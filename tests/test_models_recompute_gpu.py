@@ -21,7 +21,7 @@ from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.run import run_training
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 VOCAB, TOKENS, BATCH = 512, 1024, 4
 STACK: dict[str, Any] = {

@@ -16,7 +16,7 @@ from stoker.trainer.optim.buckets import BUCKET_BYTES
 from stoker.trainer.optim.pinned import PinnedState
 from stoker.trainer.run import run_training
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 GIB = 2**30
 DEVICE = torch.device("cuda", 0)

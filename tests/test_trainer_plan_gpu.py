@@ -10,7 +10,7 @@ from stoker.trainer.config.load import load_run_config
 from stoker.trainer.plan.plan import make_plan, target_here
 from stoker.trainer.run import run_training
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 RECOMPUTE = "model.activations_checkpoint"
 SHAPE = [

@@ -44,6 +44,7 @@ def tiny_document(directory: Path, **changes: Any) -> dict[str, Any]:
             "encoder_seq_length": 16,
             "hidden_dropout": 0.1,
             "attention_dropout": 0.1,
+            "enable_cuda_graph": False,  # what a step does is to be seen; recordings have tests of their own
             "micro_batch_size": 2,
             "global_batch_size": 4,
             "data": {"data_impl": "mock"},
