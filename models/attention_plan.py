@@ -33,11 +33,13 @@ class PlannedAttention:
         name: `encoder`, `decoder` or `cross` in a T5; empty where there is but one.
         attention: what it is.
         calls: the kinds of call it makes.
+        grows: whether texts that are generated go through it token by token, over keys and values that are kept.
     """
 
     name: str
     attention: AttentionSlice
     calls: Mapping[CallKind, AttentionCall]
+    grows: bool = True
 
     def label(self, kind: CallKind) -> str:
         """Attention and kind of call in words: `encoder training`, or `training` where there is but one attention."""
@@ -89,7 +91,7 @@ def _encoder(
         "evaluation": call(form.length),
         "generation": call(max_positions or form.length, any_length=True),
     }
-    return PlannedAttention(name, attention, calls)
+    return PlannedAttention(name, attention, calls, grows=False)
 
 
 def _cross(model: T5Slice, form: SampleForm, facts: CallFacts) -> PlannedAttention:

@@ -89,6 +89,26 @@ def test_every_architecture_from_a_machine_without_it(
     assert set(ARCHITECTURES) == {"sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "cpu"}
 
 
+@pytest.mark.parametrize(
+    ("words", "where", "how"),
+    [
+        (["model=gpt_125m", "--arch", "sm90"], {"generation"}, "the decode kernel"),
+        (["model=gpt_125m", "--arch", "cpu"], {"generation"}, "plain torch"),
+        (["model=gpt_125m", "--arch", "sm90", "trainer.precision=64"], {"generation"}, "plain torch"),
+        (["model=t5_base", "--arch", "sm90"], {"decoder generation", "cross generation"}, "the decode kernel"),
+        (["model=bert_base", "--arch", "sm90"], set(), ""),
+    ],
+)
+def test_it_tells_what_computes_the_tokens_after_a_prompt(
+    capsys: pytest.CaptureFixture[str], words: list[str], where: set[str], how: str
+) -> None:
+    told = {
+        kind["kind"]: note for kind in explain(capsys, *words)["kinds"] for note in kind["notes"] if "prompts" in note
+    }
+    assert told.keys() == where
+    assert all(how in note for note in told.values())
+
+
 def test_keys_and_flags_act(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = ("--arch", "sm90", "model=gpt_125m")
     te = explain(capsys, *hopper, "model.transformer_engine=True")

@@ -13,7 +13,7 @@ from . import environment
 from .errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 
 if TYPE_CHECKING:
-    from ..kernels.attention.call import Installed
+    from ..kernels.attention.call import AttentionCall, Installed
     from ..kernels.attention.dispatch import Decision, Row
     from ..kernels.attention.flags import AttentionFlags
     from .config.schema import RootBlock
@@ -227,8 +227,15 @@ def _answers(
             except NoBackendError as error:
                 answers.append(Answer(label, told, None, error.rows, (), tuple(str(error).splitlines())))
             else:
-                answers.append(Answer(label, told, decision.backend, decision.rows, decision.notes, ()))
+                steps = (_of_steps(call),) if kind == "generation" and planned.grows else ()
+                answers.append(Answer(label, told, decision.backend, decision.rows, (*decision.notes, *steps), ()))
     return answers
+
+
+def _of_steps(call: AttentionCall) -> str:
+    """What computes the tokens of a text that is generated, which no backend does."""
+    how = "the decode kernel" if call.device == "cuda" and call.dtype != "fp64" else "plain torch"
+    return f"this reads prompts; each token after them goes through {how}, over keys and values that are kept"
 
 
 def _dtype(root: RootBlock, device: str, capability: tuple[int, int] | None) -> Any:
