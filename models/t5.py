@@ -15,6 +15,7 @@ from .attention_calls import CallKind, decision_for
 from .config.samples import SampleForm
 from .cross_attention import Memory
 from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .moe.layers import moe_layers
 from .peft.prompt import Prompt
 from .score_positions import CrossRelativeBias
 from .stack import Stack, layers_as_written
@@ -101,6 +102,7 @@ class T5(nn.Module):
         self.label_smoothing = label_smoothing
         self.attention_decisions = dict(attention_decisions)
         self.prompt: Prompt | None = None
+        self._experts_see_padding = (form.padded or form.packed) and bool(moe_layers(decoder))
 
     @property
     def decoder_embedding(self) -> nn.Embedding:
@@ -179,6 +181,7 @@ class T5(nn.Module):
             encoder_padding=encoder_padding,
             encoder_documents=encoder_documents,
             decoder_documents=decoder_documents,
+            decoder_padding=labels >= 0 if self._experts_see_padding else None,  # only padding has no label
         )
         total = token_loss(
             hidden,
@@ -202,15 +205,26 @@ class T5(nn.Module):
         encoder_padding: Tensor | None = None,
         encoder_documents: Tensor | None = None,
         decoder_documents: Tensor | None = None,
+        decoder_padding: Tensor | None = None,
     ) -> Tensor:
-        """What the head reads, (batch, tokens, hidden_size); arguments as in `forward`."""
+        """What the head reads, (batch, tokens, hidden_size).
+
+        Args:
+            encoder_tokens: and the others as in `forward`.
+            decoder_tokens: likewise.
+            encoder_padding: likewise.
+            encoder_documents: likewise.
+            decoder_documents: likewise.
+            decoder_padding: bool, like `decoder_tokens`, False for what experts leave out; no other token sees it.
+        """
         kind = self._kind_of_call(
             encoder_tokens.shape[1], decoder_tokens.shape[1], encoder_padding, encoder_documents, decoder_documents
         )
         if kind == "generation":
             return self.decode(decoder_tokens, self.encode(encoder_tokens, encoder_padding))
         encoded = self._run_encoder(encoder_tokens, encoder_padding, encoder_documents, kind)
-        return self._run_decoder(decoder_tokens, encoded, encoder_documents, decoder_documents, kind)
+        documents = encoder_documents, decoder_documents
+        return self._run_decoder(decoder_tokens, encoded, *documents, kind, decoder_padding)
 
     def encode(self, tokens: Tensor, padding: Tensor | None = None) -> Encoded:
         """Read texts of any length, as in generation.
@@ -261,6 +275,7 @@ class T5(nn.Module):
         encoder_documents: Tensor | None,
         documents: Tensor | None,
         kind: CallKind,
+        padding: Tensor | None = None,
     ) -> Tensor:
         positions, packed, across = None, None, None
         own, cross = (decision_for(self.attention_decisions, f"{part} {kind}") for part in ("decoder", "cross"))
@@ -274,7 +289,7 @@ class T5(nn.Module):
             terms = self.cross_positions(tokens.shape[1], encoded.hidden.shape[1]).distance_bias
         hidden = self._dropped(add_positions(hidden, self.decoder_position_embedding, positions), self.dropouts[1])
         memory = Memory(encoded.hidden, encoded.padding, across, terms)
-        hidden = self.decoder(hidden, kind, positions=positions, packed=packed, memory=memory)
+        hidden = self.decoder(hidden, kind, positions=positions, packed=packed, padding=padding, memory=memory)
         return hidden if self.output_scale == 1.0 else hidden * self.output_scale
 
     def _dropped(self, embedded: Tensor, dropout: float) -> Tensor:

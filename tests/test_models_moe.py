@@ -222,6 +222,31 @@ def test_padding_goes_to_no_expert_and_counts_nowhere() -> None:
     torch.testing.assert_close(model(**fields | {"encoder_tokens": changed}), first, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_of_a_decoder_goes_to_no_expert(packed: bool) -> None:
+    stack = STACK | {"position_embedding_type": "relative", "moe_router_load_balancing_type": "aux_loss"}
+    dense = stack | {"num_moe_experts": None, "moe_router_topk": None}
+    keys = T5Keys.model_validate({"encoder": dense, "decoder": stack | {"moe_expert_capacity_factor": 1.0}})
+    form = SampleForm(length=TOKENS, decoder_length=8, padded=not packed, packed=packed)
+    model = build_model(
+        keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=2, form=form
+    )
+    labels = texts(2)[:, :8].clone()
+    labels[1, 3:] = -100
+    batch = {"encoder_tokens": texts(), "decoder_tokens": texts(1)[:, :8], "labels": labels}
+    if packed:
+        of_decoder = torch.zeros(2, 8, dtype=torch.int32)
+        of_decoder[1, 3:] = 1
+        batch |= {"encoder_documents": torch.zeros(2, TOKENS, dtype=torch.int32), "decoder_documents": of_decoder}
+    else:
+        batch["encoder_padding"] = torch.ones(2, TOKENS, dtype=torch.bool)
+    loss = model.batch_loss(batch, 1.0)
+    assert sums_of(moe_layers(model)["decoder.layers.0.mlp"])["assignments"] == 2 * (8 + 3)
+    changed = batch["decoder_tokens"].clone()
+    changed[1, 3:] = 3
+    torch.testing.assert_close(model.batch_loss(batch | {"decoder_tokens": changed}, 1.0), loss, rtol=1e-12, atol=0)
+
+
 def test_layers_without_experts_stay_dense_and_names_tell_which() -> None:
     model = gpt(num_layers=4, moe_layer_freq=[0, 1, 0, 1])
     assert list(moe_layers(model)) == ["decoder.layers.1.mlp", "decoder.layers.3.mlp"]
