@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,7 @@ from .errors import UserError
 from .loop_state import LoopState
 from .optim.base import Optimizer
 from .safe_io import DamagedFileError, FileRecord, check_file, read_json
-from .tensor_files import files_of, read_pieces
+from .tensor_files import Overlaid, WholeTensors, files_of, open_whole, read_pieces
 
 FORMAT = 1
 WEIGHTS, ADAPTER, OPTIMIZER, AVERAGE = "model", "adapter", "optimizer", "ema"
@@ -100,11 +101,19 @@ class RunState(Block):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint directory whose files were verified by `open_checkpoint`."""
+    """A checkpoint directory whose files were verified by `open_checkpoint`.
+
+    Attributes:
+        path: the directory.
+        state: where the run stood.
+        files: names of its files.
+        is_averaged: whether its weights are the moving average of those that were trained, see `averaged`.
+    """
 
     path: Path
     state: RunState
     files: tuple[str, ...]
+    is_averaged: bool = False
 
     @property
     def config_document(self) -> dict[str, Any]:
@@ -127,6 +136,10 @@ class Checkpoint:
         return bool(files_of(AVERAGE, self.files))
 
     @property
+    def _average_files(self) -> list[Path]:
+        return [self.path / name for name in files_of(AVERAGE, self.files)]
+
+    @property
     def weight_files(self) -> list[Path]:
         """The files of the weights, by rank."""
         return [self.path / name for name in files_of(WEIGHTS, self.files)]
@@ -141,6 +154,33 @@ class Checkpoint:
         """Whether it holds what was trained beside frozen weights, and not these."""
         return bool(files_of(ADAPTER, self.files))
 
+    def averaged(self) -> Checkpoint:
+        """The same checkpoint with the moving average for its weights; what was not trained stays.
+
+        Raises:
+            UserError: it holds none.
+        """
+        if not self.has_average:
+            raise UserError(
+                f"--ema: checkpoint {self.path} holds no moving average of its weights; a run that is trained with "
+                "exp_manager.ema.enable=True has one"
+            )
+        return replace(self, is_averaged=True)
+
+    @contextmanager
+    def open_weights(self) -> Iterator[WholeTensors | Overlaid]:
+        """Open the weights, or what was trained beside frozen ones, to read whole tensors one at a time.
+
+        Raises:
+            DamagedFileError: not safetensors files, or of a dtype that no checkpoint has.
+        """
+        with ExitStack() as stack:
+            held = stack.enter_context(open_whole(self.adapter_files if self.is_adapter else self.weight_files))
+            if not self.is_averaged:
+                yield held
+            else:
+                yield Overlaid(held, stack.enter_context(open_whole(self._average_files)))
+
     def load_weights(self, model: nn.Module, *, cast: bool = False) -> None:
         """Copy the weights into a model of the same geometry.
 
@@ -152,8 +192,10 @@ class Checkpoint:
             UserError: the weights do not fit the model; lists what differs.
         """
         tensors = trained_of(model) if self.is_adapter else base_of(model)
-        kind = ADAPTER if self.is_adapter else WEIGHTS
-        self._fill(kind, {name: piece_of(tensor) for name, tensor in tensors.items()}, cast=cast)
+        pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
+        self._fill(ADAPTER if self.is_adapter else WEIGHTS, pieces, cast=cast)
+        if self.is_averaged:
+            self._fill(AVERAGE, {name: pieces[name] for name in self._averaged_names() if name in pieces}, cast=cast)
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
         """Copy main weights and state into an optimizer over a model with the same parameters.
@@ -171,6 +213,13 @@ class Checkpoint:
             UserError: it does not fit; lists what differs.
         """
         self._fill(AVERAGE, average)
+
+    def _averaged_names(self) -> list[str]:
+        try:
+            with open_whole(self._average_files) as average:
+                return list(average.facts)
+        except DamagedFileError as error:
+            raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
 
     def _fill(self, kind: str, destination: Mapping[str, Piece], *, cast: bool = False) -> None:
         paths = [self.path / name for name in files_of(kind, self.files)]

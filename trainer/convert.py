@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="SOURCE is an adapter: where its frozen weights are now (default: where they were in training, or what "
         "adapter_config.json names)",
     )
+    parser.add_argument("--ema", action="store_true", help="SOURCE is stoker's: take the moving average of its weights")
     parser.add_argument(
         "--to", choices=["hf", "stoker"], help="what to write (default: the one that SOURCE is not, as it is found)"
     )
@@ -81,8 +82,17 @@ def run(args: argparse.Namespace) -> int:
             raise UserError("--ignore-field is about the config.json of a model of Hugging Face's")
         from .conversion.to_hf import convert_to_hf
 
-        lines = convert_to_hf(source, args.target, dtype=dtype, tokenizer=args.tokenizer, model_type=args.model_type)
+        lines = convert_to_hf(
+            source,
+            args.target,
+            dtype=dtype,
+            tokenizer=args.tokenizer,
+            model_type=args.model_type,
+            average=args.ema,
+        )
     else:
+        if args.ema:
+            raise UserError(f"--ema: {args.source} is a model of Hugging Face's, which holds no moving average")
         if args.model_type:
             raise UserError("--model-type is for --to hf; config.json says what SOURCE is")
         if not source.exists():
@@ -112,6 +122,7 @@ def _adapter(source: Path, args: argparse.Namespace) -> list[str] | None:
         dtype=DTYPES[args.dtype] if args.dtype else None,
         tokenizer=args.tokenizer,
         model_type=args.model_type,
+        average=args.ema,
     )
 
 

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from .evaluation import evaluate, summed_loss
     from .restore import restore
 
-    restored = restore(args.checkpoint, args.device, args.base)
+    restored = restore(args.checkpoint, args.device, args.base, average=args.ema)
     held_out = _held_out(restored, args.split, args.data_path)
     name, batch_size = held_out.name, args.batch_size or restored.config.root.model.micro_batch_size
     result = evaluate(

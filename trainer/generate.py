@@ -102,6 +102,9 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", metavar="DIR", type=Path, help="where the frozen weights of an adapter are, if they have moved"
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="take the moving average of the weights (exp_manager.ema) that was trained"
+    )
 
 
 class _Prompt(NamedTuple):
@@ -134,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     from .restore import restore
     from .sampling import Sampling
 
-    restored = restore(args.checkpoint, args.device, args.base)
+    restored = restore(args.checkpoint, args.device, args.base, average=args.ema)
     answers = isinstance(restored.model, T5)
     names: dict[int, str] = {}
     if answers:

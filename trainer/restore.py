@@ -66,7 +66,7 @@ class Restored:
         return text_start(self.tokenizer)
 
 
-def restore(path: Path, device_name: str = "auto", base: Path | None = None) -> Restored:
+def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, average: bool = False) -> Restored:
     """Load the model of a checkpoint.
 
     Args:
@@ -74,6 +74,7 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None) -> 
             and damaged ones are named on standard error.
         device_name: `auto` (a CUDA GPU where there is one, else the CPU), `cpu`, `cuda` or `mps`.
         base: where the frozen weights of an adapter are now; None: where they were when it was trained.
+        average: take the moving average of the weights that were trained.
 
     Raises:
         UserError: no usable checkpoint, or no such device; or an adapter whose frozen weights are not there.
@@ -82,6 +83,7 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None) -> 
     checkpoint, complaints = find_checkpoint(path)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
+    checkpoint = checkpoint.averaged() if average else checkpoint
     config = RunConfig.from_document(
         checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
     )

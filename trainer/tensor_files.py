@@ -116,6 +116,22 @@ class WholeTensors:
         return torch.cat([part.file.get_tensor(name) for part in sorted(parts, key=lambda part: part.start)])
 
 
+class Overlaid:
+    """The tensors of some files, those of others instead where these have them.
+
+    Attributes:
+        facts: name to dtype and shape, of the tensor that is read.
+    """
+
+    def __init__(self, below: WholeTensors, above: WholeTensors) -> None:
+        self._below, self._above = below, above
+        self.facts = {**below.facts, **above.facts}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in host memory; errors as in `WholeTensors.read`."""
+        return (self._above if name in self._above.facts else self._below).read(name)
+
+
 @contextmanager
 def open_whole(paths: Collection[Path]) -> Iterator[WholeTensors]:
     """Open all files of a kind; what they hold is known from their headers.

@@ -50,6 +50,7 @@ def convert_adapter(
     dtype: torch.dtype | None,
     tokenizer: str | None,
     model_type: str | None,
+    average: bool = False,
 ) -> list[str]:
     """Write an adapter in another format, or one model of it and its base.
 
@@ -62,6 +63,7 @@ def convert_adapter(
         dtype: of what is written; None leaves each tensor as it is.
         tokenizer: `--tokenizer`, of a whole model for transformers.
         model_type: `--model-type`, what the base is in transformers.
+        average: `--ema`, take the moving average of what was trained.
 
     Returns:
         Lines that say what was done.
@@ -72,8 +74,11 @@ def convert_adapter(
     if is_peft_folder(source):
         if merge or to == "hf":
             raise UserError(f"{source} is in peft's format: turn it into a stoker adapter first, without --merge")
+        if average:
+            raise UserError(f"--ema: {source} is in peft's format, which holds no moving average")
         return from_peft(source, target, base, dtype)
     checkpoint, complaints = find_checkpoint(source)
+    checkpoint = checkpoint.averaged() if average else checkpoint
     root = RunConfig.from_document(
         checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
     ).root
@@ -84,7 +89,15 @@ def convert_adapter(
     weights = _base_of(checkpoint, base)
     if to == "stoker":
         return [*complaints, *_merge_to_stoker(checkpoint, root, weights, target, dtype)]
-    return convert_to_hf(checkpoint.path, target, dtype=dtype, tokenizer=tokenizer, model_type=model_type, base=weights)
+    return convert_to_hf(
+        checkpoint.path,
+        target,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        model_type=model_type,
+        base=weights,
+        average=average,
+    )
 
 
 def _base_of(checkpoint: Checkpoint, named: Path | None) -> BaseWeights:

@@ -80,7 +80,7 @@ def open_merged(
     model = shapes_only(root, tokenizer, peft)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Added)}
     with ExitStack() as stack:
-        held = stack.enter_context(open_whole(checkpoint.adapter_files))
+        held = stack.enter_context(checkpoint.open_weights())
         adapter = {name: held.read(name) for name in held.facts}
         facts, read = _opened(base, stack)
         yield MergedTensors(facts, read, adapter, modules)

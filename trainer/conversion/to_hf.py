@@ -28,7 +28,6 @@ from ..data.vocabulary import model_vocabulary
 from ..errors import UserError
 from ..safe_io import DamagedFileError, TensorFacts, write_json, write_tensor_stream
 from ..sample_form import sample_form
-from ..tensor_files import open_whole
 from .casting import cast
 from .folder import CONFIG
 from .places import new_folder
@@ -83,6 +82,7 @@ def convert_to_hf(
     model_type: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     base: BaseWeights | None = None,
+    average: bool = False,
 ) -> list[str]:
     """Write a folder of Hugging Face's from a stoker checkpoint.
 
@@ -95,6 +95,7 @@ def convert_to_hf(
         model_type: which architecture it shall be; None takes the first that holds the model.
         shard_bytes: a file grows to this size at most, or holds one tensor.
         base: the weights that the adapter in `source` is merged with; None for a whole model.
+        average: write the moving average of the weights.
 
     Returns:
         Lines that say what was done.
@@ -103,6 +104,7 @@ def convert_to_hf(
         UserError: no usable checkpoint, a model that no architecture holds, or the disk does not take it.
     """
     checkpoint, complaints = find_checkpoint(source)
+    checkpoint = checkpoint.averaged() if average else checkpoint
     root = RunConfig.from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path / CONFIG)).root
     try:
         ours = from_document(checkpoint.saved_tokenizer)
@@ -129,7 +131,7 @@ def _opened(
     checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: BaseWeights | None
 ) -> AbstractContextManager[Tensors]:
     if base is None:
-        return open_whole(checkpoint.weight_files)
+        return checkpoint.open_weights()
     from .merging import open_merged
 
     return open_merged(checkpoint, root, tokenizer, base)

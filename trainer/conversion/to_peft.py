@@ -18,7 +18,6 @@ from ..data.tokenizers import from_document
 from ..data.vocabulary import model_vocabulary
 from ..errors import UserError
 from ..safe_io import DamagedFileError, write_json, write_tensors
-from ..tensor_files import open_whole
 from .casting import cast
 from .folder import CONFIG, read_object
 from .peft_factors import factors_of
@@ -62,7 +61,7 @@ def convert_to_peft(
         )
     outgoing = outgoing_of(checkpoint, root, model_type)
     try:
-        with open_whole(checkpoint.adapter_files) as held:
+        with checkpoint.open_weights() as held:
             ours = {name: held.read(name) for name in held.facts}
     except DamagedFileError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None

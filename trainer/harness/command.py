@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     names = [name for name in args.tasks.split(",") if name]
     manager = _task_manager(names, args.tasks_dir)
-    model = StokerLM(args.checkpoint, args.device, batch_size=args.batch_size or "auto", base=args.base)
+    model = StokerLM(args.checkpoint, args.device, batch_size=args.batch_size or "auto", base=args.base, ema=args.ema)
     evaluate: Any = evaluator.simple_evaluate
     results = evaluate(
         model=model,

@@ -44,6 +44,7 @@ class StokerLM(TemplateLM):
         max_length: tokens that are read at once; the length of the model's samples without it.
         seed: of texts that are sampled.
         base: where the frozen weights of an adapter are, if they have moved.
+        ema: take the moving average of the weights that were trained.
         max_batch_size: the harness hands it on; nothing here needs it.
 
     Raises:
@@ -58,6 +59,7 @@ class StokerLM(TemplateLM):
         max_length: int | None = None,
         seed: int = 0,
         base: str | Path | None = None,
+        ema: bool | str = False,
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
@@ -70,7 +72,9 @@ class StokerLM(TemplateLM):
         name = device.removesuffix(":0")
         if name not in _DEVICES:
             raise UserError(f"lm-eval: device={device} must be one of {', '.join(_DEVICES)}")
-        self._restored = restored = restore(Path(checkpoint), name, None if base is None else Path(base))
+        self._restored = restored = restore(
+            Path(checkpoint), name, None if base is None else Path(base), average=_yes_or_no("ema", ema)
+        )
         if isinstance(restored.model, BERT):
             raise UserError("lm-eval: a BERT fills in hidden tokens and writes no text; use a GPT or a T5")
         self.backend = "seq2seq" if isinstance(restored.model, T5) else "causal"
@@ -254,6 +258,18 @@ register_model("stoker")(StokerLM)
 
 def _arguments(request: Instance) -> tuple[Any, ...]:
     return request.args
+
+
+def _yes_or_no(name: str, given: bool | str) -> bool:
+    """A value of the harness's `--model_args`.
+
+    Raises:
+        UserError: it is neither true nor false.
+    """
+    said = str(given).lower()
+    if said not in ("true", "false"):
+        raise UserError(f"lm-eval: {name}={given} must be true or false")
+    return said == "true"
 
 
 def _batch_size(given: int | str) -> int | None:
