@@ -18,7 +18,13 @@ from stoker.trainer.plan.moments import placed_layers
 from stoker.trainer.plan.plan import make_plan, target_elsewhere
 from stoker.trainer.plan.report import categories, comparison, report, summary
 from stoker.trainer.plan.states import slots_of
-from stoker.trainer.plan.work import core_forward, projections_forward, recomputed_work
+from stoker.trainer.plan.work import (
+    CARD_SECONDS_OF_LAYER,
+    HOST_SECONDS_OF_LAYER,
+    core_forward,
+    projections_forward,
+    recomputed_work,
+)
 
 LLAMA = "experiment=llama_1b_bench"
 ONE = ["model.micro_batch_size=1", "model.global_batch_size=1"]
@@ -167,6 +173,17 @@ def test_a_card_that_waits_for_the_host_is_told_of():
     two = planned(*small, "trainer.devices=2", "model.global_batch_size=32", world=2)
     for other in (recorded, planned(LLAMA), two):
         assert not any("enable_cuda_graph" in line for line in summary(other))
+
+
+def test_a_small_model_takes_the_time_of_its_kernels():
+    """Four layers of width 128: their work is that of microseconds, but kernels do not end sooner than they start."""
+    small = ["model=gpt_tiny", "data=mock"]
+    recorded, plain = planned(*small), planned(*small, "model.enable_cuda_graph=False")
+    assert recorded.time is not None
+    assert recorded.seconds >= 4 * CARD_SECONDS_OF_LAYER
+    assert recorded.time.parts["waiting for the host"] == 0
+    assert plain.seconds >= 4 * HOST_SECONDS_OF_LAYER
+    assert [", as CUDA graphs" in "\n".join(report(plan, [])) for plan in (recorded, plain)] == [True, False]
 
 
 def test_full_recompute_is_a_forward_pass_without_the_last_product():

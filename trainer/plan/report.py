@@ -119,7 +119,7 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
     samples = f"{facts.keys.micro_batch_size} sample{'s' * (facts.keys.micro_batch_size != 1)}"
     yield (
         f"step         {ranks}{layout}{facts.micro_batches} micro batch{'es' * (facts.micro_batches != 1)} of {samples}"
-        f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}"
+        f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}{', as CUDA graphs' * facts.is_recorded}"
     )
     for stack in facts.stacks:
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
@@ -238,7 +238,9 @@ def _how_sure(plan: Plan) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.0f} ms"
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:,.{0 if seconds >= 0.01 else 1}f} ms"
 
 
 def as_document(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:

@@ -33,6 +33,8 @@ SLOW_ATTENTION = 0.63
 HOST_SECONDS_OF_LAYER, HOST_SECONDS_AS_WRITTEN = 3.6e-3, 4.5e-3
 """What a host needs to launch a layer, forward and backward, compiled and not: T5 base beside an H100, measured as 84
 ms of 24 compiled layers; the other is an estimate from the number of launches."""
+CARD_SECONDS_OF_LAYER = 0.15e-3
+"""What a card needs for a layer of a CUDA graph, however small it is: 65 kernels of some 2 us, an estimate."""
 FILLING_TOKENS = 256
 """Matrix products of so many tokens run at half their speed, for they leave much of the card idle: an estimate."""
 MEASURED_TOKENS = 16_384
@@ -311,8 +313,11 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
     }
     computing = sum(parts.values())
     host = HOST_SECONDS_OF_LAYER if facts.compiled else HOST_SECONDS_AS_WRITTEN
-    launching = 0.0 if facts.is_recorded else micro * len(memory.layers) * host
-    parts["waiting for the host"] = max(0.0, launching - computing)
+    layers = micro * len(memory.layers)
+    parts["starting kernels"] = max(0.0, layers * CARD_SECONDS_OF_LAYER - computing)
+    parts["waiting for the host"] = 0.0
+    if not facts.is_recorded:
+        parts["waiting for the host"] = max(0.0, layers * host - computing - parts["starting kernels"])
     sent = sent_each_micro_batch(memory)
     each_way = micro * sent / card.host_link
     parts["copies not hidden"] = max(0.0, each_way - computing / 3) + max(0.0, each_way - computing * 2 / 3)
