@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -159,6 +160,14 @@ def has_tokenizer(source: Source) -> bool:
     except UserError:
         return False
     return True
+
+
+def tokenizer_keys(path: Path) -> dict[str, Any]:
+    """`model.tokenizer` of a folder of Hugging Face's; empty where it holds none that stoker reads."""
+    with open_source(path) as source:
+        if not has_tokenizer(source):
+            return {}
+        return source.find_tokenizer(source.config.get("vocab_size")).keys_in(path.absolute())
 
 
 def _fill(path: Path, source: Source, incoming: Incoming, model: nn.Module) -> None:

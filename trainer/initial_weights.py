@@ -9,10 +9,12 @@ from torch import nn
 from ..models.config.family_rules import stacks_of_keys
 from ..models.config.memory import MemoryKeys
 from ..models.config.stack import StackKeys
-from .base_weights import KEY, BaseWeights, foreign_keys
+from .base_weights import KEY, BaseWeights, foreign_keys, tokenizer_keys
 from .checkpoint import Checkpoint
+from .config.blocks import TokenizerBlock
 from .config.run_config import RunConfig
 from .config.schema import MODEL_BLOCKS, AnyModelBlock, RootBlock
+from .data.tokenizer_files import tokenizer_of_keys
 from .data.tokenizers import Tokenizer
 from .errors import UserError
 from .peft_weights import load_initial_adapter
@@ -53,7 +55,7 @@ def load_initial_weights(
                 f"`{KEY}`: {base.path} holds a model of `family: {trained.family}`, but `model.family` is "
                 f"{root.model.family}; use a checkpoint of that family"
             )
-        if base.checkpoint is not None and base.checkpoint.tokenizer_document != tokenizer.to_document():
+        if not _has_tokenizer_of(base, root.model.tokenizer, tokenizer):
             raise UserError(
                 f"`{KEY}`: {base.path} has another tokenizer than this run, so its weights mean other tokens; use "
                 "its `model.tokenizer`"
@@ -66,6 +68,20 @@ def load_initial_weights(
         steps = f", trained for {base.checkpoint.state.step:,} steps" if base.checkpoint is not None else ""
         yield f"weights from {base.path}{steps}"
     yield from load_initial_adapter(root, model, tokenizer, base)
+
+
+def _has_tokenizer_of(base: BaseWeights, keys: TokenizerBlock, tokenizer: Tokenizer) -> bool:
+    """Whether token ids mean to these weights what they mean in a run; also where nobody knows."""
+    if base.checkpoint is not None:
+        return base.checkpoint.tokenizer_document == tokenizer.to_document()
+    theirs = tokenizer_keys(base.path)
+    files = dict.fromkeys(("type", "model", "vocab_file", "merge_file"))
+    if not theirs or all(getattr(keys, name) == value for name, value in {**files, **theirs}.items()):
+        return True
+    if {keys.library, theirs["library"]} & {"byte-level", "char"}:  # no file says what their tokens are
+        return False
+    one, other = (tokenizer_of_keys(each) for each in (keys, keys.model_copy(update={**files, **theirs})))
+    return one.to_document() == other.to_document()
 
 
 def _trained_as(base: BaseWeights) -> AnyModelBlock | None:

@@ -161,6 +161,10 @@ class _Draft:
             rule = "must name the model to begin with: a stoker run or checkpoint, or a folder of Hugging Face's"
             self.problems.append(Problem(key, show_value(named), self.origin_text(key), rule, f"{key}=FOLDER"))
             return
+        if paths.get(self.tree, "model.data.data_impl") is None:
+            rule = "must be named: what the model is to learn"
+            fix = "data=sft, data=chat or data=text (a T5: data=jsonl), each with model.data.path=FILE"
+            self.problems.append(Problem("model.data.data_impl", None, self.origin_text(key), rule, fix))
         begins = starting_point.starting_point(environment.user_path(named, key))
         family = paths.get(self.tree, "model.family")
         if family not in (None, begins.family):
@@ -176,21 +180,29 @@ class _Draft:
                 self._fill(path, value, begins.origin, begins.family)
             elif name in starting_point.SHAPES and not holds_interpolation(given) and given != value:
                 self.problems.append(self._contradiction(path, given, value, begins.origin))
-        if not paths.get(self.tree, "model.tokenizer"):
-            if not begins.tokenizer:
-                rule = f"must be named: {named} holds no tokenizer that is read here"
-                fix = "tokenizer=byte, or tokenizer=huggingface model.tokenizer.type=FOLDER"
-                self.problems.append(Problem("model.tokenizer.library", None, self.origin_text(key), rule, fix))
+        if not paths.get(self.tree, "model.tokenizer") and not begins.tokenizer:
+            rule = f"must be named: {named} holds no tokenizer that is read here"
+            fix = "tokenizer=byte, or tokenizer=huggingface model.tokenizer.type=FOLDER"
+            self.problems.append(Problem("model.tokenizer.library", None, self.origin_text(key), rule, fix))
+        if paths.get(self.tree, "model.tokenizer.library") is None:  # else it is compared when the weights are read
             for path, value in begins.tokenizer.items():
-                self._fill(path, value, begins.origin, begins.family)
+                if paths.get(self.tree, path, self.tree) is self.tree:
+                    self._fill(path, value, begins.origin, begins.family)
         adapter = self._text_at(starting_point.ADAPTER_KEY)
         if isinstance(adapter, str):
             places = [
                 environment.user_path(text, at) for text, at in ((adapter, starting_point.ADAPTER_KEY), (named, key))
             ]
             for path, value in starting_point.adapter_keys(*places).items():
-                if paths.get(self.tree, path, self.tree) is self.tree or path in self.packaged:
+                given = paths.get(self.tree, path, self.tree)
+                of_preset = path in self.packaged and self._kind_of(path) == "file"
+                if path == starting_point.SCHEME_KEY and given not in (self.tree, None, value):
+                    preset = f"peft={value}" if value in starting_point.PRESETS else f"{path}={value}"
+                    self.problems.append(self._contradiction(path, given, value, adapter, preset))
+                elif given is self.tree or of_preset:
                     self._fill(path, value, adapter, begins.family)
+                elif path in starting_point.ADAPTER_SHAPES and not holds_interpolation(given) and given != value:
+                    self.problems.append(self._contradiction(path, given, value, adapter))
 
     def _text_at(self, key: str) -> Any:
         """A value that may refer to others, where it can be told already."""
@@ -208,9 +220,9 @@ class _Draft:
             self.origins[path] = Origin("file", origin)
             self.packaged |= {path}
 
-    def _contradiction(self, path: str, given: Any, value: Any, origin: str) -> Problem:
+    def _contradiction(self, path: str, given: Any, value: Any, origin: str, fix: str = "") -> Problem:
         rule = f"must be {show_value(value)}, as in {origin}: its weights have that shape"
-        return Problem(path, show_value(given), self.origin_text(path), rule, f"~{path}")
+        return Problem(path, show_value(given), self.origin_text(path), rule, fix or f"~{path}")
 
     def finish(self, files: tuple[Path, ...]) -> RunConfig:
         """Everything after the overrides."""

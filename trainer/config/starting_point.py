@@ -40,6 +40,22 @@ SHAPES = frozenset(
     }
 )
 """Keys that its weights were trained with, which no run can change."""
+SCHEME_KEY, PRESETS = "model.peft.peft_scheme", ("lora", "adapter", "ia3", "ptuning")
+ADAPTER_SHAPES = frozenset(
+    f"model.peft.{name}"
+    for name in (
+        *(
+            "lora_tuning.target_modules",
+            "lora_tuning.adapter_dim",
+            "lora_tuning.variant",
+            "lora_tuning.layer_selection",
+        ),
+        *("adapter_tuning.type", "adapter_tuning.adapter_dim", "adapter_tuning.layer_selection"),
+        *("adapter_tuning.norm_position", "ia3_tuning.layer_selection", "selective_tuning.tunable_base_param_names"),
+        *("p_tuning.virtual_tokens", "p_tuning.bottleneck_dim", "p_tuning.embedding_dim"),
+    )
+)
+"""Likewise of an adapter that a run goes on with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,78 @@
+"""What typed keys mean to `stoker finetune` beside the model, the tokenizer and the adapter it begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from adapter_runs import base_folder, finetune, finetune_config
+from hf_folders import letter_tokenizer
+
+from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.problems import ConfigError, Problem
+from stoker.trainer.errors import UserError
+from stoker.trainer.run import run_training
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and a LoRA of it of rank 3."""
+    folder = tmp_path_factory.mktemp("finetune")
+    finetune(base_folder("llama", folder / "llama"), folder / "lora", "model.peft.lora_tuning.adapter_dim=3")
+    return folder
+
+
+def problems(folder: Path, *overrides: str, peft: str | None = "lora") -> dict[str, Problem]:
+    with pytest.raises(ConfigError) as caught:
+        finetune_config(folder / "llama", folder / "run", *overrides, peft=peft)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+def test_a_tokenizer_key_of_the_user_leaves_the_others_to_the_base(folder: Path) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    config = finetune_config(folder / "llama", folder / "run", f"model.tokenizer.chat_template='{template}'")
+    tokenizer = config.root.model.tokenizer
+    assert (tokenizer.library, tokenizer.type) == ("huggingface", str(folder / "llama"))
+    assert tokenizer.chat_template == template
+
+
+def test_another_tokenizer_than_that_of_the_base_is_refused(folder: Path, tmp_path: Path) -> None:
+    for number, words in enumerate((["tokenizer=byte"], ["tokenizer=char"])):
+        with pytest.raises(UserError, match="has another tokenizer than this run"):
+            run_training(finetune_config(folder / "llama", tmp_path / f"run{number}", *words))
+    (tmp_path / "same").mkdir()
+    letter_tokenizer(tmp_path / "same")
+    same = ["tokenizer=huggingface", f"model.tokenizer.type={tmp_path / 'same'}"]
+    assert run_training(finetune_config(folder / "llama", tmp_path / "run", *same)).step == 1
+
+
+def test_typed_keys_of_an_adapter_are_its_shape_or_refused(folder: Path) -> None:
+    again = f"model.peft.restore_from_path={folder / 'lora'}"
+    dim, scheme = "model.peft.lora_tuning.adapter_dim", "model.peft.peft_scheme"
+    for peft in ("lora", None):
+        config = finetune_config(folder / "llama", folder / "run", again, peft=peft)
+        assert config.root.model.peft.lora_tuning.adapter_dim == 3  # the adapter's, not the preset's
+        (problem,) = problems(folder, again, f"{dim}=4", peft=peft).values()
+        assert (problem.key, problem.fix) == (dim, f"~{dim}")
+        assert "must be 3" in problem.rule
+    for other in ([f"{scheme}=ia3"], []):
+        problem = problems(folder, again, *other, peft=None if other else "ia3")[scheme]
+        assert problem.fix == "peft=lora"
+    config = finetune_config(folder / "llama", folder / "run", again, "model.peft.lora_tuning.adapter_dropout=0.5")
+    assert config.root.model.peft.lora_tuning.adapter_dropout == 0.5  # no shape: what is typed counts
+
+
+def test_what_to_learn_must_be_said(folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, None, [f"model.restore_from_path={folder / 'llama'}"], {}, finetune=True)
+    (problem,) = caught.value.problems
+    assert problem.key == "model.data.data_impl"
+    assert "data=sft" in problem.fix
+
+
+@pytest.mark.parametrize(("peft", "rate"), [(None, 2e-5), ("lora", 2e-4), ("adapter", 2e-4), ("ia3", 3e-3)])
+def test_each_scheme_has_its_learning_rate(folder: Path, peft: str | None, rate: float) -> None:
+    given = [f"model.restore_from_path={folder / 'llama'}", "data=mock", *([f"peft={peft}"] if peft else [])]
+    assert load_run_config(None, None, given, {}, finetune=True).root.model.optim.lr == rate
+    typed = load_run_config(None, None, [*given, "model.optim.lr=1e-3"], {}, finetune=True)
+    assert typed.root.model.optim.lr == 1e-3
