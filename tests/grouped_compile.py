@@ -164,10 +164,10 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     return row | counts | {"triton": triton.__version__}
 
 
-def main() -> None:
-    for variant in variants(sys.argv[1]):
-        print(json.dumps(compile_variant(variant)), flush=True)
+def compiled(which: str) -> list[dict[str, Any]]:
+    """All of them."""
+    return [compile_variant(variant) for variant in variants(which)]
 
 
 if __name__ == "__main__":
-    main()
+    print(*map(json.dumps, compiled(sys.argv[1])), sep="\n")

@@ -68,10 +68,10 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
     return row | {"wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), "triton": triton.__version__}
 
 
-def main() -> None:
-    for variant in variants():
-        print(json.dumps(compile_variant(*variant)), flush=True)
+def compiled() -> list[dict[str, Any]]:
+    """All of them."""
+    return [compile_variant(*variant) for variant in variants()]
 
 
 if __name__ == "__main__":
-    main()
+    print(*map(json.dumps, compiled()), sep="\n")

@@ -1,18 +1,14 @@
-"""A script for tests: children that die by SIGKILL, each at another call to the system inside a save.
+"""For tests: children that die by SIGKILL, each at another call to the system inside a save (`killed`).
 
-    python killed_saves.py DIRECTORY sync|async RANKS STRIDE
-
-For every STRIDE-th call number a child process saves step 3 beside a complete step 2, and kills itself instead of that
-call, or in the middle of it where it is a write. Several ranks are threads here that meet at a barrier. What is left
-is opened, cleared and saved again. Prints, as JSON, how many calls there are and what went wrong.
+For every number of a call a child process saves step 3 beside a complete step 2, and kills itself instead of that call,
+or in the middle of it where it is a write. Several ranks are threads here that meet at a barrier. What is left is
+opened, cleared and saved again.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -161,12 +157,13 @@ def problems_after(directory: Path, *, is_async: bool, world_size: int) -> list[
     return found
 
 
-def main(root: Path, is_async: bool, world_size: int, stride: int) -> dict[str, Any]:
-    """Die at every `stride`-th call."""
+def killed(folder: str, is_async: bool, world_size: int) -> dict[str, Any]:
+    """Die at every call, in a process that has no threads; returns how many there are and what went wrong."""
+    root = Path(folder)
     calls = count_calls(root / "counted", is_async=is_async, world_size=world_size)
     problems: dict[int, list[str]] = {}
     deaths = 0
-    for number in range(1, calls + 1, stride):
+    for number in range(1, calls + 1):
         directory = root / str(number)
         save(directory, 2, is_async=is_async, world_size=world_size)
         pid = os.fork()
@@ -178,7 +175,3 @@ def main(root: Path, is_async: bool, world_size: int, stride: int) -> dict[str, 
         if found := problems_after(directory, is_async=is_async, world_size=world_size):
             problems[number] = found
     return {"calls": calls, "deaths": deaths, "problems": problems}
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2] == "async", int(sys.argv[3]), int(sys.argv[4]))))

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,20 +109,22 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
 
 
-def main() -> None:
+def compiled(capabilities: Sequence[int] = CAPABILITIES) -> list[dict[str, Any]]:
+    """All of them."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    rows: list[dict[str, Any]] = []
     for name, kernel, signature, constants, options in cases():
         order = {p: signature.get(p, "constexpr") for p in kernel.arg_names}
-        for capability in CAPABILITIES:
+        for capability in capabilities:
             source = ASTSource(fn=kernel, signature=order, constexprs=constants)
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             row = {"kernel": name, "capability": capability, "triton": triton.__version__}
-            row |= resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
-            print(json.dumps(row), flush=True)
+            rows.append(row | resources(program.asm["cubin"]) | {"shared": program.metadata.shared})
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    print(*map(json.dumps, compiled()), sep="\n")

@@ -1,6 +1,6 @@
-"""Runs of several ranks on gloo, for tests: one process imports torch, and forks the ranks of every run from itself.
+"""Runs of several ranks on gloo, for tests: the ranks of every run are forked from a process that has imported torch.
 
-`RankRuns` is the side of the tests; the script below it trains. Every rank leaves a record of the samples it took.
+`RankRuns` is the side of the tests; what is below it trains. Every rank leaves a record of the samples it took.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import traceback
 import zlib
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forks import Forks
 from safetensors import safe_open
 from tiny_run import tiny_config
 from torch import Tensor
@@ -44,13 +43,12 @@ class RankRuns:
 
     Args:
         folder: each run gets a directory of its own in it.
+        forks: starts the processes.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forks: Forks) -> None:
         self.folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._forks = forks
 
     def run(self, name: str, ranks: int = 1, **changes: Any) -> Path:
         """Train, and give the run directory.
@@ -58,25 +56,14 @@ class RankRuns:
         Args:
             name: of the run; the second of a name is the first.
             ranks: how many.
-            changes: of `EXACT`, as `tiny_run.tiny_document` takes them; `offloads` pretends that a CPU can offload.
+            changes: of `EXACT`, as `tiny_run.tiny_document` takes them; `offloads` pretends that a CPU can offload, and
+                `told` is a rank and a step in which that gets a SIGTERM.
         """
         directory = self.folder / name
         if not directory.exists():
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            job = {"directory": str(directory), "ranks": ranks, "changes": EXACT | changes}
-            print(json.dumps(job), file=self._process.stdin, flush=True)
-            answer = self._process.stdout.readline()
-            assert answer == "done\n", f"{name}: {answer}"
+            codes = self._forks.call("rank_runs", "train", str(directory), ranks, EXACT | changes)
+            assert not any(codes), f"{name}: exit codes by rank {codes}"
         return directory
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
@@ -124,7 +111,7 @@ def difference(checkpoint: Path, other: Path, kind: str) -> float:
     )
 
 
-# ---------------------------------------------------------------- the script: fork, meet, train
+# ---------------------------------------------------------------- fork, meet, train
 
 
 class Uneven:
@@ -153,7 +140,7 @@ class Uneven:
 def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, Any]:
     from dataclasses import replace
 
-    from stoker.trainer import run
+    from stoker.trainer import expert_load, run
     from stoker.trainer.module import LanguageModule
 
     build_data, training_step = run.build_data, LanguageModule.training_step
@@ -165,7 +152,11 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         data = build_data(*arguments, **named)
         return replace(data, train=Uneven(data.train))
 
+    told = changes.pop("told", None)
+
     def record(module: Any, batch: Any, batch_idx: int) -> None:
+        if told == [ranks.rank, len(steps) + 1]:
+            signal.raise_signal(signal.SIGTERM)
         sums: dict[int, list[int]] = {}
         for number, fields in batch.micro_batches():
             rows = torch.cat([field.long() for _, field in sorted(fields.items())], dim=1).numpy()
@@ -178,38 +169,37 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         import late_copies
 
         late_copies.install()
+    expert_load.can_draw = lambda: False  # a picture at the end takes longer than the run
     run.build_data = build_uneven
     module_class.training_step = record
     result = run.run_training(tiny_config(directory, **changes), ranks)
-    assert result.exit_code == 0
+    assert result.exit_code == (143 if told else 0)
     validation = result.validation
     found = [validation.loss, validation.tokens, validation.bytes] if validation else None
     return {"steps": steps, "targets": targets, "validation": found}
 
 
-def _rank(job: dict[str, Any], rank: int) -> None:
+def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:
     from torch._C._distributed_c10d import FileStore
 
     from stoker.trainer.distributed.ranks import Ranks, join, leave
 
     torch.set_num_threads(1)
-    directory, size = Path(job["directory"]), job["ranks"]
     store = FileStore(f"{directory}.store", size) if size > 1 else None
     ranks = Ranks() if size == 1 else join(rank, size, rank, store=store, timeout=60)
-    record = _train(directory, ranks, job["changes"])
+    record = _train(directory, ranks, changes)
     ranks.barrier()
     leave()
     (directory / f"rank-{rank}.json").write_text(json.dumps(record))
 
 
-def _fork(job: dict[str, Any], rank: int) -> int:
+def _fork(*job: Any) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        _rank(job, rank)
+        _rank(*job)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -232,15 +222,6 @@ def _wait(pids: list[int]) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def main() -> None:
-    """Read jobs, one a line, and answer each with `done`, or with the exit codes of its ranks."""
-    import stoker.trainer.run  # noqa: F401  imported once, before any fork
-
-    for line in sys.stdin:
-        job = json.loads(line)
-        codes = _wait([_fork(job, rank) for rank in range(job["ranks"])])
-        print("done" if not any(codes) else f"exit codes by rank {codes}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def train(directory: str, size: int, changes: dict[str, Any]) -> list[int]:
+    """Train on so many ranks, in a process that has no threads; returns their exit codes."""
+    return _wait([_fork(Path(directory), size, rank, changes) for rank in range(size)])

@@ -183,9 +183,12 @@ def test_environment_text(value: Any, text: str) -> None:
     assert environment_text(value) == text
 
 
-@given(st.integers(1, 64), st.integers(1, 64))
-@settings(max_examples=40)
-def test_the_fix_of_a_batch_size_works(together: int, micro: int) -> None:
+@pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.full)])
+def test_the_fix_of_a_batch_size_works(examples: int) -> None:
+    settings(max_examples=examples)(given(st.integers(1, 64), st.integers(1, 64))(check_fix))()
+
+
+def check_fix(together: int, micro: int) -> None:
     if together % micro == 0:
         return
     problem = problems(f"model.global_batch_size={together}", f"model.micro_batch_size={micro}")[
@@ -236,7 +239,7 @@ def _value(path: str, chance: random.Random) -> str:
 
 
 def test_random_configurations() -> None:
-    junk(80, 1)
+    junk(40, 1)
 
 
 @pytest.mark.full

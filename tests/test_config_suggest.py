@@ -42,20 +42,20 @@ def count(pairs: list[tuple[str, str]]) -> tuple[int, list[tuple[str, str]]]:
     return len(pairs), wrong
 
 
-def check_first_suggestions(seed: int, of_each: int) -> None:
+def check_first_suggestions(seed: int, of_each: int, leaves: list[str]) -> None:
     chance = random.Random(seed)
-    total, wrong = count([(path, typo) for path in LEAVES for typo in typos(path, chance, of_each)])
-    assert total > 200 * of_each
+    total, wrong = count([(path, typo) for path in leaves for typo in typos(path, chance, of_each)])
+    assert total > 2 * of_each * len(leaves)
     assert len(wrong) <= 0.05 * total, wrong
 
 
 def test_a_typo_names_the_right_key_first() -> None:
-    check_first_suggestions(1, 1)
+    check_first_suggestions(1, 1, LEAVES[::4])
 
 
 @pytest.mark.full
 def test_many_typos_name_the_right_key_first() -> None:
-    check_first_suggestions(2, 4)
+    check_first_suggestions(2, 4, LEAVES)
 
 
 ROUTES = ("k=v", "+k=v", "++k=v", "experiment", "user's file")
@@ -96,7 +96,7 @@ def check_routes(rounds: int, share: float, tmp_path: Path) -> None:
 
 
 def test_typos_are_refused_on_every_route(tmp_path: Path) -> None:
-    check_routes(1, 0.03, tmp_path)
+    check_routes(1, 0.015, tmp_path)
 
 
 @pytest.mark.full
@@ -145,9 +145,11 @@ def test_foreign_names_are_many_and_lead_to_known_keys() -> None:
         assert name not in last_names or name in elsewhere, name
 
 
-def test_a_foreign_name_is_suggested_and_never_accepted() -> None:
-    for name, target in FOREIGN_NAMES.items():
-        for path in (f"model.{name}", name):
+@pytest.mark.parametrize("places", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_foreign_name_is_suggested_and_never_accepted(places: int) -> None:
+    """In the block of the model and outside of all; by turns in the fast tests."""
+    for number, (name, target) in enumerate(FOREIGN_NAMES.items()):
+        for path in (f"model.{name}", name)[:: -1 if number % 2 else 1][:places]:
             if not is_known(path):
                 assert target in suggestions(path)[:2], (path, suggestions(path))
 

@@ -234,6 +234,9 @@ def test_a_conversation_that_a_template_refuses_is_named(tmp_path: Path) -> None
     refused = Chat([{"role": "system", "content": "Be  brief"}, *CHAT])
     with pytest.raises(UserError, match=r"begins with 'Be brief': .* it says: Only user and assistant"):
         list(chat_examples([Chat(CHAT), refused], tokenizer, answer_only=True))
+    placed = refused._replace(where="line 7 of chats.jsonl")
+    with pytest.raises(UserError, match=r"^line 7 of chats\.jsonl, the conversation that begins with 'Be brief': "):
+        list(chat_examples([Chat(CHAT), placed], tokenizer, answer_only=True))
 
 
 def test_characters_have_no_default_template() -> None:
@@ -247,7 +250,19 @@ def test_characters_have_no_default_template() -> None:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        ({"text": "x"}, "must have a list `messages` or `conversations`; it has `text`"),
+        ({"text": "x"}, "must have a list `messages` or `conversations`; it has `text`$"),
+        ({"input": "x", "output": "y"}, "it has `input`, `output`; data=sft reads texts$"),
+        (
+            {"messages": [*CHAT, {"role": "assistent", "content": "x"}]},
+            "message 5 has role `assistent`; did you mean `assistant`",
+        ),
+        ({"messages": [{"role": "usr", "content": "x"}, CHAT[1]]}, "message 1 has role `usr`; did you mean `user`"),
+        ({"messages": [*CHAT, {"role": "gpt", "content": "x"}]}, "message 5 has role `gpt`; did you mean `assistant`"),
+        ({"messages": [{"role": "critic", "content": "x"}, CHAT[1]]}, "role `critic`; known are system, user"),
+        (
+            {"conversations": [{"from": "humn", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            "message 1 has role `humn`",
+        ),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
         ({"messages": []}, "no message of the assistant"),
         ({"messages": [{"content": "x"}]}, "message 1 must be an object with a text `role`"),
@@ -268,7 +283,28 @@ def test_both_forms_are_read() -> None:
     chat = read_chat({"conversations": turns, "system": "s", "mask": "User"}, "line 1")
     assert [(m["role"], m["content"]) for m in chat.messages] == [("system", "s"), ("user", "a"), ("assistant", "b")]
     called = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "tool_calls": []}]
-    assert read_chat({"messages": called, "tools": []}, "line 1") == Chat(called, [])
+    assert read_chat({"messages": called, "tools": []}, "line 1") == Chat(called, [], "line 1")
+
+
+def test_a_template_may_know_other_roles() -> None:
+    critic, model = ([{"role": role, "content": "a"}, CHAT[1]] for role in ("critic", "model"))
+    template = """{% if m.role == 'critic' or m.role == "model" %}"""
+    assert read_chat({"messages": critic}, "line 1", template).messages == critic
+    # Its name for the assistant is that of the text: answers are found by the one in the file.
+    with pytest.raises(UserError, match="role `model`; did you mean `assistant`"):
+        read_chat({"messages": model}, "line 1", template)
+
+
+def test_parts_of_a_message_are_one_text_unless_the_template_reads_them(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "  Grüße!"}, {"type": "text", "text": " How?"}]
+    chats = [read_chat({"messages": [{"role": "user", "content": parts}, *CHAT[1:]]}, "line 1")]
+    for tokenizer in (ByteTokenizer(), bpe(tmp_path, SMOL)):
+        (found,) = chat_examples(chats, tokenizer, answer_only=True)
+        (expected,) = chat_examples([Chat(CHAT)], tokenizer, answer_only=True)
+        assert found.tokens.tolist() == expected.tokens.tolist()
+    reads = "{% for m in messages %}{% for part in m.content %}[{{ part.text or part }}]{% endfor %}{% endfor %}"
+    (found,) = chat_examples(chats, bpe(tmp_path, reads), answer_only=False)
+    assert bpe(tmp_path).decode(found.tokens).startswith("[  Grüße!][ How?][W]")
 
 
 # ---------------------------------------------------------------- where templates are

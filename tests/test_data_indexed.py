@@ -252,7 +252,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: py
         return highest
 
     peak(100)
-    assert abs(peak(40_000) - peak(5_000)) < 50_000, "the index of 35,000 more documents has 700 kB"
+    assert abs(peak(12_000) - peak(2_000)) < 50_000, "the index of 10,000 more documents has 200 kB"
 
 
 @pytest.mark.skipif(

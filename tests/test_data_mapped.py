@@ -232,15 +232,17 @@ class _Batches(Dataset[Batch]):
         return self.samples.batch(first, 2)
 
 
-def test_loader_processes_get_the_same_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_loader_processes_get_the_same_samples(tmp_path: Path, processes: int) -> None:
+    """Which get them as bytes; a process takes seconds to start."""
     readers = [reader_of(tmp_path, [9] * 30, name) for name in ("a", "b")]
     parts = [MappedTraining(everything(reader), 6, 3, part=n) for n, reader in enumerate(readers)]
     samples = BlendedSamples(parts, [0.25, 0.75])
     expected = [samples.batch(first, 2) for first in range(0, 12, 2)]
     assert len(pickle.dumps(samples)) < 5000, "nothing large goes to a worker"
     assert len(pickle.dumps(MappedEvaluation([everything(readers[0])], 6))) < 2000
-    loader = DataLoader(
-        _Batches(samples), batch_size=None, sampler=range(0, 12, 2), num_workers=1, multiprocessing_context="spawn"
-    )
+    copy = pickle.loads(pickle.dumps(_Batches(samples)))
+    how = {"num_workers": 1, "multiprocessing_context": "spawn"} if processes else {}
+    loader = DataLoader(copy, batch_size=None, sampler=range(0, 12, 2), **how)
     for batch, wanted in zip(loader, expected, strict=True):
         assert equal(Batch(*batch), wanted)

@@ -70,10 +70,18 @@ def test_the_fingerprint_is_that_of_the_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("[1]", "line 2 of .* must be an object"),
+        ("[1]", "line 2 of .* must be an object; one object a line is wanted"),
+        ("[", r"line 2 of .* is not JSON \(Expecting value at column 3\); one object a line is wanted"),
         ('{"input": "x"', "line 2 of .* is not JSON"),
-        ('{"input": "x", "label": "y"}', "must have a text `output`; it has `input`, `label`.*label_key"),
-        ('{"input": 3, "output": "y"}', "must have a text `input`.*context_key"),
+        ('{"input": "x", "label": "y"}', "must have a text `output`; it has `input`, `label`.*label_key=label"),
+        (
+            '{"completion": "x", "prompt": "y"}',
+            r"`; set model\.data\.context_key=prompt model\.data\.label_key=completion$",
+        ),
+        ('{"input": "x"}', r"it has `input` \(`model\.data\.label_key` names it\)"),
+        ('{"input": 3, "output": "y"}', r"line 2 of .*: `input` is a number \(3\), not a text"),
+        ('{"input": "x", "output": null}', "`output` is null, not a text"),
+        ('{"input": "x", "output": ["y"]}', "`output` is a list, not a text"),
         ('{"input": "x", "output": "\\ud800"}', "line 2 of .*`output`: .* lone surrogate"),
         (json.dumps({"x" * 5000: "x"}), "must have a text `input`; it has `x{40}`"),
         ("[" * 100_000, "line 2 of .* is not JSON"),
@@ -88,13 +96,24 @@ def test_bad_lines_are_told_with_their_place(line: str, says: str, tmp_path: Pat
     assert len(caught.value.lines[0]) < 700
 
 
+def test_another_encoding_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"input": "é", "output": "b"}'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"line 1 of .* is not UTF-8: bad byte at offset 11"):
+        read_jsonl(tmp_path / "a.jsonl", SHARES, "input", "output")
+
+
 def test_missing_and_empty_places_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         read_jsonl(tmp_path / "none.jsonl", SHARES, "input", "output")
     with pytest.raises(UserError, match=r"holds no \.jsonl"):
         read_jsonl(tmp_path, SHARES, "input", "output")
-    with pytest.raises(UserError, match=r"validation split of .* is empty"):
+    with pytest.raises(UserError, match=r"validation split of .* is empty: 1 example, 1 distinct input, and equal"):
         build_data(root(write(tmp_path / "one.jsonl", PAIRS[:1]), splits_string="100,0.001,0"))
+    with pytest.raises(UserError, match=r"is empty: 40 examples, 1 distinct input, .* more examples or a larger share"):
+        build_data(root(write(tmp_path / "equal.jsonl", 40 * PAIRS[:1]), splits_string="100,0.001,0"))
+    (tmp_path / "blank.jsonl").write_text("\n \n")
+    with pytest.raises(UserError, match=r"^`model\.data\.path`: .*blank\.jsonl holds no example$"):
+        read_jsonl(tmp_path / "blank.jsonl", SHARES, "input", "output")
 
 
 def test_pairs_become_rows_and_long_ones_are_cut() -> None:

@@ -73,6 +73,14 @@ def gpt2_files() -> tuple[str, str]:
 
 
 @cache
+def gpt2_tables() -> tuple[dict[str, int], dict[tuple[str, str], int]]:
+    """The vocabulary, and the rank of each merge."""
+    vocab, merges = gpt2_files()
+    pairs = (line.split(" ") for line in merges.split("\n")[1:-1])
+    return json.loads(vocab), {(first, second): rank for rank, (first, second) in enumerate(pairs)}
+
+
+@cache
 def gpt2() -> JsonTokenizer:
     return define(gpt2_definition(*gpt2_files()), {})
 
@@ -153,12 +161,9 @@ def gpt2_by_the_paper(text: str, vocabulary: dict[str, int], ranks: dict[tuple[s
 @settings(max_examples=150)
 @given(TEXTS)
 def test_gpt2_is_the_papers_algorithm(text: str) -> None:
-    vocab, merges = gpt2_files()
-    pairs = (line.split(" ") for line in merges.split("\n")[1:-1])
-    ranks = {(first, second): rank for rank, (first, second) in enumerate(pairs)}
     ids = gpt2().encode(text)
     assert ids.dtype == np.uint16
-    assert ids.tolist() == gpt2_by_the_paper(text, json.loads(vocab), ranks)
+    assert ids.tolist() == gpt2_by_the_paper(text, *gpt2_tables())
     assert gpt2().decode(ids) == text
     assert document_bytes(gpt2(), text) == len(text.encode())
 

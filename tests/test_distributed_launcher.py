@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_runs import RankRuns, records
 from tiny_run import tiny_document
 
 from stoker.trainer.config.blocks import TrainerBlock
@@ -246,6 +247,17 @@ def check_stopped(run: Job, code: int) -> None:
     assert "Traceback" not in run.error
 
 
+def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path, forks):
+    """Without a launcher; what that does with a signal is tested below."""
+    keys = {"trainer__max_steps": 1000, "trainer__val_check_interval": 1000, "trainer__limit_val_batches": 0}
+    run = RankRuns(tmp_path, forks).run("run", 2, told=[1, 3], model__fsdp=True, **keys)
+    (steps,) = {len(record["steps"]) for record in records(run)}
+    assert 3 <= steps < 1000
+    assert checkpoints(run) == [f"step-{steps}"]
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == steps
+
+
+@pytest.mark.full
 def test_sigterm_to_every_process_saves_the_last_step(tmp_path):
     with job(tmp_path, model__fsdp=True) as run:
         run.until_step(3)

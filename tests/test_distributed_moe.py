@@ -43,10 +43,8 @@ CLOCKS = ("time", "step_seconds", "tokens_per_second", "memory_gib")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    starter = RankRuns(tmp_path_factory.mktemp("runs"))
-    yield starter
-    starter.close()
+def runs(tmp_path_factory, forks):
+    return RankRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
 def step(directory: Path, number: int) -> Path:
@@ -81,7 +79,7 @@ def test_the_comparison_is_not_empty(runs):
     assert all(0.009 < bias.abs().max() < 0.031 for bias in biases)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "full"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.full), "full"])
 def test_two_ranks_equal_one_process(runs, layout):
     check_equal(runs.run(f"{layout}-2", 2, **MOE, **LAYOUTS[layout]), runs.run("alone", **MOE))
 

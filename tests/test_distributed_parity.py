@@ -74,10 +74,8 @@ SIX = {"trainer__max_steps": 6}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    starter = RankRuns(tmp_path_factory.mktemp("runs"))
-    yield starter
-    starter.close()
+def runs(tmp_path_factory, forks):
+    return RankRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
 def step(directory: Path, number: int) -> Path:

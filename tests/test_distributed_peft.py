@@ -27,10 +27,8 @@ EXPERTS: dict[str, Any] = {"model__num_moe_experts": 4, "model__moe_aux_loss_coe
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    starter = RankRuns(tmp_path_factory.mktemp("runs"))
-    yield starter
-    starter.close()
+def runs(tmp_path_factory, forks):
+    return RankRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
 def check_same(runs: RankRuns, scheme: str, layout: str, **changes: Any) -> None:

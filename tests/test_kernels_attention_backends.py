@@ -31,11 +31,17 @@ TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bflo
 
 
 def inputs(
-    *, queries: int = 9, keys: int = 9, groups: int = 2, dim: int = 5, dtype: torch.dtype = torch.float64
+    *,
+    queries: int = 9,
+    keys: int = 9,
+    heads: int = 6,
+    groups: int = 2,
+    dim: int = 5,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
-    """Query of six heads, key and value."""
+    """Query, key and value."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, queries, 6, dim), (2, keys, groups, dim), (2, keys, groups, dim))
+    shapes = ((2, queries, heads, dim), (2, keys, groups, dim), (2, keys, groups, dim))
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
@@ -252,12 +258,12 @@ def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]
     """Arguments of a backend; biases and slopes that want a gradient are added to `tensors`."""
     options: dict[str, Any] = {"causal": True, "scale": 0.3} | words
     generator = torch.Generator().manual_seed(3)
-    for name, shape in (("bias", (1, 6, 20, 20)), ("distance_bias", (6, 9))):
+    for name, shape in (("bias", (1, 4, 20, 20)), ("distance_bias", (4, 9))):
         if name in options:
             tensors.append(torch.randn(shape, generator=generator).requires_grad_())
             options[name] = tensors[-1]
     if "alibi_slopes" in options:
-        slopes = torch.rand(6, generator=generator)
+        slopes = torch.rand(4, generator=generator)
         if options["alibi_slopes"] == "slopes_with_gradient":
             tensors.append(slopes.requires_grad_())
         options["alibi_slopes"] = slopes
@@ -272,7 +278,7 @@ def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pyte
     pretend_extras(monkeypatch)
     if name == "triton" and not INTERPRETED:
         pytest.skip("on a CPU Triton needs its interpreter")
-    tensors = inputs(queries=20, keys=20, dim=16, dtype=torch.float32)
+    tensors = inputs(queries=20, keys=20, heads=4, dim=16, dtype=torch.float32)
     options = with_options(OPTIONS[option], tensors)
     if option not in TAKEN[name]:
         with pytest.raises(ValueError, match=r"must (be None|be 0|not be given)"):

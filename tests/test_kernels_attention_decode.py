@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import Forks
 from torch import Tensor
 
 from stoker.kernels.attention.decode import (
@@ -217,17 +213,6 @@ REGISTERS = {"split": 168, "sum": 80, "append": 48}
 """At most; recorded with Triton 3.9.0 and 3.6.0."""
 
 
-def compiled(which: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("decode_compile.py")), which],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def assert_within_budget(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert 2 * row["shared"] <= SHARED[row["capability"]], f"two programs on a processor: {row}"
@@ -237,14 +222,14 @@ def assert_within_budget(rows: list[dict[str, Any]]) -> None:
 
 
 @interpreted
-def test_a_few_kernels_compile_without_a_gpu() -> None:
-    assert_within_budget(compiled("few"))
+def test_a_few_kernels_compile_without_a_gpu(compilers: Forks) -> None:
+    assert_within_budget(compilers.call("decode_compile", "compiled", "few"))
 
 
 @interpreted
 @pytest.mark.full
-def test_every_kernel_compiles_within_its_budget() -> None:
-    rows = compiled("all")
+def test_every_kernel_compiles_within_its_budget(compilers: Forks) -> None:
+    rows = compilers.call("decode_compile", "compiled", "all")
     assert {row["capability"] for row in rows} == set(SHARED)
     assert_within_budget(rows)
 

@@ -1,13 +1,9 @@
 """Flash attention compiles for sm_80, 90, 100 and 120 without a GPU, within shared memory and the recorded budgets."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forks import Forks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
@@ -54,17 +50,6 @@ def stack_budget(row: dict) -> int:
     return max(SPILLED[row["kind"]][row["head_dim"]], more)
 
 
-def compiled(which: str) -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("flash_compile.py")), which],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def check(rows: list[dict]) -> None:
     """All that is over a limit, at once."""
     for row in rows:
@@ -79,14 +64,14 @@ def check(rows: list[dict]) -> None:
     assert [row for row in rows if any(row["over"].values())] == []
 
 
-def test_a_kernel_of_each_kind_compiles_and_spills_nothing() -> None:
-    rows = compiled("few")
+def test_a_kernel_of_each_kind_compiles_and_spills_nothing(compilers: Forks) -> None:
+    rows = compilers.call("flash_compile", "compiled", "few")
     assert {row["kind"] for row in rows} == {"forward", "dq", "distance_gradient"}
     check(rows)
 
 
 @pytest.mark.full
-def test_every_family_compiles_within_its_budget() -> None:
-    rows = compiled("all")
+def test_every_family_compiles_within_its_budget(compilers: Forks) -> None:
+    rows = compilers.call("flash_compile", "compiled", "all")
     assert len(rows) > 80
     check(rows)

@@ -1,17 +1,12 @@
 """The Hopper kernels: what they serve, that they compile without a GPU, and on one that they are right."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import Case, Problem, assert_accurate, build, run
+from forks import Forks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.kernels import flash_attention
@@ -122,9 +117,8 @@ def test_gradient_of_a_distance_bias_from_sums_of_tiles(queries: int, keys: int,
                 far[:, :, query : query + 64] += tile.sum(3)
             elif key + 63 - query - offset > -reach:
                 band = query // 64 - ((key - offset - reach - 63) // 64 + 1)
-                for i in range(tile.shape[2]):
-                    for j in range(tile.shape[3]):
-                        sums[:, :, key // 64, band, 64 + j - i] += tile[:, :, i, j]
+                diagonal = 64 + torch.arange(tile.shape[3]) - torch.arange(tile.shape[2])[:, None]
+                sums[:, :, key // 64, band].index_add_(2, diagonal.flatten(), tile.flatten(2))
     expected = torch.zeros(heads, 2 * reach + 1, dtype=torch.float64)
     distance = torch.arange(keys)[None] - torch.arange(queries)[:, None] - offset
     expected.index_add_(1, distance.clamp(-reach, reach).flatten() + reach, dense.sum(0).flatten(1))
@@ -188,19 +182,10 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
         assert gate.serves(q, k, k, problem) == takes_hopper_kernels(call, Installed(torch=(2, 11), triton=(3, 6)))
 
 
-@cache
-def compiled() -> list[dict]:
-    script = Path(__file__).with_name("hopper_compile.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.full
-def test_every_kernel_compiles_and_keeps_its_loops_in_registers() -> None:
+def test_every_kernel_compiles_and_keeps_its_loops_in_registers(compilers: Forks) -> None:
     """Spilled scalars cost nothing; a spilled tile would be kilobytes."""
-    rows = compiled()
+    rows = compilers.call("hopper_compile", "compiled")
     assert len(rows) == 48
     for row in rows:
         assert row["wgmma"] >= (12 if row["kernel"] == "lse" else 24), row

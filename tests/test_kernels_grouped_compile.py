@@ -1,13 +1,9 @@
 """The kernels of the experts compile for sm_80, 90, 100 and 120 without a GPU, within their budgets."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forks import Forks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
@@ -19,17 +15,6 @@ SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 REGISTERS = dict.fromkeys(("gated", "activated", "rows", "rows_backward", "outer"), 255) | dict.fromkeys(
     ("activation_backward", "gather", "combine", "gate_gradient", "tiles"), 96
 )
-
-
-def compiled(which: str) -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("grouped_compile.py")), which],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def assert_within_budget(rows: list[dict]) -> None:
@@ -45,15 +30,15 @@ def assert_within_budget(rows: list[dict]) -> None:
                 assert row["narrow_copies"] == 0, row
 
 
-def test_a_few_kernels_compile_without_a_gpu() -> None:
-    rows = compiled("few")
+def test_a_few_kernels_compile_without_a_gpu(compilers: Forks) -> None:
+    rows = compilers.call("grouped_compile", "compiled", "few")
     assert {row["kind"] for row in rows} == {"gated", "rows_backward", "outer"}
     assert_within_budget(rows)
 
 
 @pytest.mark.full
-def test_every_kernel_compiles_within_its_budget() -> None:
-    rows = compiled("all")
+def test_every_kernel_compiles_within_its_budget(compilers: Forks) -> None:
+    rows = compilers.call("grouped_compile", "compiled", "all")
     assert {row["capability"] for row in rows} == set(SHARED)
     assert {row["kind"] for row in rows} == set(REGISTERS)
     assert_within_budget(rows)

@@ -102,9 +102,15 @@ def alone(model: GPT, tokens: Tensor, row: int, begin: int, end: int, *, restart
 # ---------------------------------------------------------------- a row is its documents
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "restart"),
+    [
+        *((backend, True) for backend in BACKENDS),
+        (BACKENDS[0], False),
+        *(pytest.param(backend, False, marks=pytest.mark.full) for backend in BACKENDS[1:]),
+    ],
+)
 @pytest.mark.parametrize("kind", ["learned_absolute", "rope", "xpos", "alibi", "sandwich", "none"])
-@pytest.mark.parametrize("restart", [True, False])
 def test_a_row_equals_its_documents_alone(backend: str, kind: str, restart: bool) -> None:
     """Hidden states, loss and all gradients; the two keys act each on its own."""
     options: dict[str, Any] = {"position_embedding_type": kind, "attention_backend": backend}

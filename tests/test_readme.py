@@ -40,6 +40,7 @@ def commands(kind: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+@pytest.mark.usefixtures("without_pictures", "little_pystd")
 def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"

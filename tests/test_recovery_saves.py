@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 from killed_saves import count_calls, problems_after, replace_calls, save
@@ -26,12 +25,8 @@ from stoker.trainer.run_directory import open_run_directory
 @pytest.mark.multi
 @pytest.mark.parametrize("how", ["sync", pytest.param("async", marks=pytest.mark.full)])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_kill_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, how, ranks):
-    script = Path(__file__).with_name("killed_saves.py")
-    command = [sys.executable, str(script), str(tmp_path), how, str(ranks), "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_a_kill_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, forks, how, ranks):
+    result = forks.call("killed_saves", "killed", str(tmp_path), how == "async", ranks)
     assert result["calls"] >= 40
     assert result["deaths"] == result["calls"]
     assert result["problems"] == {}

@@ -283,16 +283,21 @@ def test_what_would_only_happen_again_is_not_started_again(tmp_path, monkeypatch
 # ---------------------------------------------------------------- memory
 
 
+NO_MEMORY = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+]
+IN_A_STEP, IN_A_SAVE = ("stoker.models.gpt.GPT.loss", "sync"), ("stoker.trainer.saving.write_checkpoint", "async")
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("where", "how", "error"),
     [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        *((*IN_A_STEP, error) for error in NO_MEMORY),
+        (*IN_A_SAVE, NO_MEMORY[0]),
+        *(pytest.param(*IN_A_SAVE, error, marks=pytest.mark.full) for error in NO_MEMORY[1:]),
     ],
-)
-@pytest.mark.parametrize(
-    ("where", "how"), [("stoker.models.gpt.GPT.loss", "sync"), ("stoker.trainer.saving.write_checkpoint", "async")]
 )
 def test_running_out_of_memory_is_two_lines_and_the_checkpoint_stays(tmp_path, monkeypatch, capsys, error, where, how):
     change = f"exp_manager.checkpoint_callback_params.async_save={how == 'async'}"

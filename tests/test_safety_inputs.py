@@ -153,13 +153,13 @@ def _torch_file(place: Place, content: Any, *, legacy: bool = False) -> Path:
 
 
 def _packed(place: Place) -> None:
-    """The archive of a torch file whose numbers unpack to half a GiB."""
+    """The archive of a torch file whose numbers unpack to 64 MiB."""
     path = _torch_file(place, tensors_of(place.folder))
     stored = path.rename(place.folder.parent / "stored.bin")
     with zipfile.ZipFile(stored) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for record in source.infolist():
             is_first = record.filename.endswith("data/0")
-            archive.writestr(record.filename, bytes(512 * MIB) if is_first else source.read(record))
+            archive.writestr(record.filename, bytes(64 * MIB) if is_first else source.read(record))
     assert path.stat().st_size < MIB
 
 

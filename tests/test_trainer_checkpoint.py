@@ -292,6 +292,17 @@ def test_a_checkpoint_is_found_by_run_directory_checkpoints_or_step(tmp_path):
         assert find_checkpoint(path)[0].state.step == 2
     with pytest.raises(UserError, match=r"no usable checkpoint.*there is no such folder"):
         find_checkpoint(tmp_path / "nowhere")
+    for file, said in (
+        (None, "give a run directory"),
+        ("model.safetensors", r"a model of Hugging Face's; make a checkpoint of it: stoker convert"),
+        ("adapter_config.json", r"an adapter in peft's format; name it in model\.peft\.restore_from_path"),
+    ):
+        other = tmp_path / f"other-{file}"
+        other.mkdir()
+        if file:
+            (other / file).write_text("{}")
+        with pytest.raises(UserError, match=said):
+            find_checkpoint(other)
     flip(tmp_path / "checkpoints" / "step-1" / "state.json")
     with pytest.raises(UserError, match="step-1 cannot be used"):
         find_checkpoint(tmp_path / "checkpoints" / "step-1")

@@ -409,7 +409,14 @@ def test_an_id_of_the_hub(
     assert (asked[0].model, asked[0].revision) == ("org/name", "v1")
     assert "*.py" in asked[0].ignore_patterns
     told = refusal(capsys, "org/absent", tmp_path / "x", code=EXIT_IO)
-    assert told.strip() == "org/absent cannot be had from the hub (OSError: no such model)"
+    why = "it cannot be had from the hub (OSError: no such model)"
+    assert told.strip() == f"there is no folder org/absent here, and {why}"
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ((), ("--merge",), ("--base", str(tmp_path))):
+        told = refusal(capsys, tmp_path / "nowhere", tmp_path / "x", options=options)
+        assert told.strip() == f"{tmp_path / 'nowhere'}: there is no such folder"
 
 
 def test_all_models_are_in_the_table() -> None:

@@ -230,6 +230,7 @@ def test_options() -> None:
         ("--repetition-penalty", "0"),
         ("--length-penalty", "nan"),
         ("--num-beams", "0"),
+        ("--stop", ""),
     ],
 )
 def test_bad_options_are_refused(option: str, value: str) -> None:

@@ -335,6 +335,32 @@ def test_options_that_would_do_nothing_are_refused(trained: Path, capsys: pytest
     told = capsys.readouterr().err
     assert "--length-penalty has no effect" in told
     assert "--early-stopping has no effect" in told
+    assert generate(trained, "--temperature", "0", "--top-p", "0.5", "--seed", "0") == 2
+    told = capsys.readouterr().err
+    assert "--top-p has no effect with --temperature 0" in told
+    assert "--seed has no effect with --temperature 0" in told
+    assert generate(trained, "--num-beams", "2", "--seed", "4") == 2
+    assert "leave out --seed" in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_the_context_is_told(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The context is 16; a document begins with an end token."""
+    assert generate(trained, "--prompt", "a" * 15) == 0
+    assert capsys.readouterr().err == ""
+    assert generate(trained, "--prompt", "ab", "--prompt", "a" * 20) == 0
+    told = capsys.readouterr().err
+    assert told == "note: prompt 2 has 21 tokens, the model reads 16: the first 5 are left out\n"
+    assert generate(trained, "--prompt", "ab", "--prompt", "a" * 15, "--num-beams", "2") == 2
+    said = capsys.readouterr()
+    assert "prompt 2 has 16 tokens and fills the 16 that the model reads" in said.err
+    assert said.out == ""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "a" * 20}) + "\n")
+    file.write_text(file.read_text() * 13)
+    assert generate(trained, "--prompts-file", str(file)) == 0
+    assert capsys.readouterr().err.splitlines()[10:] == ["and 3 prompts more"]
 
 
 def test_a_conversation_goes_through_the_template(
@@ -357,7 +383,9 @@ def test_a_conversation_goes_through_the_template(
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     file.write_text(json.dumps({"messages": messages}) + '\n{"prompt": "hello"}\n')
     assert generate(trained, "--prompts-file", str(file), "--chat") == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    said = capsys.readouterr()
+    assert "note: the model has no chat template of its own; ChatML is used" in said.err
+    rows = [json.loads(line) for line in said.out.splitlines()]
     assert rows[0]["messages"] == messages
     tokenizer = restore(trained, "cpu").tokenizer
     with chat_of(tokenizer).renderer() as renderer:

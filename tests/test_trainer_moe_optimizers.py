@@ -11,6 +11,8 @@ from stoker.trainer.optim.build import fused_rows
 from stoker.trainer.optim.muon import Muon, is_hidden_matrix, orthogonalize
 from stoker.trainer.run import run_training
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 EXPERTS, ROWS, COLUMNS = 3, 6, 4
 
 

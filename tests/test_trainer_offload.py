@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Forks
 from late_copies import install
 from rank_runs import RankRuns, difference
 from tiny_run import final_hashes, tiny_config
@@ -29,7 +30,7 @@ def losses(directory: Path) -> list[float]:
     return [row[name] for row in rows for name in ("loss", "val_loss") if name in row]
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("32", marks=pytest.mark.full), "bf16"])
 def test_a_run_is_the_same_with_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """Several micro batches, an average of the weights, validations and checkpoints, and both ways to go on."""
     changes = {**RUN, "trainer__precision": precision}
@@ -58,10 +59,8 @@ def test_a_run_says_what_it_offloads_and_updates_weights_on_the_device(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    starter = RankRuns(tmp_path_factory.mktemp("runs"))
-    yield starter
-    starter.close()
+def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> RankRuns:
+    return RankRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
 @pytest.mark.multi

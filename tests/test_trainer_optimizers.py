@@ -467,7 +467,9 @@ TEXT = (
 )
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "sgd", *(pytest.param(name, marks=pytest.mark.full) for name in ("adafactor", "muon"))]
+)
 def test_a_gpt_learns_some_shakespeare_with_its_preset(name):
     preset = yaml.safe_load((Path(stoker.__file__).parent / "conf" / "optim" / f"{name}.yaml").read_text())
     steps, lr = 90, float(preset.get("lr", 1e-3))

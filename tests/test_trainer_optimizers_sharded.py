@@ -14,7 +14,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from stoker.trainer.distributed.pieces import piece_of
 
@@ -92,6 +92,10 @@ def worker(rank, folder):
     dist.destroy_process_group()
 
 
+def two_ranks(folder):
+    start_processes(worker, (folder,), nprocs=RANKS, start_method="fork")
+
+
 @pytest.mark.multi
-def test_rows_on_two_ranks_equal_one_rank(tmp_path):
-    spawn(worker, (str(tmp_path),), nprocs=RANKS)
+def test_rows_on_two_ranks_equal_one_rank(tmp_path, forks):
+    forks.call("test_trainer_optimizers_sharded", "two_ranks", str(tmp_path))

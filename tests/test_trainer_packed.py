@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from config_helpers import load, problems
+from forks import Forks
 from rank_runs import RankRuns, difference, records
 from tiny_run import tiny_config
 
@@ -126,14 +127,11 @@ def test_resume_is_exact_with_dropout(tmp_path: Path, texts: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.multi
-def test_two_ranks_with_cut_weights_equal_one(tmp_path: Path, texts: Path) -> None:
-    runs = RankRuns(tmp_path)
+def test_two_ranks_with_cut_weights_equal_one(tmp_path: Path, texts: Path, forks: Forks) -> None:
+    runs = RankRuns(tmp_path, forks)
     settings = {"model__data": data_of(texts, **BOTH), "model__position_embedding_type": "rope"}
-    try:
-        alone = runs.run("alone", **settings)
-        together = runs.run("full", 2, model__fsdp=True, **settings)
-    finally:
-        runs.close()
+    alone = runs.run("alone", **settings)
+    together = runs.run("full", 2, model__fsdp=True, **settings)
     for kind in ("model", "optimizer"):
         ours, expected = (directory / "checkpoints" / "step-3" for directory in (together, alone))
         assert difference(expected, ours, kind) <= 1e-12

@@ -1,8 +1,6 @@
 """Whole runs: resumed bit for bit, stopped and killed at any time, and written where they should be."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -123,17 +121,9 @@ def test_only_damaged_checkpoints_are_no_reason_to_start_over(tmp_path):
 # ---------------------------------------------------------------- signals and kills
 
 
-def interrupted(directory, kills, seed=0):
-    script = Path(__file__).with_name("tiny_run.py")
-    command = [sys.executable, str(script), str(directory), str(kills), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
-def two_kills(tmp_path_factory):
-    return interrupted(tmp_path_factory.mktemp("kills"), kills=2)
+def two_kills(tmp_path_factory, forks):
+    return forks.call("tiny_run", "interrupted", str(tmp_path_factory.mktemp("kills")), 2, 0)
 
 
 def test_killed_runs_end_with_the_same_bits(two_kills):
@@ -143,8 +133,8 @@ def test_killed_runs_end_with_the_same_bits(two_kills):
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
-def test_runs_killed_five_times_end_with_the_same_bits(tmp_path, seed):
-    result = interrupted(tmp_path, kills=5, seed=seed)
+def test_runs_killed_five_times_end_with_the_same_bits(tmp_path, forks, seed):
+    result = forks.call("tiny_run", "interrupted", str(tmp_path), 5, seed)
     assert result["kills"] == 5
     assert all(final == result["peace"] for final in result["killed"])
 

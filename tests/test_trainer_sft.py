@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.data.build import Data, build_data
 from stoker.trainer.data.example_samples import ExampleSamples
 from stoker.trainer.data.examples import Example, Examples, fitted
+from stoker.trainer.data.prompt_template import PromptTemplate
 from stoker.trainer.data.samples import IGNORED_LABEL
 from stoker.trainer.data.tokenizers import ByteTokenizer
 from stoker.trainer.errors import UserError
@@ -203,15 +205,30 @@ def test_a_template_without_answers_is_told(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
     data = {"path": str(tmp_path / "chat.jsonl"), "chat": True, "splits_string": "1"}
     there = root(tmp_path, data, tokenizer={"chat_template": "{{ messages[0].content }}"})
-    with pytest.raises(UserError, match="none of 1 training examples has anything to learn"):
+    with pytest.raises(UserError, match=r"none of the examples of the train split \(1\) .* template marks no answers"):
         build_data(there)
+
+
+def test_rows_too_short_for_the_prompts_are_told(tmp_path: Path) -> None:
+    lines = ([("user", "a" * 40 * n), ("assistant", "b")] for n in range(1, 4))
+    objects = ({"messages": [{"role": role, "content": text} for role, text in turns]} for turns in lines)
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in objects))
+    data = {"path": str(tmp_path / "chat.jsonl"), "chat": True, "splits_string": "1"}
+    says = r"rows of 16 tokens \(`model\.encoder_seq_length`\) end before .* 133 tokens in the median, 173 at most$"
+    with pytest.raises(UserError, match=says):
+        build_data(root(tmp_path, data, encoder_seq_length=16))
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"input": "x"}', "line 1 of .* must have a text `output`.*prompt_template"),
-        ("", "the train split of .* is empty"),
+        (
+            '{"input": "x"}',
+            r"line 1 of .* must have a text `output`; it has `input` \(`model\.data\.label_key` names it",
+        ),
+        ('{"prompt": "x", "completion": "y"}', r"model\.data\.context_key=prompt model\.data\.label_key=completion$"),
+        ('{"messages": []}', r"line 1 of .* is a conversation \(`messages`\), .*: data=chat reads it"),
+        ("", "bad.jsonl holds no example"),
     ],
 )
 def test_data_that_cannot_be_used(line: str, says: str, tmp_path: Path) -> None:
@@ -219,6 +236,26 @@ def test_data_that_cannot_be_used(line: str, says: str, tmp_path: Path) -> None:
     keys = {"path": str(tmp_path / "bad.jsonl"), "splits_string": "1", "train_ds": {"add_eos": False}}
     with pytest.raises(UserError, match=says):
         build_data(root(tmp_path, keys))
+
+
+def test_texts_that_a_template_lacks_are_told_with_its_key(tmp_path: Path) -> None:
+    keys = {"splits_string": "1", "train_ds": {"prompt_template": "{question} {output}"}}
+    with pytest.raises(UserError, match=r"`input`, `output` \(`model\.data\.train_ds\.prompt_template` names it"):
+        build_data(root(tmp_path, keys))
+    with pytest.raises(ValueError, match=r"must end .*; if that is {answer}: model\.data\.label_key=answer"):
+        PromptTemplate("{question} {answer}", "output")
+
+
+def test_where_a_conversation_stands_is_no_part_of_the_data(tmp_path: Path) -> None:
+    """Of equal data the fingerprint is the same wherever they are, and as it was before places were kept."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prints = set()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"messages": messages}) + "\n")
+        keys = {"path": str(tmp_path / name), "chat": True, "splits_string": "1"}
+        prints.add(build_data(root(tmp_path, keys)).fingerprint)
+    plain = json.dumps(["train", 0, [messages, None]], sort_keys=True)
+    assert prints == {hashlib.sha256(plain.encode()).hexdigest()}
 
 
 def test_a_changed_template_is_told_on_resuming_and_moves_nothing(

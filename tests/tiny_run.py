@@ -1,4 +1,4 @@
-"""A tiny training run with dropout, for tests: its configuration, and a script that kills it in the middle."""
+"""A tiny training run with dropout, for tests: its configuration, and a function that kills it in the middle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import RootBlock
 
-STEPS = 60
+STEPS = 40
 
 
 def tiny_document(directory: Path, **changes: Any) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def final_hashes(directory: Path, step: int) -> dict[str, str]:
     return {name: manifest["files"][name]["sha256"] for name in ("model.safetensors", "optimizer.safetensors")}
 
 
-# ---------------------------------------------------------------- the script: fork, interrupt, wait
+# ---------------------------------------------------------------- fork, interrupt, wait
 
 
 def _train(directory: Path, save_every: int) -> int:
@@ -93,8 +92,6 @@ def _forked(directory: Path, save_every: int = 5) -> int:
     pid = os.fork()
     if pid:
         return pid
-    output = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(output, 1)
     os._exit(_train(directory, save_every))
 
 
@@ -114,9 +111,12 @@ def _after_some_steps(directory: Path, act: Callable[[], None]) -> None:
     act()
 
 
-def main(root: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Train once in peace, once with `kills` SIGKILLs, and once each stopped by SIGTERM and SIGINT; then go on."""
-    chance = random.Random(seed)
+def interrupted(directory: str, kills: int, seed: int) -> dict[str, Any]:
+    """Train once in peace, once with `kills` SIGKILLs, and once each stopped by SIGTERM and SIGINT; then go on.
+
+    In a process that has no threads.
+    """
+    root, chance = Path(directory), random.Random(seed)
     peace = root / "peace"
     started = time.monotonic()
     assert _wait(_forked(peace)) == 0
@@ -132,18 +132,12 @@ def main(root: Path, kills: int, seed: int) -> dict[str, Any]:
         assert _wait(_forked(killed)) == 0
         result["killed"].append(final_hashes(killed, STEPS))
     for number in (signal.SIGTERM, signal.SIGINT):
-        directory = root / number.name
-        pid = _forked(directory, save_every=50)
-        _after_some_steps(directory, lambda pid=pid, number=number: os.kill(pid, number))
+        stopped = root / number.name
+        pid = _forked(stopped, save_every=50)
+        _after_some_steps(stopped, lambda pid=pid, number=number: os.kill(pid, number))
         result[f"{number.name} exit"] = _wait(pid)
-        result[f"{number.name} saved"] = [p.name for p in sorted((directory / "checkpoints").iterdir())]
-        result[f"{number.name} stopped"] = f"step-{_steps_logged(directory)}"
-        assert _wait(_forked(directory)) == 0
-        result[number.name] = final_hashes(directory, STEPS)
+        result[f"{number.name} saved"] = [p.name for p in sorted((stopped / "checkpoints").iterdir())]
+        result[f"{number.name} stopped"] = f"step-{_steps_logged(stopped)}"
+        assert _wait(_forked(stopped)) == 0
+        result[number.name] = final_hashes(stopped, STEPS)
     return result
-
-
-if __name__ == "__main__":
-    import stoker.trainer.run  # noqa: F401  imported once, before any fork
-
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -99,6 +99,10 @@ class RunState(Block):
     """Versions of what computes: stoker, torch, Python."""
 
 
+class MisfitError(UserError):
+    """The tensors of a checkpoint do not fit what they are loaded into; its lines list what differs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint directory whose files were verified by `open_checkpoint`.
@@ -189,7 +193,8 @@ class Checkpoint:
             cast: accept other dtypes than the model's, and convert.
 
         Raises:
-            UserError: the weights do not fit the model; lists what differs.
+            MisfitError: the weights do not fit the model.
+            UserError: they cannot be read.
         """
         tensors = trained_of(model) if self.is_adapter else base_of(model)
         pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
@@ -229,7 +234,7 @@ class Checkpoint:
         except DamagedFileError as error:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
         except ValueError as error:
-            raise UserError(
+            raise MisfitError(
                 [
                     f"checkpoint {self.path} does not fit the model of this configuration:",
                     *(f"  {line}" for line in str(error).splitlines()),
@@ -339,8 +344,24 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
         complaints += found
         if checkpoint is not None:
             return checkpoint, complaints
-    cure = "give a run directory or a `step-N` directory" if path.exists() else "there is no such folder"
-    raise UserError([f"no usable checkpoint in {path}: {cure}", *complaints])
+    raise UserError([f"no usable checkpoint in {path}: {_cure(path)}", *complaints])
+
+
+def _cure(path: Path) -> str:
+    """What to do where a path holds no checkpoint."""
+    from .base_weights import is_foreign  # both import this module
+    from .conversion.from_peft import is_peft_folder
+
+    if not path.exists():
+        return "there is no such folder"
+    if is_peft_folder(path):
+        return (
+            "it is an adapter in peft's format; name it in model.peft.restore_from_path, or make a checkpoint of it: "
+            f"stoker convert {path} FOLDER"
+        )
+    if is_foreign(path):
+        return f"it is a model of Hugging Face's; make a checkpoint of it: stoker convert {path} FOLDER"
+    return "give a run directory or a `step-N` directory"
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..models.config.counting import count_parameters
@@ -11,6 +9,7 @@ from .errors import UserError
 from .sample_form import sample_form
 
 if TYPE_CHECKING:
+    from .base_weights import BaseWeights
     from .checkpoint import Checkpoint
     from .config.schema import RootBlock
 
@@ -19,7 +18,7 @@ _NARROWEST = 2
 
 
 def check_claimed_size(
-    checkpoint: Checkpoint, root: RootBlock, vocab_size: int, weights: Sequence[Path] | None = None
+    checkpoint: Checkpoint, root: RootBlock, vocab_size: int, base: BaseWeights | None = None
 ) -> None:
     """Refuse a configuration of more parameters than the files of weights can hold, before anything is built of it.
 
@@ -27,17 +26,21 @@ def check_claimed_size(
         checkpoint: that has the configuration.
         root: its configuration.
         vocab_size: tokens of its tokenizer.
-        weights: the files of the weights, where they are not in the checkpoint: those that an adapter belongs to.
+        base: the weights, where they are not in the checkpoint: those that an adapter belongs to.
 
     Raises:
-        UserError: it claims more.
+        UserError: it claims more; or the base is none that the adapter was trained on.
     """
     plain = {"make_vocab_size_divisible_by": 1}  # files of others have no padding
-    keys = root.model if weights is None else root.model.model_copy(update=plain)
+    keys = root.model if base is None else root.model.model_copy(update=plain)
     parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, sample_form(root))
-    files = checkpoint.weight_files if weights is None else weights
+    files = checkpoint.weight_files if base is None else base.files
     there = sum(file.stat().st_size for file in files)
     if parameters * _NARROWEST > there:
+        if base is not None and checkpoint.state.base is not None:
+            from .base_weights import check_base
+
+            check_base(base, checkpoint.state.base, checkpoint.path)  # a wrong --base is the likelier reason
         raise UserError(
             f"checkpoint {checkpoint.path} does not fit the model of its configuration, which has {parameters:,} "
             f"parameters: its weights have {there:,} bytes"

@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(lines))
         return EXIT_DONE
     if args.merge or args.base:
+        if not source.exists():
+            raise UserError(f"{args.source}: there is no such folder")
         raise UserError(f"{'--merge' if args.merge else '--base'}: {args.source} is not an adapter")
     to = _direction(source, args.source)
     if args.to not in (None, to):

@@ -16,6 +16,7 @@ from .errors import EXIT_DONE, UserError
 
 if TYPE_CHECKING:
     from .beam_search import BeamSearch
+    from .generation import Generator
     from .restore import Restored
 
 _MOST_PROBLEMS = 10
@@ -71,11 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of beam search: end when N texts have ended, not when none is better",
     )
+    parser.add_argument("--seed", metavar="S", type=_seed, help="same seed, same text (default: 0)")
     parser.add_argument(
-        "--seed", metavar="S", type=_seed, default=0, help="same seed, same text (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--stop", metavar="STRING", action="append", default=[], help="end before this text; may be given several times"
+        "--stop",
+        metavar="STRING",
+        type=_stop,
+        action="append",
+        default=[],
+        help="end before this text; may be given several times",
     )
     parser.add_argument(
         "--batch-size", metavar="N", type=positive_int, default=32, help="prompts at once (default: %(default)s)"
@@ -144,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         names = {int(token): sentinel_name(number) for number, token in enumerate(sentinel_ids(restored.tokenizer))}
     generator = Generator.of(restored, names)
     read = _tokens(restored, prompts, chat=args.chat)
+    _tell_lengths(generator, read, args.num_beams)
     if args.compile:
         generator.compile()
     stop = list(args.stop)
@@ -153,10 +158,11 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(
         0.8 if args.temperature is None else args.temperature, args.top_k, args.top_p, args.repetition_penalty or 1.0
     )
+    seed = args.seed or 0
     if len(prompts) == 1 and args.prompts_file is None and args.num_beams == 1:
         if not (answers or args.chat):
             _print(prompts[0].text or "")
-        for _, piece in generator.stream(read, limits, sampling, [args.seed]):
+        for _, piece in generator.stream(read, limits, sampling, [seed]):
             _print(piece)
         _print("\n")
         return EXIT_DONE
@@ -165,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     for first in range(0, len(prompts), share):
         part = slice(first, first + share)
         if search is None:
-            written = generator.write(read[part], limits, sampling, [args.seed] * len(read[part]), args.batch_size)
+            written = generator.write(read[part], limits, sampling, [seed] * len(read[part]), args.batch_size)
         else:
             written = generator.search(read[part], limits, search, args.batch_size * search.beams)
         texts = [one.text for one in written]
@@ -277,12 +283,48 @@ def _conversations(restored: Restored, prompts: Sequence[_Prompt]) -> Iterator[l
     from .data.chat_files import chat_of
     from .data.chats import prompt_ids
 
+    if restored.tokenizer.chat is None and not restored.config.root.model.data.chat:
+        print("note: the model has no chat template of its own; ChatML is used", file=sys.stderr)
     with chat_of(restored.tokenizer).renderer() as renderer:
         for prompt in prompts:
             messages = prompt.messages
             if messages is None:
                 messages = [{"role": "user", "content": prompt.text}]
             yield prompt_ids(restored.tokenizer, renderer.prompt(messages))
+
+
+def _tell_lengths(generator: Generator, read: Sequence[Sequence[int]], beams: int) -> None:
+    """Say which prompts a GPT sees only the end of.
+
+    Raises:
+        UserError: those that leave a beam search, which ends where the context is full, no room.
+    """
+    context = generator.context
+    if context is None:
+        return
+    if beams > 1:
+        full = [
+            f"prompt {number:,} has {len(tokens):,} tokens and fills the {context:,} that the model reads, where beam "
+            "search ends; shorten it, or leave out --num-beams"
+            for number, tokens in enumerate(read, 1)
+            if len(tokens) >= context
+        ]
+        if full:
+            raise UserError(_first(full))
+    notes = [
+        f"note: prompt {number:,} has {len(tokens):,} tokens, the model reads {context:,}: the first "
+        f"{len(tokens) - context:,} are left out"
+        for number, tokens in enumerate(read, 1)
+        if len(tokens) > context
+    ]
+    for line in _first(notes):
+        print(line, file=sys.stderr)
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    """As many as are read, and how many more there are."""
+    more = [f"and {len(lines) - _MOST_PROBLEMS:,} prompts more"] if len(lines) > _MOST_PROBLEMS else []
+    return [*lines[:_MOST_PROBLEMS], *more]
 
 
 # ---------------------------------------------------------------- options
@@ -297,15 +339,18 @@ def _check_options(args: argparse.Namespace) -> None:
     problems: list[str] = []
     if args.chat and args.prompts_file is None and args.prompt_file is None and not any(args.prompt):
         problems.append("--chat answers a user: say what with --prompt")
+    drawn = {"--top-k": args.top_k, "--top-p": args.top_p, "--seed": args.seed}
     if args.num_beams > 1:
-        drawn = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p}
-        drawn["--repetition-penalty"] = args.repetition_penalty
-        named = [name for name, value in drawn.items() if value]
+        drawn = {"--temperature": args.temperature or None, **drawn, "--repetition-penalty": args.repetition_penalty}
+        named = [name for name, value in drawn.items() if value is not None]
         if named:
             problems.append(f"--num-beams ({args.num_beams}) searches and draws nothing: leave out {', '.join(named)}")
     else:
         given = {"--length-penalty": args.length_penalty is not None, "--early-stopping": args.early_stopping}
         problems += [f"{name} has no effect without --num-beams 2 or more" for name, there in given.items() if there]
+        if args.temperature == 0:
+            named = [name for name, value in drawn.items() if value is not None]
+            problems += [f"{name} has no effect with --temperature 0, which is greedy" for name in named]
     if problems:
         raise UserError(problems)
 
@@ -358,6 +403,12 @@ def _token_count(text: str) -> int:
     if not 1 <= value <= _MOST_TOKENS:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {_MOST_TOKENS}")
     return value
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' must be a text of at least one character")
+    return text
 
 
 def _seed(text: str) -> int:

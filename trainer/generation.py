@@ -99,6 +99,11 @@ class Generator:
         """A generator of what a checkpoint holds."""
         return cls(restored.model, restored.tokenizer, restored.precision, restored.device, restored.context, names)
 
+    @property
+    def context(self) -> int | None:
+        """Tokens of a text that a GPT sees at most; None of a T5, which refuses what is too long."""
+        return None if isinstance(self._model, T5) else self._context
+
     def compile(self) -> None:
         """Compile the steps: a minute at first, and steps of a small batch are then about twice as fast."""
         stacks_of(self._model)[-1].compile_steps()

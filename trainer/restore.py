@@ -112,7 +112,7 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
     form = sample_form(config.root)
     frozen = base_of_adapter(checkpoint, base)
     if frozen is not None or not checkpoint.is_adapter:
-        check_claimed_size(checkpoint, config.root, tokenizer.vocab_size, None if frozen is None else frozen.files)
+        check_claimed_size(checkpoint, config.root, tokenizer.vocab_size, frozen)
     need, there = count_parameters(keys, vocab_size, form) * precision.weights.itemsize, host_memory()
     if there is not None and need > there:
         raise UserError(

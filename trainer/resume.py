@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
-from .checkpoint import BaseRecord, Checkpoint, RunState, find_checkpoint, newest_checkpoint
+from .base_weights import BaseWeights
+from .checkpoint import BaseRecord, Checkpoint, MisfitError, RunState, find_checkpoint, newest_checkpoint
 from .checkpoint_writing import remove_leftovers
+from .config import paths
 from .config.exp_manager import ExpManagerBlock
+from .config.run_config import RunConfig
 from .config.schema import RootBlock
+from .config.starting_point import SHAPES
 from .data.build import Data
 from .data.task import task_name
 from .environment import user_path
 from .errors import EXIT_IO, UserError
 from .manifest import stoker_version
 from .optim.build import settings
+from .peft_weights import load_with_base
 from .precision import PrecisionPlan
 from .run_directory import RunDirectory
 from .sample_form import sample_form
@@ -29,8 +36,9 @@ _KEYS = {
     "decoder_length": ("model.data.seq_length_dec", "samples are cut differently"),
     "precision": ("trainer.precision", "rounding differs"),
 }
+_SOURCES = {"data_impl", "path", "data_prefix", "dataset_kwargs", "context_key", "label_key"}  # in the fingerprint
 _NOT_SAMPLES = {
-    *("data_impl", "path", "data_prefix", "dataset_kwargs", "context_key", "label_key"),  # in the fingerprint
+    *_SOURCES,
     *("seq_length", "seq_length_dec"),  # in the lengths
     *("index_mapping_dir", "num_workers", "train_ds", "validation_ds", "test_ds"),
 }
@@ -112,8 +120,16 @@ def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan, base: Ba
     )
 
 
-def check_resumed(checkpoint: Checkpoint, now: RunState, tokenizer_document: dict[str, Any]) -> list[str]:
+def check_resumed(
+    checkpoint: Checkpoint, now: RunState, tokenizer_document: dict[str, Any], root: RootBlock
+) -> list[str]:
     """Compare a checkpoint with the run that goes on from it.
+
+    Args:
+        checkpoint: it goes on from.
+        now: its state before its first step.
+        tokenizer_document: of its tokenizer.
+        root: its configuration.
 
     Returns:
         One warning for each difference that keeps the run from going on exactly as it would have.
@@ -127,8 +143,8 @@ def check_resumed(checkpoint: Checkpoint, now: RunState, tokenizer_document: dic
             [
                 f"checkpoint {checkpoint.path} was trained on other data: fingerprint {saved.data_fingerprint[:16]}, "
                 f"now {now.data_fingerprint[:16]}",
-                f"`pystd` is the standard library of the running Python: {saved.versions.get('python', 'unknown')} "
-                f"then, {now.versions['python']} now; use the same interpreter and data, or start a new run",
+                *_other_data(checkpoint, now, root),
+                "use the same data, or start a new run",
             ]
         )
     if checkpoint.tokenizer_document != tokenizer_document:
@@ -166,6 +182,72 @@ def check_resumed(checkpoint: Checkpoint, now: RunState, tokenizer_document: dic
         if saved.versions.get(name) != after:
             warnings.append(f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ")
     return warnings
+
+
+def load_resumed(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights | None, root: RootBlock) -> None:
+    """Copy the weights of the checkpoint that a run goes on from into its model.
+
+    Args:
+        checkpoint: a whole model or an adapter.
+        model: of the run.
+        base: the frozen weights of an adapter.
+        root: the configuration of the run.
+
+    Raises:
+        UserError: the weights do not fit; names the keys that have changed, before the tensors that differ.
+    """
+    try:
+        load_with_base(checkpoint, model, base, cast=False)
+    except MisfitError as error:
+        changed = _changed_keys(checkpoint, root, _is_of_shape)
+        raise UserError([*changed, *error.lines]) from None
+
+
+def _is_of_shape(path: str) -> bool:
+    """Whether a key may change the shapes of weights."""
+    if path.startswith("model.peft."):
+        return path != "model.peft.restore_from_path"
+    return path.rpartition(".")[2] in SHAPES | {"max_position_embeddings", "encoder_seq_length"}
+
+
+def _is_of_data(path: str) -> bool:
+    """Whether a key says which data are read."""
+    return path.startswith("model.data.") and not {*path.split(".")}.isdisjoint(_SOURCES | _SETS | {"splits_string"})
+
+
+def _other_data(checkpoint: Checkpoint, now: RunState, root: RootBlock) -> list[str]:
+    """Why the data of a checkpoint are not those of a run."""
+    if changed := _changed_keys(checkpoint, root, _is_of_data):
+        return changed
+    data = root.model.data
+    if data.data_impl in ("pystd", "pystd_docstring"):
+        return [
+            f"`{data.data_impl}` reads the standard library of the running Python: "
+            f"{checkpoint.state.versions.get('python', 'unknown')} then, {now.versions['python']} now"
+        ]
+    if data.path:
+        return [f"the data at `model.data.path` ({data.path}) have changed since"]
+    return [f"what `model.data.data_impl={data.data_impl}` reads has changed since"]
+
+
+def _changed_keys(checkpoint: Checkpoint, root: RootBlock, asked: Callable[[str], bool]) -> list[str]:
+    """A line for each key that a run has and its checkpoint had otherwise; none where that configuration is no more.
+
+    Args:
+        checkpoint: the run goes on from.
+        root: its configuration.
+        asked: whether a key, by its path, is of interest.
+    """
+    try:
+        saved = RunConfig.from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path)).root
+    except UserError:
+        return []
+    before, after = (dict(paths.leaves(each.model_dump())) for each in (saved, root))
+    return [
+        f"`{path}` was {before.get(path)} in {checkpoint.path.name} and is {after.get(path)} now"
+        for path in {**before, **after}
+        if asked(path) and before.get(path) != after.get(path)
+    ]
 
 
 def _full_key(key: str) -> str:

@@ -49,14 +49,13 @@ from .parts import (
     check_metrics,
     choose_device,
 )
-from .peft_weights import load_with_base
 from .plan.advice import out_of_memory_lines, plan_here
 from .plan.plan import Plan
 from .plan.report import comparison, summary
 from .precision import PrecisionPlan, plan_precision
 from .profiling import build_observers, check_profiling
 from .recordable import uses_cuda_graph
-from .resume import check_resumed, describe_run, find_resumed
+from .resume import check_resumed, describe_run, find_resumed, load_resumed
 from .run_description import describe, describe_host_state, describe_moved
 from .run_directory import RunDirectory, open_run_directory, record_start
 from .saving import Saver
@@ -234,9 +233,9 @@ def _train(
             journal.say(line)
     optimizer = build_optimizer(root, model, precision, data_parallel)
     if resumed is not None:
-        for warning in check_resumed(resumed, start, data.tokenizer.to_document()):
+        for warning in check_resumed(resumed, start, data.tokenizer.to_document(), root):
             journal.say(f"warning: {warning}")
-        load_with_base(resumed, model, base, cast=False)
+        load_resumed(resumed, model, base, root)
         resumed.load_optimizer(optimizer)
         journal.say(f"going on from {resumed.path}, {resumed.state.consumed_samples:,} samples seen")
         start = start.model_copy(

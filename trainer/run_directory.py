@@ -64,7 +64,7 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
     try:
         path = create_place(config.root)
         checkpoints = checkpoint_place(config.root, path)
-        locks = [_lock(path, "trains", "exp_dir")]
+        locks = [_lock(path, "trains", _directory_key(keys))]
         with ExitStack() as unless_done:
             unless_done.callback(_unlock, locks)
             if dirpath and keys.create_checkpoint_callback:
@@ -74,11 +74,11 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
             if existing and not keys.resume_if_exists:
                 raise UserError(
                     f"{checkpoints} already holds checkpoints up to {existing[-1].name}; go on from there with "
-                    "exp_manager.resume_if_exists=True, or write elsewhere with another exp_manager.name or exp_dir"
+                    f"exp_manager.resume_if_exists=True, or write elsewhere with another exp_manager.{_place_key(keys)}"
                 )
             unless_done.pop_all()
     except OSError as error:
-        raise _cannot_write(error, keys.explicit_log_dir or keys.exp_dir or "runs") from error
+        raise _cannot_write(error, keys.explicit_log_dir or keys.exp_dir or "runs", keys) from error
     return RunDirectory(path, checkpoints, tuple(locks))
 
 
@@ -105,7 +105,7 @@ def record_start(
             copies.mkdir(exist_ok=True)
             shutil.copyfile(_file_to_copy(name), copies / Path(name).name)
     except OSError as error:
-        raise _cannot_write(error, str(directory.path)) from error
+        raise _cannot_write(error, str(directory.path), config.root.exp_manager) from error
 
 
 def _file_to_copy(name: str) -> Path:
@@ -120,10 +120,22 @@ def _file_to_copy(name: str) -> Path:
     return path
 
 
-def _cannot_write(error: OSError, place: str) -> UserError:
+def _place_key(keys: ExpManagerBlock) -> str:
+    """The keys below `exp_manager` that say where checkpoints are; the others do nothing beside them."""
+    if keys.checkpoint_callback_params.dirpath:
+        return "checkpoint_callback_params.dirpath"
+    return "explicit_log_dir" if keys.explicit_log_dir else "name or exp_dir"
+
+
+def _directory_key(keys: ExpManagerBlock) -> str:
+    """The key below `exp_manager` that says where the run directory is."""
+    return "explicit_log_dir" if keys.explicit_log_dir else "exp_dir"
+
+
+def _cannot_write(error: OSError, place: str, keys: ExpManagerBlock) -> UserError:
     return UserError(
         f"cannot write the run directory {error.filename or place}: {error.strerror or error}; set "
-        "exp_manager.exp_dir to a directory that can be written",
+        f"exp_manager.{_directory_key(keys)} to a directory that can be written",
         EXIT_IO,
     )
 

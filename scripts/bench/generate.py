@@ -1,6 +1,6 @@
 """Generation benchmark: tokens per second beside transformers' `generate`; see `rounds.py` for how it measures.
 
-    python scripts/bench/generate.py [--rounds 3] [--batch 1 32] [--only stoker hf ...]
+    python scripts/bench/generate.py [--rounds 3] [--batch 1 32] [--only stoker hf ...] [--seconds 500]
         [--results FILE.jsonl] [--report FILE.md]
 
 Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
@@ -13,26 +13,37 @@ speed at which this GPU copies memory, divided by the time of a step.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from peers import Shape
-from rounds import Length, Row, read_rows, result, run_rounds, time_windows
+from rounds import (
+    Length,
+    Row,
+    add_arguments,
+    deadline,
+    print_row,
+    ran_on,
+    read_rows,
+    refusals,
+    result,
+    run_rounds,
+    time_windows,
+)
 
 PROMPT, NEW = 128, 256
-LENGTH = Length(warm_up=2, windows=3, window=2)
+LENGTH = Length(warm_up=2, windows=4, window=1)
 TITLES = {
     "stoker": "stoker: KV cache, split-KV kernel, CUDA graph of a step",
     "stoker_compiled": "the same, layers compiled (`stoker generate --compile`)",
     "hf": "transformers' `generate`, SDPA, its growing cache",
     "hf_static": "transformers' `generate`, static cache, forward compiled by it",
 }
-Generate = Callable[[torch.Tensor], object]
+Generate = Callable[[torch.Tensor], int]
+"""Prompts to how many tokens followed each."""
 
 
 def stoker(batch: int, *, compiled: bool) -> Generate:
@@ -69,7 +80,7 @@ def stoker(batch: int, *, compiled: bool) -> Generate:
         recorded=True,
     )
 
-    def generate(prompts: torch.Tensor) -> object:
+    def generate(prompts: torch.Tensor) -> int:
         return sum(1 for _ in loop.run(prompts.tolist(), [0] * batch))
 
     return generate
@@ -95,11 +106,12 @@ def hf(_: int, *, static: bool) -> Generate:
     model.generation_config.eos_token_id = None
     options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
 
-    def generate(prompts: torch.Tensor) -> object:
-        return model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
-            **options,
-        )  # fmt: skip
+    def generate(prompts: torch.Tensor) -> int:
+        mask = torch.ones_like(prompts)
+        texts = model.generate(
+            prompts, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options
+        )
+        return texts.shape[1] - PROMPT
 
     return generate
 
@@ -138,35 +150,36 @@ def measure(name: str, batch: int) -> Row:
     }
     limit = limit_seconds(batch)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     generate = builders[name]()
     generator = torch.Generator(device="cuda").manual_seed(0)
 
     @torch.no_grad()
     def run() -> None:
-        generate(torch.randint(0, Shape.vocab, (batch, PROMPT), device="cuda", generator=generator))
+        written = generate(torch.randint(0, Shape.vocab, (batch, PROMPT), device="cuda", generator=generator))
+        assert written == NEW, f"{written} tokens were written"
 
     return result(name, time_windows(run, LENGTH), batch * NEW) | {"batch": batch, "limit": limit}
 
 
 def table(rows: list[Row]) -> str:
     """The report: a part for each batch, contenders from fastest to slowest."""
-    first = rows[0]
-    lines = [f"Device: {first['device']}; torch {first['torch']}, triton {first['triton']}; {first['date']}.", ""]
+    lines = [f"{ran_on([row for row in rows if 'refused' not in row])}.", ""]
     for batch in sorted({row["batch"] for row in rows}):
+        refused = refusals(row for row in rows if row["batch"] == batch)
         here = [row for row in rows if row["batch"] == batch and "refused" not in row]
         speed = {
             name: statistics.median(row["tokens_per_second"] for row in here if row["peer"] == name)
             for name in {row["peer"] for row in here}
         }
-        limit = statistics.median(row["limit"] for row in here)
         lines += [f"| batch {batch} | tokens/s | ms/token | of the limit | peak GiB |", "|---|---|---|---|---|"]
         for name in sorted(speed, key=lambda one: -speed[one]):
             peak = statistics.median(row["peak_gib"] for row in here if row["peer"] == name)
+            limit = statistics.median(row["limit"] for row in here if row["peer"] == name)
             step = batch / speed[name]
             lines.append(
                 f"| {TITLES[name]} | {speed[name]:,.0f} | {1e3 * step:.2f} | {limit / step:.0%} | {peak:.1f} |"
             )
+        lines += [f"| {TITLES[name]} | {reason} | | | |" for name, reason in refused.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -174,18 +187,16 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     """Run the rounds, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--only", nargs="+", choices=sorted(TITLES), default=sorted(TITLES))
-    parser.add_argument("--results", type=Path, default=Path("generate.jsonl"))
-    parser.add_argument("--report", type=Path)
-    parser.add_argument("--one", choices=sorted(TITLES), help=argparse.SUPPRESS)
+    add_arguments(parser, __file__, TITLES)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.batch[0])))
+        print_row(arguments.one, lambda: measure(arguments.one, arguments.batch[0]))
         return
+    until = deadline(arguments.seconds)
     for batch in arguments.batch:
-        run_rounds(__file__, ["--batch", str(batch)], arguments.only, arguments.results, arguments.rounds, batch=batch)
+        more = ["--batch", str(batch)]
+        run_rounds(__file__, more, arguments.only, arguments.results, arguments.rounds, until, batch=batch)
     report = table([row for row in read_rows(arguments.results) if row.get("batch") in arguments.batch])
     print(report)
     if arguments.report:

@@ -1,6 +1,6 @@
 """Fine-tuning benchmark: `experiment=llama_1b_lora` beside transformers with peft; see `rounds.py` for how it measures.
 
-    python scripts/bench/lora_step.py [--micro-batch 4] [--rounds 3] [--only stoker hf_layers ...]
+    python scripts/bench/lora_step.py [--micro-batch 4] [--rounds 3] [--only stoker hf_layers ...] [--seconds 500]
         [--results FILE.jsonl] [--report FILE.md]
 
 Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
@@ -8,11 +8,12 @@ LoRA of rank 16, alpha 32, without dropout, on the seven linear layers of each l
 bf16. Rows of 4096 random tokens, every one a label, AdamW, clipping to 1.0.
 
 A row is one text, for which all have their fastest attention, or in `*_packed` several of 128 to 1024 tokens, whose
-tokens see their own text only: stoker through `data=sft`, transformers through `position_ids` that begin again.
+tokens see their own text only: stoker through `data=sft`, transformers through `position_ids` that begin again, from
+which it makes a mask for SDPA, or one of blocks for FlexAttention.
 
 The peers have bf16 adapters too, without autocast, which is their fastest and smallest; `hf_autocast` is what peft does
-unless told otherwise: fp32 adapters, bf16 autocast. In `*_liger` its kernels (norm, rotation, SwiGLU, head with loss)
-replace those of transformers.
+unless told otherwise: fp32 adapters, bf16 autocast. In `hf_liger` its kernels (norm, rotation, SwiGLU, head with loss)
+replace those of transformers, in `hf_layers_liger*` its head with loss alone: the compiler fuses what is in the layers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from peers import Shape
-from rounds import Length, Row, result, run_rounds, stoker_windows, table, time_windows
+from rounds import (
+    Length,
+    Row,
+    add_arguments,
+    deadline,
+    print_row,
+    result,
+    run_rounds,
+    stoker_result,
+    table,
+    time_windows,
+)
 from torch import nn
 
 RANK, ALPHA = 16, 32
@@ -48,15 +60,17 @@ def hf_lora(
     liger: bool = False,
     autocast: bool = False,
     packed: bool = False,
+    attention: str = "sdpa",
 ) -> Step:
-    """transformers' LlamaForCausalLM in bf16 with peft's LoRA, SDPA.
+    """transformers' LlamaForCausalLM in bf16 with peft's LoRA.
 
     Args:
         shape: of the model and the batch.
         compiled: nothing, each layer, or the whole model.
-        liger: with Liger's kernels.
+        liger: with Liger's kernels; where layers are compiled, with its head and loss alone.
         autocast: fp32 adapters under bf16 autocast.
         packed: several texts in a row.
+        attention: as transformers names it.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -71,6 +85,7 @@ def hf_lora(
         "max_position_embeddings": shape.sequence,
         "tie_word_embeddings": False,
         "use_cache": False,
+        "attn_implementation": attention,
     }
     with torch.device("cuda"):
         base: Any = LlamaForCausalLM(LlamaConfig(**facts))
@@ -78,7 +93,8 @@ def hf_lora(
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
 
-        apply_liger_kernel_to_llama(model=base)
+        in_layers = compiled == "no"
+        apply_liger_kernel_to_llama(model=base, rope=in_layers, rms_norm=in_layers, swiglu=in_layers)
     lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     model: Any = get_peft_model(base, lora, autocast_adapter_dtype=autocast)
     model.train()
@@ -153,10 +169,17 @@ PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
     "hf_layers": ("HF + peft, each layer compiled", partial(hf_lora, compiled="layers")),
     "hf_whole": ("HF + peft, the whole model compiled", partial(hf_lora, compiled="whole")),
     "hf_liger": ("HF + peft + Liger", partial(hf_lora, liger=True)),
-    "hf_layers_liger": ("HF + peft + Liger, each layer compiled", partial(hf_lora, compiled="layers", liger=True)),
+    "hf_layers_liger": (
+        "HF + peft, each layer compiled, Liger's head and loss",
+        partial(hf_lora, compiled="layers", liger=True),
+    ),
     "hf_layers_packed": ("HF + peft, packed, each layer compiled", partial(hf_lora, compiled="layers", packed=True)),
+    "hf_layers_flex_packed": (
+        "HF + peft, packed, each layer compiled, FlexAttention",
+        partial(hf_lora, compiled="layers", packed=True, attention="flex_attention"),
+    ),
     "hf_layers_liger_packed": (
-        "HF + peft + Liger, packed, each layer compiled",
+        "HF + peft, packed, each layer compiled, Liger's head and loss",
         partial(hf_lora, compiled="layers", liger=True, packed=True),
     ),
 }
@@ -165,6 +188,7 @@ TITLES = {name: title for name, (title, _) in {**STOKER, **PEERS}.items()}
 
 def measure(name: str, shape: Shape) -> Row:
     """Run one contender in this process."""
+    tokens = shape.micro_batch * shape.sequence
     if name in STOKER:
         batch = [f"model.micro_batch_size={shape.micro_batch}", f"model.global_batch_size={shape.micro_batch}"]
         with tempfile.TemporaryDirectory() as folder:
@@ -172,29 +196,28 @@ def measure(name: str, shape: Shape) -> Row:
             if "data=sft" in more:
                 write_pairs(Path(folder) / "pairs.jsonl")
                 more.append(f"model.data.path={folder}/pairs.jsonl")
-            seconds = stoker_windows(["experiment=llama_1b_lora", *batch, *more], LENGTH)
-    else:
-        seconds = time_windows(PEERS[name][1](shape), LENGTH)
-    return result(name, seconds, shape.micro_batch * shape.sequence)
+            return stoker_result(name, ["experiment=llama_1b_lora", *batch, *more], LENGTH, tokens)
+    return result(name, time_windows(PEERS[name][1](shape), LENGTH), tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-batch", nargs="+", type=int, default=[4])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=sorted(TITLES), default=sorted(TITLES))
-    parser.add_argument("--results", type=Path, default=Path("lora_step.jsonl"))
-    parser.add_argument("--report", type=Path)
-    parser.add_argument("--one", choices=sorted(TITLES), help=argparse.SUPPRESS)
+    add_arguments(parser, __file__, TITLES)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, Shape(micro_batch=arguments.micro_batch[0]))))
+        print_row(arguments.one, lambda: measure(arguments.one, Shape(micro_batch=arguments.micro_batch[0])))
         return
-    report = ""
+    report, until = "", deadline(arguments.seconds)
     for size in arguments.micro_batch:
         shape, more = Shape(micro_batch=size), ["--micro-batch", str(size)]
-        rows = run_rounds(__file__, more, arguments.only, arguments.results, arguments.rounds, micro_batch=size)
-        report += f"Micro batch {size}. {table(rows, TITLES, size * shape.sequence)}\n"
+        rows = run_rounds(__file__, more, arguments.only, arguments.results, arguments.rounds, until, micro_batch=size)
+        for packed in (False, True):
+            of_kind = [row for row in rows if row["peer"].endswith("_packed") == packed]
+            if of_kind:
+                base = "stoker_packed" if packed else "stoker"
+                title = f"Micro batch {size}{', packed' * packed}"
+                report += f"{title}. {table(of_kind, TITLES, size * shape.sequence, base)}\n"
     print(report)
     if arguments.report:
         arguments.report.write_text(report)

@@ -1,28 +1,42 @@
 """What each way to save memory saves and costs, beside checkpointed plain torch; see `rounds.py` for how it measures.
 
     python scripts/bench/memory_modes.py [--shape 1b wide] [--rounds 3] [--only none full offload_12 ...]
-        [--results FILE.jsonl] [--report FILE.md]
+        [--seconds 500] [--results FILE.jsonl] [--report FILE.md]
 
 `1b`: `experiment=llama_1b_bench`, 24 layers of width 2048. `wide`: 8 layers of width 4096. Sequence 4096, micro batch
 4, random tokens, AdamW, clipping to 1.0; attention that stores its scores (`unfused`) has a micro batch of 1, where the
 scores of all layers fit. A mode is compared with its base within each round. Peers are plain torch with cuDNN's
 attention and bf16 autocast, compiled, whose blocks are all checkpointed, or keep all they save in pinned host memory.
+
+Micro batches run as CUDA graphs where they can, as `recorded` says, which is where nothing is offloaded but the state
+of the optimizer. The memory of a graph is given out when it is recorded and is nobody else's from then on: what a run
+keeps from others is `reserved`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from peers import PlainGPT, Shape, Step, autocast_step
-from rounds import Length, Row, result, run_rounds, stoker_windows, time_windows
+from rounds import (
+    Length,
+    Row,
+    add_arguments,
+    deadline,
+    print_row,
+    ran_on,
+    refusals,
+    result,
+    run_rounds,
+    stoker_result,
+    time_windows,
+)
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -207,8 +221,7 @@ def measure(name: str, shape: Shape) -> Row:
         return result(name, peer_windows(PEERS[name][1], shape), tokens)
     mode = modes_of(shape)[name]
     overrides = [*overrides_of(shape), *mode.overrides]
-    seconds = stoker_windows(overrides, LENGTH)
-    row = result(name, seconds, shape.sequence if mode.base == "unfused" else tokens)
+    row = stoker_result(name, overrides, LENGTH, shape.sequence if mode.base == "unfused" else tokens)
     return row | {"planned_gib": planned(overrides) / 2**30}
 
 
@@ -226,28 +239,32 @@ def table(rows: list[Row], shape: Shape) -> str:
     """Modes with their memory and speed beside their base, the ratios taken within each round."""
     modes = modes_of(shape)
     titles = {name: mode.title for name, mode in modes.items()} | {name: peer[0] for name, peer in PEERS.items()}
+    refused = refusals(rows)
+    rows = [row for row in rows if "refused" not in row]
     bases = {name: mode.base for name, mode in modes.items()} | {name: peer[2] for name, peer in PEERS.items()}
-    every = f"offload_{shape.layers - 1}"
+    bases = {name: base.replace("_all", f"_{shape.layers - 1}") for name, base in bases.items()}
     speed = {(row["round"], row["peer"]): row["tokens_per_second"] for row in rows}
     rounds = sorted({row["round"] for row in rows})
-    first = rows[0]
     lines = [
-        f"Device: {first['device']}; torch {first['torch']}, cuDNN {first['cudnn']}, triton {first['triton']};"
-        f" {first['date']}; {len(rounds)} rounds.",
+        f"{ran_on(rows)}; {len(rounds)} rounds.",
         "",
-        "| run | tokens/s | peak GiB | planned | base | speed over the base | saved, GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| run | tokens/s | peak GiB | planned | reserved | recorded | base | speed over the base | saved, GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     peaks = {name: statistics.median(row["peak_gib"] for row in rows if row["peer"] == name) for name in titles
              if any(row["peer"] == name for row in rows)}  # fmt: skip
     for name, peak in peaks.items():
-        base = every if bases[name] == "offload_all" else bases[name]
-        own = statistics.median(row["tokens_per_second"] for row in rows if row["peer"] == name)
+        base = bases[name]
+        mine = [row for row in rows if row["peer"] == name]
+        own, held = (statistics.median(row[key] for row in mine) for key in ("tokens_per_second", "reserved_gib"))
         ratios = [speed[r, name] / speed[r, base] for r in rounds if {(r, name), (r, base)} <= set(speed)]
         compared = f"{statistics.median(ratios):.3f} x" if ratios and name != base else ""
         less = f"{peaks[base] - peak:.1f}" if base in peaks and name != base else ""
-        plan = next((f"{row['planned_gib']:.1f}" for row in rows if row["peer"] == name and "planned_gib" in row), "")
-        lines.append(f"| {titles[name]} | {own:,.0f} | {peak:.1f} | {plan} | {titles[base]} | {compared} | {less} |")
+        plan = next((f"{row['planned_gib']:.1f}" for row in mine if "planned_gib" in row), "")
+        recorded = next(("yes" if row["recorded"] else "no" for row in mine if "recorded" in row), "")
+        figures = [f"{own:,.0f}", f"{peak:.1f}", plan, f"{held:.1f}", recorded]
+        lines.append(f"| {' | '.join([titles[name], *figures, titles[base], compared, less])} |")
+    lines += [f"| {titles[name]} | {reason} | | | | | {titles[bases[name]]} | | |" for name, reason in refused.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -255,23 +272,18 @@ def main() -> None:
     """Run the rounds of each shape, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
-    parser.add_argument("--rounds", type=int, default=3)
-    names = sorted({name for shape in SHAPES.values() for name in modes_of(shape)} | PEERS.keys())
-    parser.add_argument("--only", nargs="+", choices=names)
-    parser.add_argument("--results", type=Path, default=Path("memory_modes.jsonl"))
-    parser.add_argument("--report", type=Path)
-    parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)
+    names = dict.fromkeys([*(name for shape in SHAPES.values() for name in modes_of(shape)), *PEERS])
+    add_arguments(parser, __file__, names)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, SHAPES[arguments.shape[0]])))
+        print_row(arguments.one, lambda: measure(arguments.one, SHAPES[arguments.shape[0]]))
         return
-    report = ""
+    report, until = "", deadline(arguments.seconds)
     for name in arguments.shape:
         shape = SHAPES[name]
-        chosen = [one for one in [*modes_of(shape), *PEERS] if arguments.only is None or one in arguments.only]
-        rows = run_rounds(__file__, ["--shape", name], chosen, arguments.results, arguments.rounds, shape=name)
-        if rows:
-            report += f"### {name}\n\n{table(rows, shape)}\n"
+        chosen = [one for one in [*modes_of(shape), *PEERS] if one in arguments.only]
+        rows = run_rounds(__file__, ["--shape", name], chosen, arguments.results, arguments.rounds, until, shape=name)
+        report += f"### {name}\n\n{table(rows, shape)}\n"
     print(report)
     if arguments.report:
         arguments.report.write_text(report)

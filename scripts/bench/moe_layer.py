@@ -1,7 +1,8 @@
 """Experts of one MoE layer on one GPU: ours, by each of its matmuls, beside Liger's fused_moe and a dense MLP.
 
     python scripts/bench/moe_layer.py [--sections layer matmul] [--rounds 5] [--only E128 balanced ...]
-        [--results moe_layer.jsonl] [--report moe_layer.md] [--tile rows=128,256,64,8,4 ...] [--check]
+        [--skip "Liger fused_moe"] [--compile-ahead 12] [--seconds 500] [--results moe_layer.jsonl]
+        [--report moe_layer.md] [--tile rows=128,256,64,8,4 ...] [--check]
 
 `layer`: forward and backward of the experts from routed tokens (the router is not in it), random bf16 data; the dense
 MLP computes the same FLOPs on as many rows with one matrix: what the experts could reach at best. `matmul`: the grouped
@@ -14,6 +15,9 @@ median over the rounds of the ratios within a round. Each shape appends one JSON
 skipped. `--tile KIND=rows,columns,depth,warps,stages[,together[,resident]]` replaces the tile of a kernel, to find a
 better table; use a results file of its own. `--check` runs every contender once on small shapes, on a GPU or without,
 compares the results and measures nothing.
+
+Liger's kernels try 240 tiles for each pair of widths. `--compile-ahead N` has N processes compile them at once and
+leave them in Triton's cache; one after the other takes minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +28,12 @@ import gc
 import json
 import math
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,8 +260,17 @@ def usable(name: str, run: Callable[[], Any]) -> tuple[Any, str | None]:
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
     except Exception as error:  # whatever a peer raises is its reason, and goes into the table
-        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:140] if str(error) else ''}"
-    return result, None
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:140] if str(error) else ''}"
+    else:
+        return result, None
+    if DEVICE.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise SystemExit(f"{name} has broken the device ({reason}): go on with --skip '{name}'") from None
+        gc.collect()
+        torch.cuda.empty_cache()
+    return None, reason
 
 
 def peak_mib(run: Callable[[], Any]) -> float:
@@ -300,8 +318,12 @@ def layer_row(shape: Shape, rounds: int) -> Row:
             torch.autograd.grad(out, seen.leaves, seen.upstream)
             return [start, middle, event()]
 
+        peak, reason = usable(name, lambda run=run: peak_mib(run))
+        if reason is not None:
+            row["refused"][name] = reason
+            continue
         calls[name] = run
-        row["peak_mib"][name] = peak_mib(run)
+        row["peak_mib"][name] = peak
     for name, (forward, backward) in in_turns(calls, rounds).items():
         both = [a + b for a, b in zip(forward, backward, strict=True)]
         row["ms"][name] = {"forward": forward, "backward": backward, "both": both}
@@ -435,6 +457,10 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[], help="measurements whose name holds all of these words")
+    parser.add_argument("--skip", nargs="+", default=[], choices=list(LAYER_PEERS)[1:], help="contenders of `layer`")
+    parser.add_argument("--compile-ahead", type=int, default=0, metavar="N", help="in so many processes, 16 at most")
+    parser.add_argument("--compile-part", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help="begin no measurement after that")
     parser.add_argument("--results", type=Path, default=Path("moe_layer.jsonl"))
     parser.add_argument("--report", type=Path, help="write the tables of all results here, as markdown")
     parser.add_argument("--tile", nargs="+", default=[], help="KIND=rows,columns,depth,warps,stages[,together[,...]]")
@@ -442,6 +468,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tile:
         set_tiles(arguments.tile)
+    if arguments.compile_part:
+        compile_part(*map(int, arguments.compile_part.split("/")))
+        return
+    until = None if arguments.seconds is None else time.monotonic() + arguments.seconds
+    for name in arguments.skip:
+        del LAYER_PEERS[name]
     wanted = [
         (section, name, measure)
         for section in arguments.sections
@@ -453,33 +485,75 @@ def main() -> None:
             row = measure(0)
             print(f"{section}: {name}: {row['refused'] or 'all agree'}, bitwise {row.get('bitwise', '-')}", flush=True)
         return
-    measure_all(wanted, arguments.results, arguments.rounds)
+    if arguments.compile_ahead:
+        compile_ahead(arguments.compile_ahead)
+    measure_all(wanted, arguments.results, arguments.rounds, until)
     text = report(_rows_of(arguments.results))
     print(text)
     if arguments.report:
         arguments.report.write_text(text)
 
 
+def compile_ahead(processes: int) -> None:
+    """Run this command in several processes that only compile."""
+    started = time.monotonic()
+    parts = [
+        subprocess.Popen([sys.executable, __file__, "--compile-part", f"{part}/{processes}"])
+        for part in range(processes)
+    ]
+    for part in parts:
+        try:
+            part.wait(max(0.1, started + 180 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            part.kill()
+    print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def compile_part(part: int, parts: int) -> None:
+    """Run a part of the tiles that Liger's kernels choose from, on fewer experts and tokens: it is the same code."""
+    from liger_kernel.ops import fused_moe_kernels  # pyright: ignore[reportMissingImports]
+    from triton.runtime.autotuner import Autotuner
+
+    for kernel in vars(fused_moe_kernels).values():
+        if isinstance(kernel, Autotuner):
+            kernel.configs = kernel.configs[part::parts] or kernel.configs[:1]
+    for shape in LAYERS:
+        if shape.load == LOADS[0]:
+            tensors = draw(shape._replace(experts=8, tokens=1024))
+            _, reason = usable("compiling", step_of(liger(tensors), tensors))
+            if reason is not None:  # a tile that does not fit, perhaps; the measurement tells if nothing runs
+                print(f"compiling {shape}, part {part}: {reason}", flush=True)
+
+
 def _rows_of(results: Path) -> list[Row]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
-def measure_all(wanted: list[tuple[str, str, Callable[[int], Row]]], results: Path, rounds: int) -> None:
-    """Measure what `results` does not have yet and append it."""
+def measure_all(
+    wanted: list[tuple[str, str, Callable[[int], Row]]], results: Path, rounds: int, until: float | None
+) -> None:
+    """Measure what `results` does not have yet and append it; begin nothing after `until`, by `time.monotonic`."""
     import triton
 
     versions = {"torch": torch.__version__, "triton": triton.__version__}
+    with suppress(metadata.PackageNotFoundError):
+        versions["liger_kernel"] = metadata.version("liger_kernel")
     device = {"device": torch.cuda.get_device_name(), **versions, "rounds": rounds}
     done = {(row["section"], row["shape"], row["device"]) for row in _rows_of(results)}
     for section, name, measure in wanted:
         if (section, name, device["device"]) in done:
             continue
+        started = time.monotonic()
+        if until is not None and started > until:
+            print(f"{section}: {name}: no time left", flush=True)
+            continue
         row = {"section": section, "shape": name, **device, "date": datetime.date.today().isoformat()}
         row |= measure(rounds)
+        row["took"] = round(time.monotonic() - started, 1)
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
         brief = {peer: round(statistics.median(t.get("both", t["forward"])), 3) for peer, t in row["ms"].items()}
-        print(f"{section}: {name}: ms {brief} {row['refused'] or ''}", flush=True)
+        print(f"{section}: {name}: ms {brief} {row['refused'] or ''}; took {row['took']:.0f} s", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -1,6 +1,6 @@
 """Training-step benchmark with experts: `experiment=moe_bench` beside transformers' Mixtral; see `rounds.py` for how.
 
-    python scripts/bench/moe_step.py [--rounds 3] [--only stoker hf_grouped_compiled ...]
+    python scripts/bench/moe_step.py [--rounds 3] [--only stoker hf_grouped_compiled ...] [--seconds 500]
         [--results FILE.jsonl] [--report FILE.md]
 
 Shape (`conf/model/gpt_moe_8x.yaml`): 16 layers, hidden 1024, 16 heads / 8 groups, 8 experts top-2 of width 3584,
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peers import optimizer_of
-from rounds import Length, Row, main_of_one_shape, result, stoker_windows, time_windows
+from rounds import Length, Row, main_of_one_shape, result, stoker_result, time_windows
 from torch import nn
 
 MICRO_BATCH, SEQUENCE, VOCAB = 4, 4096, 32000
@@ -88,10 +88,8 @@ TITLES = {name: title for name, (title, _) in {**STOKER, **PEERS}.items()}
 def measure(name: str) -> Row:
     """Run one contender in this process."""
     if name in STOKER:
-        seconds = stoker_windows(["experiment=moe_bench", *STOKER[name][1]], LENGTH)
-    else:
-        seconds = time_windows(PEERS[name][1](), LENGTH)
-    return result(name, seconds, TOKENS)
+        return stoker_result(name, ["experiment=moe_bench", *STOKER[name][1]], LENGTH, TOKENS)
+    return result(name, time_windows(PEERS[name][1](), LENGTH), TOKENS)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,31 @@
 """The plan beside the CUDA allocator: runs drawn by a seed, each for some steps in a process of its own.
 
-    python scripts/bench/plan_check.py [--seed 1] [--runs 20] [--results FILE.jsonl] [--report FILE.md]
+    python scripts/bench/plan_check.py [--seed 1] [--runs 20] [--seconds 500] [--results FILE.jsonl] [--report FILE.md]
     python scripts/bench/plan_check.py --meta [--device h100]
 
 Runs are GPT, T5 and mixtures of experts; multi-head and grouped-query attention; every mode of recomputation and
 offloading; micro batches; sequences of 1k to 32k tokens. A draw whose plan does not fit the card, or is too small to
 tell anything, is drawn again. Rows are appended to the results file: a run that is there already is not repeated, so a
 table may be made in several sittings. `--meta` prints the drawn runs with their plans; it needs no GPU.
+
+Where micro batches run as a CUDA graph (`recorded`), the graph keeps its memory to itself, which is in the reserved
+memory and not in the allocated one, except while it is recorded.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rounds import Row, read_rows
+from rounds import Row, append_row, deadline, machine, print_row, ran_on, read_rows, run_alone, was_recorded
 
 GIB = 2**30
-STEPS = 3
+STEPS = 6
+"""Where micro batches become a CUDA graph, they do so after three."""
 FEWEST, MOST = 4 * GIB, 0.92
 """A plan below the first says little about large runs; one above that part of the card may fail for its fragments."""
 COMMON = [
@@ -163,7 +164,6 @@ def _target(root: Any, card: str | None) -> Any:
 def measure(drawn: Drawn) -> Row:
     """Run it in this process."""
     import torch
-    import triton
 
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.plan.plan import make_plan
@@ -174,6 +174,7 @@ def measure(drawn: Drawn) -> Row:
         plan = make_plan(config.root, _target(config.root, None), vocab_size=config.root.model.override_vocab_size)
         run_training(config)
         rows = [json.loads(line) for line in (Path(directory) / "r" / "metrics.jsonl").read_text().splitlines()]
+        recorded = was_recorded(Path(directory) / "r")
     seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
     return {
         "planned": plan.allocated,
@@ -182,32 +183,27 @@ def measure(drawn: Drawn) -> Row:
         "peak_at": plan.memory.peak.where,
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
+        "recorded": recorded,
         "seconds": min(seconds) if seconds else None,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
+        **machine(),
     }
 
 
-def check(seed: int, count: int, results: Path) -> list[Row]:
-    """Run what is not in the results yet; all rows of the seed."""
+def check(seed: int, count: int, results: Path, until: float | None) -> list[Row]:
+    """Run what is not in the results yet, as far as it is done `until` then; all rows of the seed."""
     done = {row["run"]: row for row in read_rows(results) if row["seed"] == seed}
     for number, (drawn, _) in enumerate(drawn_runs(seed, count, None)):
         if number in done:
             continue
-        command = [sys.executable, __file__, "--one", json.dumps(drawn)]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        row: Row = {"seed": seed, "run": number, "name": drawn.name, "overrides": drawn.overrides}
-        if ran.returncode:
-            print(f"{drawn.name} failed:\n{ran.stdout[-1500:]}{ran.stderr[-1500:]}", file=sys.stderr, flush=True)
-            row["failed"] = ran.stderr[-500:]
-        else:
-            row |= json.loads(ran.stdout.splitlines()[-1])
-            print(f"{number}: {drawn.name}: {100 * error(row):+.1f} %", flush=True)
+        row = run_alone([__file__, "--one", json.dumps(drawn)], until)
+        if row is None:
+            print(f"{number}: {drawn.name}: no time left", flush=True)
+            break
+        row = {"seed": seed, "run": number, "name": drawn.name, "overrides": drawn.overrides, **row}
+        said = row.get("refused") or f"{100 * error(row):+.1f} %"
+        print(f"{number}: {drawn.name}: {said}; took {row['took']:.0f} s", flush=True)
         done[number] = row
-        with results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(results, row)
     return [done[number] for number in sorted(done)]
 
 
@@ -218,28 +214,24 @@ def error(row: Row) -> float:
 
 def table(rows: list[Row]) -> str:
     """The report: each run, then mean and worst error."""
-    ran = [row for row in rows if "failed" not in row]
+    ran = [row for row in rows if "refused" not in row]
     if not ran:
         return "nothing ran\n"
-    first = ran[0]
     lines = [
-        f"Device: {first['device']}; torch {first['torch']}, triton {first['triton']}; {first['date']}; seed "
-        f"{first['seed']}.",
+        f"{ran_on(ran)}; seed {ran[0]['seed']}.",
         "",
-        "| run | planned GiB | allocated GiB | error | reserved GiB | planned ms | ms | peak at |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | planned GiB | allocated GiB | error | reserved GiB | recorded | planned ms | ms | peak at |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in ran:
         sizes = (row[key] / GIB for key in ("planned", "allocated", "reserved"))
         planned, allocated, reserved = (f"{size:.2f}" for size in sizes)
         times = (f"{1e3 * row[key]:.0f}" if row[key] else "" for key in ("planned_seconds", "seconds"))
-        cells = [row["name"], planned, allocated, f"{100 * error(row):+.1f} %", reserved, *times, row["peak_at"]]
-        lines.append(f"| {' | '.join(cells)} |")
+        compared = [planned, allocated, f"{100 * error(row):+.1f} %", reserved, "yes" if row["recorded"] else "no"]
+        lines.append(f"| {' | '.join([row['name'], *compared, *times, row['peak_at']])} |")
     errors = [abs(error(row)) for row in ran]
     lines += ["", f"Mean error {100 * sum(errors) / len(errors):.1f} %, worst {100 * max(errors):.1f} %."]
-    failed = [row["name"] for row in rows if "failed" in row]
-    if failed:
-        lines.append(f"Failed: {'; '.join(failed)}.")
+    lines += [f"{row['name']}: {row['refused']}." for row in rows if "refused" in row]
     return "\n".join(lines) + "\n"
 
 
@@ -247,6 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, help="leave out what would not be done by then")
     parser.add_argument("--results", type=Path, default=Path("plan_check.jsonl"))
     parser.add_argument("--report", type=Path)
     parser.add_argument("--meta", action="store_true", help="print the drawn runs and their plans only")
@@ -254,14 +247,16 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(Drawn(*json.loads(arguments.one)))))
+        drawn = Drawn(*json.loads(arguments.one))
+        print_row(drawn.name, lambda: measure(drawn))
         return
     if arguments.meta:
         for number, (drawn, plan) in enumerate(drawn_runs(arguments.seed, arguments.runs, arguments.device)):
             time = f"{1e3 * plan.time.seconds:,.0f} ms" if plan.time else ""
             print(f"{number}: {drawn.name}: {plan.allocated / GIB:.1f} GiB at {plan.memory.peak.where}, {time}")
         return
-    report = table(check(arguments.seed, arguments.runs, arguments.results))
+    until = deadline(arguments.seconds)
+    report = table(check(arguments.seed, arguments.runs, arguments.results, until))
     print(report)
     if arguments.report:
         arguments.report.write_text(report)

@@ -1,6 +1,6 @@
 """Training-step benchmark of T5: `experiment=t5_bench` (v1.1 base) beside transformers; see `rounds.py` for how.
 
-    python scripts/bench/t5_step.py [--shape short long] [--rounds 3] [--only stoker hf_eager ...]
+    python scripts/bench/t5_step.py [--shape short long] [--rounds 3] [--only stoker hf_eager ...] [--seconds 500]
         [--results FILE.jsonl] [--report FILE.md]
 
 `short`: 512 tokens for the encoder and 114 for the decoder, micro batch 64; `long`: 2048 and 512, micro batch 16.
@@ -10,15 +10,24 @@ Tokens are those of encoder and decoder together. No padding, no dropout, AdamW,
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rounds import Length, Row, result, run_rounds, stoker_windows, table, time_windows
+from rounds import (
+    Length,
+    Row,
+    add_arguments,
+    deadline,
+    print_row,
+    result,
+    run_rounds,
+    stoker_result,
+    table,
+    time_windows,
+)
 from torch import nn
 
 
@@ -106,28 +115,24 @@ TITLES = {name: title for name, (title, _) in {**STOKER, **PEERS}.items()}
 def measure(name: str, shape: Shape) -> Row:
     """Run one contender in this process."""
     if name in STOKER:
-        seconds = stoker_windows([*shape.overrides, *STOKER[name][1]], LENGTH)
-    else:
-        seconds = time_windows(PEERS[name][1](shape), LENGTH)
-    return result(name, seconds, shape.tokens)
+        return stoker_result(name, [*shape.overrides, *STOKER[name][1]], LENGTH, shape.tokens)
+    return result(name, time_windows(PEERS[name][1](shape), LENGTH), shape.tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=sorted(TITLES), default=sorted(TITLES))
-    parser.add_argument("--results", type=Path, default=Path("t5_step.jsonl"))
-    parser.add_argument("--report", type=Path)
-    parser.add_argument("--one", choices=sorted(TITLES), help=argparse.SUPPRESS)
+    add_arguments(parser, __file__, TITLES)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, SHAPES[arguments.shape[0]])))
+        print_row(arguments.one, lambda: measure(arguments.one, SHAPES[arguments.shape[0]]))
         return
-    report = ""
+    report, until = "", deadline(arguments.seconds)
     for name in arguments.shape:
         shape = SHAPES[name]
-        rows = run_rounds(__file__, ["--shape", name], arguments.only, arguments.results, arguments.rounds, shape=name)
+        rows = run_rounds(
+            __file__, ["--shape", name], arguments.only, arguments.results, arguments.rounds, until, shape=name
+        )
         title = f"T5 v1.1 base, {shape.encoder} / {shape.decoder}, micro batch {shape.micro_batch}"
         report += f"{title}. {table(rows, TITLES, shape.tokens)}\n"
     print(report)

@@ -1,6 +1,7 @@
 """Training-step benchmark: `experiment=llama_1b_bench` beside its peers; see `rounds.py` for how it measures.
 
-python scripts/bench/training_step.py [--rounds 3] [--only stoker hf ...] [--results FILE.jsonl] [--report FILE.md]
+python scripts/bench/training_step.py [--rounds 3] [--only stoker hf ...] [--seconds 500]
+    [--results FILE.jsonl] [--report FILE.md]
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from peers import PEERS, Shape, Step
-from rounds import Length, Row, main_of_one_shape, result, stoker_windows, time_windows
+from rounds import Length, Row, main_of_one_shape, result, stoker_result, time_windows
 
 OVERRIDES = ["experiment=llama_1b_bench"]
 TITLES = {
@@ -71,10 +72,11 @@ def windows_of(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
 
 def measure(name: str) -> Row:
     """Run one contender in this process."""
+    if name == "stoker":
+        return stoker_result(name, OVERRIDES, Length(), TOKENS)
     builders: dict[str, Callable[[Shape], Step]] = {n: build for n, (_, build) in PEERS.items()}
     builders["stoker_loop"] = stoker_loop
-    seconds = stoker_windows(OVERRIDES, Length()) if name == "stoker" else windows_of(builders[name], Shape())
-    return result(name, seconds, TOKENS)
+    return result(name, windows_of(builders[name], Shape()), TOKENS)
 
 
 if __name__ == "__main__":

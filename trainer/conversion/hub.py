@@ -36,7 +36,9 @@ def download(name: str) -> Path:
         except Exception as error:  # of the network, of its libraries, or of the hub: all of them end here
             first = next((line for line in str(error).splitlines() if line.strip()), "")
             raise UserError(
-                f"{name} cannot be had from the hub ({type(error).__name__}: {first[:200]})", EXIT_IO
+                f"there is no folder {name} here, and it cannot be had from the hub ({type(error).__name__}: "
+                f"{first[:200]})",
+                EXIT_IO,
             ) from None
         folder = Path(found)
         if has_weights(folder):

@@ -111,7 +111,7 @@ def convert_to_hf(
         vocab_size = model_vocabulary(root, ours)
     except ValueError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
-    check_claimed_size(checkpoint, root, vocab_size, None if base is None else base.files)
+    check_claimed_size(checkpoint, root, vocab_size, base)
     outgoing = choose(root, ours, vocab_size, model_type)
     try:
         with _opened(checkpoint, root, ours, base) as tensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,13 +170,17 @@ def sequence_length(root: RootBlock) -> int:
     return length_of(root.model)
 
 
+def _length_key(root: RootBlock) -> str:
+    """The key that says how long the samples are."""
+    if root.model.data.seq_length is not None:
+        return "model.data.seq_length"
+    return "model.seq_length" if root.model.family == "t5" else "model.encoder_seq_length"
+
+
 def _too_short(root: RootBlock, task: Task, corpus: Corpus, tokens: int) -> str:
     """What to do about a training split that has no room for one window."""
     data = root.model.data
-    if data.seq_length is not None:
-        key = "model.data.seq_length"
-    else:
-        key = "model.seq_length" if root.model.family == "t5" else "model.encoder_seq_length"
+    key = _length_key(root)
     text = f"{tokens:,} tokens of the training split of {corpus.name} (`model.data.splits_string={data.splits_string}`)"
     if task.window > task.length:
         return f"`{key}` ({task.length}) takes {task.window + 1:,} tokens of text, but there are {text}; use more text"
@@ -267,7 +271,7 @@ def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     make = TaskSamples(root, task, tokenizer)
     found = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
     samples: Any = {split: make.of_pairs(pairs, training=split == "train") for split, pairs in found.items()}
-    _check_splits(root, texts.name, samples)
+    _check_splits(root, texts.name, samples, texts.inputs)
     cut = [sum(pairs.cut[side] for pairs in found.values()) for side in range(2)]
     return Data(
         tokenizer=tokenizer,
@@ -276,9 +280,9 @@ def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         fingerprint=texts.fingerprint,
         description=(
             f"{texts.name}: "
-            + ", ".join(f"{split} {len(pairs):,} pairs" for split, pairs in texts.pairs.items())
+            + ", ".join(f"{split} {len(pairs):,} pair{'s' * (len(pairs) != 1)}" for split, pairs in texts.pairs.items())
             + f"; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
-            f"{_sequences(task)}, to which {cut[0]:,} inputs and {cut[1]:,} targets are cut; fingerprint "
+            f"{_sequences(task)}; cut to these: inputs {cut[0]:,}, targets {cut[1]:,}; fingerprint "
             f"{texts.fingerprint[:12]}"
         ),
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
@@ -287,20 +291,40 @@ def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     )
 
 
-def _check_splits(root: RootBlock, name: str, samples: Mapping[Split, AnySamples | None]) -> None:
+def _needed_splits(root: RootBlock) -> tuple[Split, ...]:
+    """Those that a run cannot do without."""
+    return ("train", "validation") if root.trainer.limit_val_batches else ("train",)
+
+
+def _check_splits(
+    root: RootBlock, name: str, samples: Mapping[Split, AnySamples | None], inputs: Callable[[], list[str]]
+) -> None:
     """Find out whether there is something to train on, and to validate on where that is asked for.
+
+    Args:
+        root: the configuration.
+        name: of the data, for messages.
+        samples: of each split.
+        inputs: gives what the examples of all splits begin with: equal ones are in one split.
 
     Raises:
         UserError: there is not.
     """
-    needed: dict[Split, bool] = {"train": True, "validation": bool(root.trainer.limit_val_batches)}
-    for split, wanted in needed.items():
-        if samples[split] is None and wanted:
-            raise UserError(
-                f"the {split} split of {name} is empty (`model.data.splits_string="
-                f"{root.model.data.splits_string}`, or {split}.jsonl of a folder that holds train.jsonl); give it more "
-                "pairs or a larger share" + (", or set `trainer.limit_val_batches=0`" if split == "validation" else "")
-            )
+    data = root.model.data
+    for split in _needed_splits(root):
+        if samples[split] is not None:
+            continue
+        without = ", or set `trainer.limit_val_batches=0`" if split == "validation" else ""
+        if data.train_ds.file_names is not None:
+            key = f"model.data.{split}_ds.file_names"
+            raise UserError(f"the {split} split is empty: the files of `{key}` hold no example; name others{without}")
+        count, distinct = len(inputs()), len(set(inputs()))
+        raise UserError(
+            f"the {split} split of {name} is empty: {count:,} example{'s' * (count != 1)}, {distinct:,} "
+            f"distinct input{'s' * (distinct != 1)}, and equal inputs stay together (`model.data.splits_string="
+            f"{data.splits_string}`, or {split}.jsonl of a folder that holds train.jsonl); give it more examples or a "
+            f"larger share{without}"
+        )
 
 
 def _exemplary(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
@@ -308,8 +332,9 @@ def _exemplary(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     vocab_size = model_vocabulary(root, tokenizer)
     made = fine_tuning(root, task, tokenizer)
     samples: Any = made.samples
-    made.check()
-    _check_splits(root, made.records.name, samples)
+    for split in _needed_splits(root):
+        made.check(split, task.length, _length_key(root))
+    _check_splits(root, made.records.name, samples, made.records.inputs)
     fingerprint = made.records.fingerprint()
     return Data(
         tokenizer=tokenizer,

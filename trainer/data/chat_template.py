@@ -86,10 +86,12 @@ class Chat(NamedTuple):
     Attributes:
         messages: what was said.
         tools: descriptions of functions that the assistant may call, for templates that write them.
+        where: the file and line that it was read from, for messages; no part of what is learnt.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
+    where: str = ""
 
 
 class Rendered(NamedTuple):
@@ -192,7 +194,7 @@ class Renderer:
                 yield Rendered(text, tuple((begin, end) for begin, end in spans))
 
     def _texts(self, chats: Sequence[Chat], *, ask: bool) -> list[Any]:
-        return self._ask({"chats": chats, "ask": ask})["texts"]
+        return self._ask({"chats": [(chat.messages, chat.tools) for chat in chats], "ask": ask})["texts"]
 
     def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         process = self._process

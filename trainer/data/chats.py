@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config.suggest import closest
 from ..errors import UserError
 from .chat_files import chat_of, special_names
 from .chat_template import BadChatError, Chat, Message, Rendered
@@ -24,21 +26,30 @@ from .tokenizers import TokenIds, Tokenizer, utf8
 MAX_MESSAGES = 10_000
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 """Names of ShareGPT's speakers; all are read without regard to case."""
+_KNOWN_ROLES = ("system", "user", "assistant", "tool", "developer", "function")
+_PART_TEXT = re.compile(r"""\.text\b|['"]text['"]""")
+"""What the source of a template holds that reads `content` as a list of parts: each has its text under that name."""
 
 
-def read_chat(found: Mapping[str, Any], where: str) -> Chat:
+def read_chat(found: Mapping[str, Any], where: str, template: str = "") -> Chat:
     """The conversation of an object.
 
+    Args:
+        found: the object.
+        where: its place, for messages.
+        template: the source of the chat template; roles that it names are no mistakes.
+
     Raises:
-        UserError: it holds none in which the assistant says something.
+        UserError: it holds none in which the assistant says something, or a role that nobody knows.
     """
     if isinstance(found.get("messages"), list):
-        messages = [_message(one, number, where) for number, one in enumerate(found["messages"], 1)]
+        messages = [_message(one, number, where, template) for number, one in enumerate(found["messages"], 1)]
     elif isinstance(found.get("conversations"), list):
-        messages = [_turn(one, number, where) for number, one in enumerate(found["conversations"], 1)]
+        messages = [_turn(one, number, where, template) for number, one in enumerate(found["conversations"], 1)]
     else:
         names = ", ".join(f"`{name[:40]}`" for name in list(found)[:10])
-        raise UserError(f"{where} must have a list `messages` or `conversations`; it has {names or 'nothing'}")
+        cure = "; data=sft reads texts" if sum(isinstance(value, str) for value in found.values()) > 1 else ""
+        raise UserError(f"{where} must have a list `messages` or `conversations`; it has {names or 'nothing'}{cure}")
     system = found.get("system")
     if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": _text(system, f"{where}: `system`")}, *messages]
@@ -49,13 +60,14 @@ def read_chat(found: Mapping[str, Any], where: str) -> Chat:
     tools = found.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: `tools` must be a list")
-    return Chat(messages, tools)
+    return Chat(messages, tools, where)
 
 
-def _message(found: object, number: int, where: str) -> Message:
+def _message(found: object, number: int, where: str, template: str) -> Message:
     at = f"{where}: message {number}"
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise UserError(f"{at} must be an object with a text `role` and `content`")
+    _check_role(found["role"], at, template)
     content = found.get("content")
     if content is None and ("tool_calls" in found or "function_call" in found):
         return found
@@ -70,13 +82,26 @@ def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _turn(found: object, number: int, where: str) -> Message:
+def _turn(found: object, number: int, where: str, template: str) -> Message:
     at = f"{where}: message {number}"
     speaker, said = (found.get("from"), found.get("value")) if isinstance(found, dict) else (None, None)
     if not isinstance(speaker, str) or not isinstance(said, str):
         raise UserError(f"{at} must be an object with texts `from` and `value`")
-    role = speaker.lower()
-    return {"role": _ROLES.get(role, role), "content": _text(said, at)}
+    role = _ROLES.get(speaker.lower(), speaker.lower())
+    _check_role(role, at, template)
+    return {"role": role, "content": _text(said, at)}
+
+
+def _check_role(role: str, at: str, template: str) -> None:
+    """Refuse a misspelled role: its answers would be read as prompts."""
+    meant = _ROLES.get(role.lower())
+    named = bool(role) and any(f"{quote}{role}{quote}" in template for quote in "'\"")
+    # Answers are found by the name `assistant`, whatever the template calls them in the text.
+    if role in _KNOWN_ROLES or (named and meant != "assistant"):
+        return
+    meant = meant or closest(role, _KNOWN_ROLES)
+    cure = f"did you mean `{meant}`?" if meant else f"known are {', '.join(_KNOWN_ROLES)} and what the template names"
+    raise UserError(f"{at} has role `{role[:40]}`; {cure}")
 
 
 def _text(text: str, at: str) -> str:
@@ -105,17 +130,34 @@ def chat_examples(chats: Sequence[Chat], tokenizer: Tokenizer, *, answer_only: b
         answer_only: False: all but the first token counts.
 
     Raises:
-        UserError: the template fails on one, which is named by its first words.
+        UserError: the template fails on one, which is named by its place and first words.
     """
     if not chats:
         return
-    with chat_of(tokenizer).renderer() as renderer:
+    template = chat_of(tokenizer)
+    if not _PART_TEXT.search(template.source):
+        chats = [_as_texts(chat) for chat in chats]
+    with template.renderer() as renderer:
         try:
             for chat, rendered in zip(chats, renderer.conversations(chats), strict=True):
                 yield _example(chat, rendered, tokenizer, answer_only=answer_only)
         except BadChatError as error:
-            begins = " ".join(spoken(chats[error.number].messages[0]).split())[:60]
-            raise UserError(f"the conversation that begins with {begins!r}: {error.lines[0]}") from None
+            chat = chats[error.number]
+            begins = " ".join(spoken(chat.messages[0]).split())[:60]
+            place = f"{chat.where}, " if chat.where else ""
+            raise UserError(f"{place}the conversation that begins with {begins!r}: {error.lines[0]}") from None
+
+
+def _as_texts(chat: Chat) -> Chat:
+    """A conversation with the parts of each message as one text."""
+    if not any(isinstance(message.get("content"), list) for message in chat.messages):
+        return chat
+    return chat._replace(
+        messages=[
+            {**message, "content": spoken(message)} if isinstance(message.get("content"), list) else message
+            for message in chat.messages
+        ]
+    )
 
 
 def _example(chat: Chat, rendered: Rendered, tokenizer: Tokenizer, *, answer_only: bool) -> Example:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,11 +38,13 @@ class Examples:
         examples: those with something to predict.
         cut: how many were longer than a row.
         left_out: how many had nothing to predict, or nothing left after the cut.
+        too_long: tokens of those left out that had something to predict before the cut.
     """
 
     examples: list[Example]
     cut: int
     left_out: int
+    too_long: Sequence[int] = ()
 
     def __len__(self) -> int:
         """How many there are."""
@@ -66,6 +68,7 @@ def fitted(found: Iterable[Example], length: int) -> Examples:
         length: s, tokens of a row; one more is the last label.
     """
     examples: list[Example] = []
+    too_long: list[int] = []
     cut = left_out = 0
     for example in found:
         is_long = len(example.tokens) > length + 1
@@ -77,4 +80,6 @@ def fitted(found: Iterable[Example], length: int) -> Examples:
             examples.append(kept)
         else:
             left_out += 1
-    return Examples(examples, cut, left_out)
+            if example.counted[1:].any():
+                too_long.append(len(example.tokens))
+    return Examples(examples, cut, left_out, too_long)

@@ -15,7 +15,10 @@ from .tokenizers import utf8
 
 MAX_LINE_BYTES = 64 << 20
 """Of one line; a longer one is no example of a task."""
+CONTEXT_KEY, LABEL_KEY = "model.data.context_key", "model.data.label_key"
 _SUFFIXES = (".jsonl", ".json")
+_ANSWERS = ("output", "completion", "response", "answer", "label", "target")
+"""Usual names of an answer."""
 RecordT = TypeVar("RecordT")
 Reader = Callable[[dict[str, Any], str], RecordT]
 """Makes something of an object; the text says where it is, for the UserError that refuses it."""
@@ -62,6 +65,8 @@ def read_split(
         raise UserError(f"{named_by}: cannot read {error.filename or path}: {error.strerror or error}") from None
     except UserError as error:
         raise UserError(f"{named_by}: {error}") from None
+    if not any(found.values()):
+        raise UserError(f"{named_by}: {path} holds no example")
     return found
 
 
@@ -72,11 +77,14 @@ def read_files(paths: Sequence[Path], read: Reader[RecordT], named_by: str) -> l
         UserError: as `read_split`.
     """
     try:
-        return [[record for file in _files(path) for record in _read(file, read)] for path in paths]
+        sets = [[record for file in _files(path) for record in _read(file, read)] for path in paths]
     except OSError as error:
         raise UserError(f"{named_by}: cannot read {error.filename}: {error.strerror or error}") from None
     except UserError as error:
         raise UserError(f"{named_by}: {error}") from None
+    if paths and not any(sets):
+        raise UserError(f"{named_by}: no example in {', '.join(map(str, paths))}")
+    return sets
 
 
 class Placer:
@@ -102,15 +110,43 @@ def text_of(found: Mapping[str, Any], key: str, where: str, named_by: str) -> st
     Raises:
         UserError: there is none, or it is no Unicode.
     """
-    value = found.get(key)
-    if not isinstance(value, str):
+    if key not in found:
         names = ", ".join(f"`{name[:40]}`" for name in list(found)[:10])
-        raise UserError(f"{where} must have a text `{key}`; it has {names or 'nothing'} (`{named_by}` names it)")
+        cure = _other_keys(found) if named_by in (CONTEXT_KEY, LABEL_KEY) else ""
+        cure = f"; set {cure}" if cure else f" (`{named_by}` names it)"
+        raise UserError(f"{where} must have a text `{key}`; it has {names or 'nothing'}{cure}")
+    value = found[key]
+    if not isinstance(value, str):
+        raise UserError(f"{where}: `{key}` is {_kind(value)}, not a text")
     try:
         utf8(value)
     except UserError as error:
         raise UserError(f"{where}: `{key}`: {error}") from None
     return value
+
+
+def _other_keys(found: Mapping[str, Any]) -> str:
+    """What makes an object with other names a prompt with an answer; empty where that is not to be seen."""
+    names = [name for name, value in found.items() if isinstance(value, str) and name.isidentifier()]
+    if len(names) < 2:
+        return ""
+    label = next((name for name in names if name in _ANSWERS), names[-1])
+    context = next(name for name in names if name != label)
+    return f"{CONTEXT_KEY}={context[:40]} {LABEL_KEY}={label[:40]}"
+
+
+def _kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return f"a number ({str(value)[:40]})"
+        case list():
+            return "a list"
+        case _:
+            return "an object"
 
 
 def _files(path: Path) -> list[Path]:
@@ -137,8 +173,13 @@ def _read(path: Path, read: Reader[RecordT]) -> Iterator[RecordT]:
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8: bad byte at offset {error.start}") from None
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at column {error.pos + 1}"
+        raise UserError(f"{where} is not JSON ({reason}); one object a line is wanted") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(found, dict):
-        raise UserError(f"{where} must be an object")
+        raise UserError(f"{where} must be an object; one object a line is wanted")
     return found

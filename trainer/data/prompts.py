@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UserError
 from .examples import Example
-from .jsonl import text_of
+from .jsonl import CONTEXT_KEY, LABEL_KEY, text_of
 from .prompt_template import PromptTemplate, Record
 from .text_pairs import encoded
 from .tokenizer_json import JsonTokenizer
@@ -18,13 +19,23 @@ from .tokenizer_sentencepiece import SentencePieceTokenizer
 from .tokenizers import TokenIds, Tokenizer
 
 
-def read_record(found: Mapping[str, Any], where: str, names: Sequence[str]) -> dict[str, str]:
-    """The texts of an object that a template names.
+def read_record(found: Mapping[str, Any], where: str, names: Sequence[str], named_by: str = "") -> dict[str, str]:
+    """The texts of an object that a template names, the answer last.
+
+    Args:
+        found: the object.
+        where: its place, for messages.
+        names: of the texts.
+        named_by: the key that gave the template; empty for `context_key` and `label_key`.
 
     Raises:
-        UserError: one is missing.
+        UserError: one is missing, or the object is a conversation.
     """
-    return {name: text_of(found, name, where, "model.data.train_ds.prompt_template").strip(" ") for name in names}
+    for key in ("messages", "conversations"):
+        if isinstance(found.get(key), list) and not any(name in found for name in names):
+            raise UserError(f"{where} is a conversation (`{key}`), not a prompt with an answer: data=chat reads it")
+    keys = dict.fromkeys(names[:-1], named_by or CONTEXT_KEY) | {names[-1]: named_by or LABEL_KEY}
+    return {name: text_of(found, name, where, keys[name]).strip(" ") for name in names}
 
 
 @dataclass(frozen=True)

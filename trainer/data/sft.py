@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from ..config.schema import ModelBlock, RootBlock
 from ..errors import UserError
 from .blend import BlendedFields
+from .chat_files import chat_of
+from .chat_template import Chat
 from .chats import chat_examples, first_words, read_chat
 from .docstrings import read_docstrings
 from .example_samples import ExampleSamples
@@ -36,11 +39,13 @@ class Records:
     Attributes:
         name: what they are, for messages.
         sets: those of each split; training may have several, with proportions of their own.
+        input_of: what of a record decides about the split that it belongs to.
         weights: these proportions; None takes the sets by their sizes.
     """
 
     name: str
     sets: dict[Split, list[list[Any]]]
+    input_of: Callable[[Any], str]
     weights: Sequence[float] | None = None
 
     def fingerprint(self) -> str:
@@ -49,8 +54,13 @@ class Records:
         for split in SPLITS:
             for number, records in enumerate(self.sets[split]):
                 for record in records:
-                    total.update(json.dumps([split, number, record], sort_keys=True).encode("utf-8"))
+                    said = (record.messages, record.tools) if isinstance(record, Chat) else record
+                    total.update(json.dumps([split, number, said], sort_keys=True).encode("utf-8"))
         return total.hexdigest()
+
+    def inputs(self) -> list[str]:
+        """The input of each record of all splits."""
+        return [self.input_of(record) for sets in self.sets.values() for records in sets for record in records]
 
 
 @dataclass(frozen=True)
@@ -71,27 +81,47 @@ class FineTuning:
         """The examples of a split."""
         return all_of(self.examples[split])
 
-    def check(self) -> None:
-        """Find out whether there is anything to learn.
+    def check(self, split: Split, length: int, length_key: str) -> None:
+        """Find out whether there is anything to learn, or to validate on.
+
+        Args:
+            split: the one in question.
+            length: s, tokens of a row.
+            length_key: the key that says so, for messages.
 
         Raises:
-            UserError: not one training example has a token that counts.
+            UserError: not one example of the split has a token that counts.
         """
-        train = self.examples["train"]
-        left_out = sum(one.left_out for one in train)
-        if left_out and not any(map(len, train)):
-            raise UserError(
-                f"{self.records.name}: none of {left_out:,} training examples has anything to learn: the rows are too "
-                "short for the prompts, or the chat template marks no answers, or writes none"
+        sets = self.examples[split]
+        left_out = sum(one.left_out for one in sets)
+        if not left_out or any(map(len, sets)):
+            return
+        too_long = [tokens for one in sets for tokens in one.too_long]
+        if too_long:
+            why = (
+                f"rows of {length:,} tokens (`{length_key}`) end before the answers; the examples have "
+                f"{statistics.median_high(too_long):,} tokens in the median, {max(too_long):,} at most"
             )
+        else:
+            why = "the chat template marks no answers, or writes none" if self.chats else "no answer has a token"
+        raise UserError(
+            f"{self.records.name}: none of the examples of the {split} split ({left_out:,}) has anything to predict: "
+            f"{why}"
+        )
+
+    @property
+    def chats(self) -> bool:
+        """Whether the records are conversations."""
+        return any(isinstance(record, Chat) for sets in self.records.sets.values() for one in sets for record in one)
 
     def describe(self) -> str:
         """How many there are, and what did not fit."""
         every = [examples for sets in self.examples.values() for examples in sets]
-        counts = (f"{split} {sum(map(len, sets)):,} examples" for split, sets in self.examples.items())
+        counts = {split: sum(map(len, sets)) for split, sets in self.examples.items()}
+        parts = (f"{split} {count:,} example{'s' * (count != 1)}" for split, count in counts.items())
         cut, left_out = sum(one.cut for one in every), sum(one.left_out for one in every)
-        told = f"; {cut:,} were cut to the length of a row, {left_out:,} left out with nothing to learn"
-        return ", ".join(counts) + (told if cut or left_out else "")
+        told = f"; cut to the length of a row: {cut:,}; left out with nothing to learn: {left_out:,}"
+        return ", ".join(parts) + (told if cut or left_out else "")
 
 
 def fine_tuning(root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning:
@@ -100,7 +130,7 @@ def fine_tuning(root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning
     Raises:
         UserError: files that cannot be read or tokenized, or an empty split that is needed.
     """
-    records = read_records(root)
+    records = read_records(root, tokenizer)
     examples: dict[Split, list[Examples]] = {
         split: [_examples(root, task, tokenizer, one) for one in sets] for split, sets in records.sets.items()
     }
@@ -117,9 +147,9 @@ def held_out_examples(path: Path, root: RootBlock, task: Task, tokenizer: Tokeni
     Raises:
         UserError: it cannot be read.
     """
-    read, input_of = _reader(root)
+    read, input_of = _reader(root, tokenizer)
     found = read_split(path, (0.0, 1.0, 0.0), read, input_of, "--data-path")
-    records = Records(str(path), {split: [found[split]] for split in SPLITS})
+    records = Records(str(path), {split: [found[split]] for split in SPLITS}, input_of)
     examples: dict[Split, list[Examples]] = {
         split: [_examples(root, task, tokenizer, found[split])] for split in SPLITS
     }
@@ -131,28 +161,35 @@ def held_out_examples(path: Path, root: RootBlock, task: Task, tokenizer: Tokeni
 # ---------------------------------------------------------------- what is read
 
 
-def read_records(root: RootBlock) -> Records:
+def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
     """The prompts with answers, or conversations, that `model.data` names.
+
+    Args:
+        root: the configuration.
+        tokenizer: its chat template may name roles of its own.
 
     Raises:
         UserError: files that cannot be read, or an object that is none of these.
     """
     data = root.model.data
+    read, input_of = _reader(root, tokenizer)
     if data.data_impl == "pystd_docstring":
         texts = read_docstrings(parse_proportions(data.splits_string))
         names = data.context_key, data.label_key
         return Records(
             texts.name,
             {split: [[dict(zip(names, pair, strict=True)) for pair in texts.pairs[split]]] for split in SPLITS},
+            input_of,
         )
-    source = read_source(data, *_reader(root))
-    return Records(source.name, source.sets, data.train_ds.concat_sampling_probabilities)
+    source = read_source(data, read, input_of)
+    return Records(source.name, source.sets, input_of, data.train_ds.concat_sampling_probabilities)
 
 
-def _reader(root: RootBlock) -> tuple[Reader[Any], Any]:
+def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[Reader[Any], Callable[[Any], str]]:
     """What reads an object, and what of it decides about the split that it belongs to."""
     if root.model.data.chat:
-        return read_chat, first_words
+        source = chat_of(tokenizer).source
+        return lambda found, where: read_chat(found, where, source), first_words
     template = template_of(root.model.data)
     names = sorted(set(template.names[:-1])) or list(template.names)
 
@@ -160,7 +197,8 @@ def _reader(root: RootBlock) -> tuple[Reader[Any], Any]:
         """The texts before the answer, however the template puts them."""
         return record[names[0]] if len(names) == 1 else json.dumps([record[name] for name in names])
 
-    return lambda found, where: read_record(found, where, template.names), asked
+    named_by = f"{_TRAIN}.prompt_template" if root.model.data.train_ds.prompt_template else ""
+    return lambda found, where: read_record(found, where, template.names, named_by), asked
 
 
 # ---------------------------------------------------------------- what is made of it

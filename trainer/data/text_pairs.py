@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from .jsonl import Reader, read_split, text_of
+from .jsonl import CONTEXT_KEY, LABEL_KEY, Reader, read_split, text_of
 from .seq2seq import Pair, Shape
 from .sources import SPLITS, Proportions, Split
 from .tokenizers import TokenIds, Tokenizer
@@ -39,6 +39,10 @@ class TextPairs:
     name: str
     pairs: dict[Split, list[TextPair]]
     fingerprint: str
+
+    def inputs(self) -> list[str]:
+        """The input of each pair of all splits."""
+        return [pair.input for pairs in self.pairs.values() for pair in pairs]
 
 
 def fingerprint_of(pairs: dict[Split, list[TextPair]]) -> str:
@@ -143,8 +147,8 @@ def pair_reader(input_key: str, target_key: str) -> Reader[TextPair]:
 
     def read(found: dict[str, Any], where: str) -> TextPair:
         return TextPair(
-            text_of(found, input_key, where, "model.data.context_key"),
-            text_of(found, target_key, where, "model.data.label_key"),
+            text_of(found, input_key, where, CONTEXT_KEY),
+            text_of(found, target_key, where, LABEL_KEY),
         )
 
     return read

@@ -1,0 +1,25 @@
+"""A model out of a checkpoint: what is said of weights that are none of its."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from stoker.trainer.errors import UserError
+from stoker.trainer.restore import restore
+from stoker.trainer.run import run_training
+
+
+def test_a_base_that_is_too_small_is_told_to_be_another(tmp_path: Path) -> None:
+    def run(name: str, **changes: Any) -> Path:
+        run_training(tiny_config(tmp_path / name, trainer__max_steps=1, trainer__limit_val_batches=0, **changes))
+        return tmp_path / name
+
+    base, small = run("base"), run("small", model__hidden_size=8, model__ffn_hidden_size=8)
+    adapter = run("adapter", model__restore_from_path=str(base), model__peft__peft_scheme="lora")
+    assert restore(adapter, "cpu", base).checkpoint.is_adapter
+    with pytest.raises(UserError, match=r"as it was then; the weights in .*/small/checkpoints/step-1 are others"):
+        restore(adapter, "cpu", small)

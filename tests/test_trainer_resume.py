@@ -1,0 +1,71 @@
+"""Going on from a checkpoint with other data or another shape: what has changed is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from stoker.trainer.checkpoint import Checkpoint, RunState
+from stoker.trainer.errors import UserError
+from stoker.trainer.resume import check_resumed
+from stoker.trainer.run import TrainingResult, run_training
+
+
+def run(folder: Path, steps: int, **changes: Any) -> TrainingResult:
+    return run_training(tiny_config(folder, trainer__max_steps=steps, trainer__limit_val_batches=0, **changes))
+
+
+def refused(folder: Path, **changes: Any) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        run(folder, 2, **changes)
+    return caught.value.lines
+
+
+def test_other_data_are_named(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.txt", tmp_path / "other.txt"
+    one.write_text("to be or not to be " * 40)
+    other.write_text("that is the question " * 40)
+    run(tmp_path / "run", 1, model__data={"data_impl": "text", "path": str(one)})
+    lines = refused(tmp_path / "run", model__data={"data_impl": "text", "path": str(other)})
+    assert lines[1:] == [
+        f"`model.data.path` was {one} in step-1 and is {other} now",
+        "use the same data, or start a new run",
+    ]
+    one.write_text("whether it is nobler " * 40)
+    lines = refused(tmp_path / "run", model__data={"data_impl": "text", "path": str(one)})
+    assert lines[1] == f"the data at `model.data.path` ({one}) have changed since"
+
+
+def test_another_python_is_named_where_its_library_is_the_data(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, model__data={"data_impl": "pystd"})
+    (tmp_path / "config.json").write_text(json.dumps(config.document))
+    now = RunState(
+        step=1, consumed_samples=4, seed=1, global_batch_size=4, micro_batch_size=2, sequence_length=16,
+        precision="fp32", optimizer={}, data_fingerprint="new", versions={"python": "3.11.8"},
+    )  # fmt: skip
+    then = now.model_copy(update={"data_fingerprint": "old", "versions": {"python": "3.11.7"}})
+    with pytest.raises(UserError, match=r"standard library of the running Python: 3\.11\.7 then, 3\.11\.8 now"):
+        check_resumed(Checkpoint(tmp_path, then, ()), now, {}, config.root)
+
+
+def test_keys_that_change_the_shape_are_named_first(tmp_path: Path) -> None:
+    run(tmp_path / "run", 1)
+    lines = refused(tmp_path / "run", model__hidden_size=16, model__num_layers=2, model__hidden_dropout=0.0)
+    assert lines[:2] == [
+        "`model.num_layers` was 1 in step-1 and is 2 now",
+        "`model.hidden_size` was 32 in step-1 and is 16 now",
+    ]
+    assert "does not fit the model of this configuration" in lines[2]
+
+
+def test_keys_that_change_the_shape_of_an_adapter_are_named_first(tmp_path: Path) -> None:
+    run(tmp_path / "base", 1)
+    adapter = {"model__restore_from_path": str(tmp_path / "base"), "model__peft__peft_scheme": "lora"}
+    run(tmp_path / "run", 1, **adapter, model__peft__lora_tuning__adapter_dim=3)
+    lines = refused(tmp_path / "run", **adapter, model__peft__lora_tuning__adapter_dim=4)
+    assert lines[0] == "`model.peft.lora_tuning.adapter_dim` was 3 in step-1 and is 4 now"
+    assert "does not fit the model of this configuration" in lines[1]
