@@ -225,17 +225,27 @@ RELATIVE = {  # root mean square of the error over that of the truth: output, gr
 
 
 def delta_error(problem: Problem, ours: Tensor) -> dict[str, Tensor]:
-    """What the gradients lose because delta = sum(out * dO) is taken from the output `ours`, in 16 bits.
+    """What the gradients lose because delta = sum(out * dO) is taken from the output `ours`.
 
     An error e of a row's delta changes the gradients of its scores by -e times their weights: just as a gradient -e of
     the row's log-sum-exp would. It shows where the sums of a bias's gradient cancel, or a softcap leaves little else.
+    In 16 bits e is what the rounded output makes of it; in fp32 the sum's own rounding, which differs from that of
+    dO @ v: where a row sees one key the two should cancel, as they do in plain torch.
     """
-    if ours.dtype not in (torch.bfloat16, torch.float16):
+    if ours.dtype == torch.float64:
         return {}
     exact = problem.detached(torch.float64)
     out, lse = reference_attention(**exact.tensors, **exact.options, return_lse=True)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64).to(out)
-    error = ((ours.double() - out.detach()) * upstream).sum(-1).transpose(-1, -2)
+    generator = torch.Generator().manual_seed(99)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
+    if ours.dtype == torch.float32:
+        rounding = (
+            torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) * torch.finfo(ours.dtype).eps
+        )
+        error = out.detach() * rounding * upstream
+    else:
+        error = (ours.double() - out.detach()) * upstream
+    error = error.sum(-1).transpose(-1, -2)
     error = error.masked_fill(lse == float("-inf"), 0.0)
     if not lse.requires_grad:
         return {}

@@ -108,7 +108,7 @@ def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps, from the third on, that ran without a wait for the device: a wait ends the run with an error."""
-    import torch
+    from device_waits import waits_forbidden
 
     from stoker.trainer.feed import GlobalBatch
     from stoker.trainer.module import LanguageModule
@@ -120,12 +120,9 @@ def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if self.step < 2:  # the first steps compile and allocate
             step(self, batch, batch_idx)
             return
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with waits_forbidden():
             step(self, batch, batch_idx)
-            seen.append(self.step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        seen.append(self.step)
 
     monkeypatch.setattr(LanguageModule, "training_step", watched)
     return seen

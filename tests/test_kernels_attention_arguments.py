@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_waits import waits_forbidden
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -162,15 +163,11 @@ def test_values_on_a_device_are_not_read() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
 def test_no_wait_for_the_device() -> None:
     arguments: dict[str, Any] = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in packed(causal=True).items()}
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waits_forbidden():
         check_arguments(**arguments)
         flash_attention(**arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_geometry() -> None:

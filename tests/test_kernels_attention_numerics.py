@@ -116,8 +116,9 @@ def test_huge_scores_stay_finite(device: str, logit: float) -> None:
     results = run(flash_attention, problem.with_tensors(q=q.requires_grad_(), k=k.requires_grad_()))
     assert all(tensor.isfinite().all() for tensor in results.values())
     value = problem.tensors["v"].detach()
-    assert torch.equal(results["out"], value[:, 5:6].expand(1, 17, 2, 16))
-    assert (results["lse"] == logit).all()
+    # a GPU may round score - largest once instead of twice, so that the largest weight is not quite 1
+    torch.testing.assert_close(results["out"], value[:, 5:6].expand(1, 17, 2, 16), rtol=5e-7, atol=0.0)
+    torch.testing.assert_close(results["lse"], torch.full_like(results["lse"], logit), rtol=5e-7, atol=0.0)
 
 
 # ---------------------------------------------------------------- gradients of the kernels themselves, in fp64

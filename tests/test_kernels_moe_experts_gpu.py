@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from device_waits import waits_forbidden
 
 from stoker.kernels.moe.assignments import sorted_assignments
 from stoker.kernels.moe.experts import expert_mlp
@@ -16,7 +15,6 @@ from stoker.kernels.moe.grouped_matmul import grouped_matmul, why_not
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # torch warns of it the first time it is set
 ]
 
 FLOATS = ("hidden", "gates", "up", "down", "up_bias", "down_bias")
@@ -64,15 +62,6 @@ def options_of(implementation: str, case: dict[str, Any], **more: Any) -> dict[s
         pytest.skip(f"torch's grouped matmul {reason}")
     capacity = {"capacity": len(case["hidden"])} if implementation == "padded" else {}
     return {"implementation": implementation, **capacity, **more}
-
-
-@contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 CASES = {
@@ -143,7 +132,7 @@ def test_nothing_waits_for_the_device(implementation, dropout):
     case = make(512, 8, 2, 256, 256, bias=True, dropped=True)
     options = options_of(implementation, case, nonlinearity="silu", gated=True, dropout=dropout)
     value_and_gradients(case, **options)  # compile
-    with waiting_forbidden():
+    with waits_forbidden():
         value_and_gradients(case, **options)
 
 

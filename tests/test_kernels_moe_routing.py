@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from device_waits import waits_forbidden
 from routing_cases import GOLDEN, GOLDEN_EXPERTS, random_logits
 from torch import Tensor
 
@@ -285,7 +287,6 @@ def test_nothing_is_read_from_the_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
 def test_a_device_gives_what_the_cpu_gives_and_is_not_waited_for() -> None:
     share, bias = torch.tensor(0.5), random_logits(1, 8, seed=3)[0].float()
     results = []
@@ -296,13 +297,10 @@ def test_a_device_gives_what_the_cpu_gives_and_is_not_waited_for() -> None:
             a_router(logits, *inputs)[0].backward()
             logits.grad = None
             torch.cuda.synchronize()
-        try:
-            torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+        with waits_forbidden() if device == "cuda" else nullcontext():
             with torch.autocast("cuda", torch.bfloat16):  # which routing must not feel
                 output, *others = a_router(logits, *inputs)
             output.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         results.append([output.detach(), logits.grad, *others])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs.cpu())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from device_waits import waits_forbidden
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -59,15 +59,6 @@ def drawn(*shape: int) -> Tensor:
 def errors(mine: Tensor, theirs: Tensor) -> float:
     mine, theirs = mine[..., :VOCAB].double(), theirs[..., :VOCAB].double()
     return float((mine - theirs).abs().max() / theirs.abs().max())
-
-
-@contextmanager
-def waits_forbidden() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @torch.no_grad()

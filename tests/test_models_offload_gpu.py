@@ -22,7 +22,6 @@ from stoker.models.config.t5 import T5Keys
 from stoker.models.offload import ActivationOffload
 from stoker.models.offload_copies import CudaCopies
 from stoker.models.offload_weights import WeightOffload, weight_offloads
-from stoker.trainer.module import LanguageModule
 from stoker.trainer.run import run_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -155,7 +154,7 @@ def test_memory_falls_by_what_is_sent(layers: int, compile_layers: bool) -> None
     # With 2 of 6 the peak comes late, when the gradients of two layers are there already. Of N = L - 1 two layers come
     # together, and the gradients of all weights are there by then.
     weights = sum(weight.nbytes for weight in ours.decoder.layers[0].parameters())
-    assert peaks[0] - peaks[1] >= sent - (2.1 * weights if layers == 2 else 2.2 * sent / layers)
+    assert peaks[0] - peaks[1] >= sent - (2.2 * weights if layers == 2 else 2.2 * sent / layers)
 
 
 def test_weights_are_off_the_device_when_the_backward_begins() -> None:
@@ -192,8 +191,9 @@ def test_memory_does_not_grow_from_step_to_step() -> None:
 
 
 def test_copies_run_under_the_work() -> None:
-    """Of the time that copies take, most has a kernel of the model beside it.
+    """Of the time that copies take, or the model's kernels from the first copy to the last, most has both.
 
+    Copying what a layer of this width saves takes longer than computing the layer.
     Nothing else may use the GPU meanwhile, which would take turns with this process.
     """
     model, _ = model_of(cpu_offloading=True, cpu_offloading_num_layers=3)
@@ -214,7 +214,9 @@ def test_copies_run_under_the_work() -> None:
         for start, end in copies
         for other_start, other_end in kernels
     )
-    assert covered > 0.5 * sum(end - start for start, end in copies)
+    begin, finish = min(start for start, _ in copies), max(end for _, end in copies)
+    worked = sum(max(0.0, min(end, finish) - max(start, begin)) for start, end in kernels)
+    assert covered > 0.5 * min(worked, sum(end - start for start, end in copies))
 
 
 # ---------------------------------------------------------------- whole runs
@@ -261,23 +263,9 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path, more: dict[str, Any]
 
 
 @pytest.mark.usefixtures("_small_tensors_too")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
-def test_a_step_never_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, seen = LanguageModule.training_step, list[int]()
-
-    def watched(self: LanguageModule, batch: Any, batch_idx: int) -> None:
-        if self.step < 2:  # the first steps compile, allocate and pin
-            return step(self, batch, batch_idx)
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            step(self, batch, batch_idx)
-            seen.append(self.step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(LanguageModule, "training_step", watched)
+def test_a_step_never_waits_for_the_device(tmp_path: Path, seen_without_a_wait: list[int]) -> None:
     run_training(tiny_config(tmp_path, **RUN, **OFFLOADED))
-    assert seen == [3, 4, 5, 6, 7, 8]
+    assert seen_without_a_wait == [3, 4, 5, 6, 7, 8]
 
 
 def test_offload_is_built_for_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:

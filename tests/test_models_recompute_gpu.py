@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_waits import waits_forbidden
 from tiny_run import tiny_document
 from torch import Tensor
 
@@ -130,18 +131,14 @@ def test_gpu_the_peak_falls(compiled: bool) -> None:
     assert saved > 0.95 * 7 * probabilities  # of 8 layers; those of one are there while it runs
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
 @pytest.mark.parametrize("mode", MODES)
 def test_gpu_nothing_waits_for_the_device(mode: str) -> None:
     model = gpt(**EXPERTS, **MODES[mode], compile=True)
     step(model)
     tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_forbidden():
         model.loss(tokens, tokens, float(BATCH * TOKENS)).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("mode", ["uniform 1", "uniform 2", "cheap"])

@@ -37,7 +37,6 @@ def losses(directory):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "bf16-true", "32"])
 @pytest.mark.parametrize("global_batch", [2, 6])
 @pytest.mark.parametrize("data", ["whole", "packed"])
@@ -50,7 +49,6 @@ def test_a_step_never_waits_for_the_device(tmp_path, seen_without_a_wait, precis
     assert result.step == 8
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     "case",

@@ -222,7 +222,6 @@ def test_runs_on_and_off_end_alike_and_go_on_from_each_other(tmp_path, graph, ac
         assert trained(f"{first}", not first) == expected
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of it the first time it is set
 @pytest.mark.parametrize("optim", [{"name": "adamw"}, {"name": "adafactor", "beta1": 0.9}, {"name": "muon"}])
 def test_a_step_never_waits_for_the_device(tmp_path, seen_without_a_wait, optim):
     optim = {**optim, "lr": 1e-2, "sched": {"max_steps": 100, "warmup_steps": 2}}

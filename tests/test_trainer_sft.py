@@ -298,7 +298,7 @@ def test_packed_answers_are_learnt_on_a_gpu(experts: bool, tmp_path: Path, capsy
     )
     size = ["model.hidden_size=128", "model.ffn_hidden_size=256", "model.encoder_seq_length=256"]
     more = ["model.num_moe_experts=4", "model.moe_router_topk=2", "model.moe_aux_loss_coeff=0.01"] if experts else []
-    steps = ["trainer.max_steps=60", "trainer.val_check_interval=60", f"exp_manager.explicit_log_dir={run}"]
+    steps = ["trainer.max_steps=150", "trainer.val_check_interval=150", f"exp_manager.explicit_log_dir={run}"]
     others = [one for one in RUN if one not in ("trainer=cpu", "model.compile=false")]
     on_gpu = ["trainer=gpu", "model.enable_cuda_graph=null", *others, *size, *more, *steps]
     assert cli.main(["train", "data=chat", f"model.data.path={path}", *on_gpu]) == 0

@@ -7,7 +7,9 @@ reads them, and it writes every gradient to the same place each time.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -52,17 +54,18 @@ def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: 
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None  # the backward then makes one in the graph's memory, instead of adding to what is there
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
         # a recording that fails leaves its own stream behind as the current one; the thread that copies the next batch
         # to the device goes on meanwhile
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
         ):
             loss = run(own_fields, own_denominator)
         gradients = [parameter.grad for parameter in parameters]
     except RuntimeError as error:
+        _leave_recording(pool)
         # where the end of a recording fails too, that error is told and this one is its context
         for cause in (error, error.__context__):
             if cause is not None and is_out_of_memory(cause):
@@ -78,6 +81,18 @@ def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: 
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
     return Recording(own_fields, own_denominator, graph.replay, loss, gradients)
+
+
+def _leave_recording(pool: tuple[int, int]) -> None:
+    """What torch does at the end of a recording, and leaves out where the end fails.
+
+    Its generator would refuse to draw from then on, and its allocator keep back what another stream has used.
+    """
+    device = torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError):  # the end got that far
+        torch._C._cuda_endAllocateToPool(device, pool)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 class RecordedMicroBatches:
@@ -124,6 +139,9 @@ class RecordedMicroBatches:
         except (UserError, RuntimeError) as error:
             if self._give_up is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
                 raise
+            for cause in (error, error.__cause__, error.__context__):
+                # what was computed hangs on the frames: its autograd nodes would be used again, on the wrong stream
+                traceback.clear_frames(cause.__traceback__ if cause is not None else None)
             self._given_up = True
             self._recordings.clear()  # their memory may be what is missing
             why = error.lines[0] if isinstance(error, UserError) else "out of memory while a CUDA graph was recorded"
