@@ -1,7 +1,8 @@
 """A frozen linear layer with a low-rank update (LoRA, arXiv 2106.09685) as one operation.
 
-The gradient of the weight is never made. The input is kept once, for the frozen product and the update together; both
-updates, of the output and of the gradient of the input, are added where these lie, without a copy of either.
+The gradient of the weight is never made. The input is kept once, for the frozen product and the update together.
+Updates cost passes over memory rather than arithmetic: those of the output and of the gradient of the input are written
+before the large product, which adds to what it finds, and the gradient of the output is read once for both of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .launch import triton_runs_on
+from .narrow_products import WIDEST_RANK, triton_narrow_products
 
 # ---------------------------------------------------------------- reference
 
@@ -38,10 +42,43 @@ def reference_lora_linear(
 # ---------------------------------------------------------------- custom operations
 
 
-def _places(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice]]:
+def places(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice]]:
     """For each part its columns of the output, and its columns of the low-rank product."""
     for number, (rows, end) in enumerate(zip(parts, accumulate(parts), strict=True)):
         yield slice(end - rows, end), slice(number * rank, (number + 1) * rank)
+
+
+def updated_product(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, up: Tensor, scale: float, parts: Sequence[int]
+) -> Tensor:
+    """`inputs @ weight^T + bias + scale * update`, (n, out), from the low-rank product (n, parts * rank).
+
+    The update is written first and the large product adds to it: a matrix product that is busy computing reads what is
+    there for nothing, a narrow one would take a pass over the output more.
+    """
+    output = inputs.new_empty(len(inputs), len(weight))
+    for wide, narrow in places(parts, up.shape[1]):
+        part, columns = low[:, narrow], output[:, wide]
+        if bias is None:
+            torch.addmm(columns, part, up[wide].t(), beta=0, alpha=scale, out=columns)
+        else:
+            torch.addmm(bias[wide], part, up[wide].t(), alpha=scale, out=columns)
+    return output.addmm_(inputs, weight.t())
+
+
+def narrow_gradients(
+    gradient: Tensor, up: Tensor, low: Tensor, scale: float, parts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the low-rank product (n, parts * rank) and of `up`, from that of the output (n, out)."""
+    found = []
+    for wide, narrow in places(parts, up.shape[1]):
+        part, rows, columns = gradient[:, wide], up[wide], low[:, narrow]
+        if triton_runs_on(gradient) and up.shape[1] <= WIDEST_RANK:
+            found.append(triton_narrow_products(part, rows, columns, scale))
+        else:
+            found.append((scale * (part @ rows), scale * (part.t() @ columns)))
+    of_low, of_up = zip(*found, strict=True)
+    return (of_low[0], of_up[0]) if len(found) == 1 else (torch.cat(of_low, 1), torch.cat(of_up))
 
 
 @torch.library.custom_op("stoker::lora_linear", mutates_args=())
@@ -49,10 +86,8 @@ def _lora_linear(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, parts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Output (n, out) and low-rank product (n, parts * rank) of inputs (n, in)."""
-    output, low = F.linear(inputs, weight, bias), inputs @ down.t()
-    for wide, narrow in _places(parts, up.shape[1]):
-        output[:, wide].addmm_(low[:, narrow], up[wide].t(), alpha=scale)
-    return output, low
+    low = inputs @ down.t()
+    return updated_product(inputs, weight, bias, low, up, scale, parts), low
 
 
 @_lora_linear.register_fake
@@ -75,13 +110,9 @@ def _lora_linear_backward(
     of_inputs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `inputs` (empty unless `of_inputs`), `down` and `up`."""
-    of_low, of_up = torch.empty_like(low), torch.empty_like(up)
-    for wide, narrow in _places(parts, up.shape[1]):
-        part = gradient[:, wide]
-        for into, left, right in ((of_low[:, narrow], part, up[wide]), (of_up[wide], part.t(), low[:, narrow])):
-            torch.addmm(into, left, right, beta=0, alpha=scale, out=into)
-    of_down = of_low.t() @ inputs
-    return (gradient @ weight).addmm_(of_low, down) if of_inputs else gradient.new_empty(0), of_down, of_up
+    of_low, of_up = narrow_gradients(gradient, up, low, scale, parts)
+    of = (of_low @ down).addmm_(gradient, weight) if of_inputs else gradient.new_empty(0)
+    return of, of_low.t() @ inputs, of_up
 
 
 @_lora_linear_backward.register_fake

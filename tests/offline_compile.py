@@ -16,8 +16,9 @@ from typing import Any
 CAPABILITIES = (80, 90, 100, 120)
 
 
-def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """Name, kernel, types of its arguments, constants, launch options."""
+def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """For a GPU: name, kernel, types of its arguments, constants, launch options."""
+    from stoker.kernels import lora_gated_mlp, narrow_products
     from stoker.kernels.adamw import _adamw_kernel
     from stoker.kernels.cross_entropy import _loss_and_gradient_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
@@ -58,7 +59,42 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, An
         "BLOCK_HALF": 32,
         "BLOCK_REST": 64,
     }
+    narrow = {f"{name}_pointer": "*bf16" for name in ("gradient", "up", "low")}
+    narrow |= {f"{name}_pointer": "*fp32" for name in ("of_low", "of_up")}
+    narrow |= dict.fromkeys(("rows", "columns", "piece", "gradient_stride", "low_stride"), "i32")
+    lora = {f"{name}_pointer": "*bf16" for name in ("gate_up", "up_low", "up_b")}
+    sizes = {"rows": "i32", "width": "i32"}
+    lora_forward = lora | {f"{name}_pointer": "*bf16" for name in ("down_a", "product", "down_low")}
+    lora_forward |= sizes | {"scale": "fp32"}
+    lora_backward = lora | {f"{name}_pointer": "*bf16" for name in ("of_product", "of_down_low", "of_gate_up")}
+    lora_backward |= {"of_down_a_pointer": "*fp32"} | sizes | {"piece": "i32", "scale": "fp32"}
+
+    def launched(tile: narrow_products.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        given = tile.options(rank)
+        launch = {name: given.pop(name) for name in ("num_warps", "num_stages")}
+        return given, launch
+
+    def lora_mlp(name: str, kernel: Any, signature: dict[str, str], tile: narrow_products.Tile, rank: int) -> Any:
+        constants, launch = launched(tile, rank)
+        return f"lora_mlp_{name}_{rank}", kernel, signature, constants | {"KIND": "gelu_tanh", "PARTS": 2}, launch
+
+    def narrow_of(rank: int) -> Any:
+        constants, launch = launched(narrow_products.tile_of(rank), rank)
+        return f"narrow_products_{rank}", narrow_products.narrow_products_kernel, narrow, constants, launch
+
+    tile = lora_gated_mlp.backward_tile(divmod(capability, 10))
+    summed = {"partial_pointer": "*fp32", "sum_pointer": "*bf16", "pieces": "i32", "size": "i32", "scale": "fp32"}
     return [
+        *(narrow_of(rank) for rank in (16, narrow_products.WIDEST_RANK)),
+        ("scaled_sum", narrow_products.sum_kernel, summed, {"PIECES": 32, "BLOCK": 128}, {"num_warps": 4}),
+        *(
+            lora_mlp(*which, rank)
+            for rank in (16, lora_gated_mlp.WIDEST_RANK)
+            for which in (
+                ("forward", lora_gated_mlp.forward_kernel, lora_forward, lora_gated_mlp.FORWARD_TILE),
+                ("backward", lora_gated_mlp.backward_kernel, lora_backward, tile),
+            )
+        ),
         *(
             (
                 f"rotary_split{'_backward' * backward}",
@@ -116,10 +152,13 @@ def compiled(capabilities: Sequence[int] = CAPABILITIES) -> list[dict[str, Any]]
     from triton.compiler import ASTSource
 
     rows: list[dict[str, Any]] = []
-    for name, kernel, signature, constants, options in cases():
-        order = {p: signature.get(p, "constexpr") for p in kernel.arg_names}
-        for capability in capabilities:
-            source = ASTSource(fn=kernel, signature=order, constexprs=constants)
+    for capability in capabilities:
+        for name, kernel, signature, constants, options in cases(capability):
+            order = {p: signature.get(p, "constexpr") for p in kernel.arg_names}
+            # as at a launch with usual widths; the other kernels keep their budgets for any
+            multiples = [n for n, p in enumerate(order) if signature.get(p, "fp32") != "fp32"]
+            attributes = {(n,): [["tt.divisibility", 16]] for n in multiples if name.startswith(("lora", "narrow"))}
+            source = ASTSource(fn=kernel, signature=order, constexprs=constants, attrs=attributes)
             program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             row = {"kernel": name, "capability": capability, "triton": triton.__version__}
             rows.append(row | resources(program.asm["cubin"]) | {"shared": program.metadata.shared})

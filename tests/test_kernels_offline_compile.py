@@ -18,8 +18,15 @@ REGISTERS = {
     "gated_forward": 64,
     "gated_backward": 96,
     "gated_projection": 96,
+    "lora_mlp_forward_16": 176,
+    "lora_mlp_forward_32": 192,
+    "lora_mlp_backward_16": 255,
+    "lora_mlp_backward_32": 255,
+    "narrow_products_16": 168,
+    "narrow_products_64": 255,
     "rotary_split": 96,
     "rotary_split_backward": 96,
+    "scaled_sum": 64,
 }
 
 

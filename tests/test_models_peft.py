@@ -22,6 +22,7 @@ from stoker.models.config.peft_slice import peft_slice
 from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
 from stoker.models.mlp import MLP
+from stoker.models.peft import lora_mlp
 from stoker.models.peft.adapt import trained_parameters
 from stoker.models.peft.added import added_parameters
 from stoker.models.peft.lora import LoRALinear
@@ -232,6 +233,46 @@ def test_a_model_begins_as_the_function_it_was(family: str, scheme: str) -> None
         model.eval().batch_loss(batch, 1.0) for model in (model_of(family, None), model_of(family, scheme, peft={}))
     )
     torch.testing.assert_close(plain, adapted, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("how", [{}, FULL, PARTS], ids=["kept", "full", "parts"])
+@pytest.mark.parametrize("family", ["gpt", "experts", "t5"])
+def test_a_gated_mlp_is_one_operation_in_training(
+    family: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel, in the interpreter: the gradients of its parts; of the experts' layers the shared expert."""
+    changes = {"dtype": torch.float32, "bias": False, **how}
+    plain = gradients(model_of(family, "lora", **changes), family)
+    runs: list[bool] = []
+    function = lora_mlp.lora_gated_mlp
+    monkeypatch.setattr(lora_mlp, "lora_gated_mlp_runs_on", lambda *_: True)
+    monkeypatch.setattr(
+        lora_mlp, "lora_gated_mlp", lambda *given, **named: runs.append(True) or function(*given, **named)
+    )
+    model = model_of(family, "lora", **changes)
+    fused = gradients(model, family)
+    layers = 6 if family == "t5" else 3
+    # what follows a norm that is run again is run with it, outside compiled layers; that of experts is read often
+    assert len(runs) == (2 * layers if how == FULL or (how == PARTS and family != "experts") else layers)
+    for name, gradient in plain.items():
+        assert (fused[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    runs.clear()
+    model.eval().batch_loss(batch_of(family), 1.0)
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"bias": True}, {"activation": "gelu"}, {"transformer_block_type": "normformer"}, {"ffn_dropout": 0.1}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_is_not_one_operation(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_mlp, "lora_gated_mlp_runs_on", lambda *_: True)
+    monkeypatch.setattr(lora_mlp, "lora_gated_mlp", lambda *_, **__: pytest.fail("it is none"))
+    gradients(model_of("gpt", "lora", **{"bias": False, **changes}), "gpt")
+    for less in ({"adapter_dropout": 0.1}, {"target_modules": ["mlp_fc1"]}, {"target_modules": ["mlp_fc2"]}):
+        peft = {"lora_tuning": {**SCHEMES["lora"]["lora_tuning"], **less}}
+        gradients(model_of("gpt", "lora", peft=peft, bias=False), "gpt")
 
 
 @pytest.mark.parametrize("family", ["gpt", "experts", "t5"])

@@ -13,6 +13,7 @@ from .added import added_parameters
 from .bottleneck import Bottleneck
 from .ia3 import ScaledInputs, ScaledOutputs
 from .lora import LoRAExperts, LoRALinear
+from .lora_mlp import LoRAMLP
 from .prompt import Prompt
 
 
@@ -87,18 +88,10 @@ def _add_lora(layer: Layer, lora: LoRASlice) -> None:
     if isinstance(mlp, MoE):
         if lora.targets & {"mlp_fc1", "mlp_fc2"}:
             mlp.experts = LoRAExperts(mlp.experts, lora)
-        if mlp.shared is not None:
-            _add_lora_to_mlp(mlp.shared, lora)
-    else:
-        _add_lora_to_mlp(mlp, lora)
-
-
-def _add_lora_to_mlp(mlp: MLP, lora: LoRASlice) -> None:
-    if "mlp_fc1" in lora.targets:
-        width = mlp.down.in_features
-        mlp.up = LoRALinear(mlp.up, lora, (width, width) if mlp.gated else (width,))
-    if "mlp_fc2" in lora.targets:
-        mlp.down = LoRALinear(mlp.down, lora, (mlp.down.out_features,))
+            if mlp.shared is not None:
+                mlp.shared = LoRAMLP(mlp.shared, lora)
+    elif lora.targets & {"mlp_fc1", "mlp_fc2"}:
+        layer.mlp = LoRAMLP(mlp, lora)
 
 
 def _add_factors(layer: Layer) -> None:
