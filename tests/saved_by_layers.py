@@ -21,21 +21,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stoker.kernels import cross_entropy, gated_activation, masked_softmax
+from stoker.kernels import cross_entropy, gated_activation, lora_gated_mlp, lora_linear, masked_softmax
 from stoker.kernels.attention import backends, unfused
 from stoker.kernels.attention.flash import ops
 from stoker.kernels.moe import experts, grouped_matmul, rows
 from stoker.models.assemble import assemble
 from stoker.models.attention_plan import planned_attentions
 from stoker.models.build import stacks_of
+from stoker.models.config.peft_slice import peft_slice
 from stoker.models.cross_attention import Memory
+from stoker.models.peft.adapt import adapt
 from stoker.models.recompute import policies_of
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.plan.cards import card_named
 from stoker.trainer.plan.facts import RunFacts, facts_of, precision_there
 from stoker.trainer.plan.plan import target_elsewhere
 
-_BY_TRITON = (cross_entropy, gated_activation, masked_softmax, unfused, experts, grouped_matmul, rows)
+_BY_TRITON = (
+    cross_entropy, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,
+    experts, grouped_matmul, rows,
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -76,7 +81,12 @@ def model_of(facts: RunFacts) -> Any:
         name: {"training": backends.function_of(decision)} for name, decision in decisions.items() if name in named
     }
     labels = {named[name].label("training"): decision for name, decision in decisions.items()}
-    model = assemble(facts.family, facts.form, labels, functions).to(facts.precision.weights)
+    model = assemble(facts.family, facts.form, labels, functions)
+    peft = peft_slice(facts.keys.peft)
+    if peft is not None:
+        with torch.device("meta"):
+            adapt(model, stacks_of(model), facts.family, peft)
+    model = model.to(facts.precision.weights)
     for part, stack in zip(stacks, stacks_of(model), strict=True):
         names = (
             ["training"] if not part.name else [f"{part.name} training", *(["cross training"] if part.cross else [])]

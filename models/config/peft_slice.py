@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .peft import InitMethod, PeftKeys
+from .slices import StackSlice
 
 Projection = Literal["attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"]
 _GROUPS: dict[str, tuple[Projection, ...]] = {
     "attention": ("attention_qkv", "attention_dense"),
     "mlp": ("mlp_fc1", "mlp_fc2"),
-    "all": ("attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"),
+    "all": get_args(Projection),
 }
+PROJECTIONS: frozenset[Projection] = frozenset(get_args(Projection))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,12 @@ class LoRASlice:
     def scale(self) -> float:
         """The factor of updates."""
         return self.alpha / self.rank
+
+    def mlp_is_one_operation(self, stack: StackSlice) -> bool:
+        """Whether nothing stands between both projections of an MLP, with their updates, but a gated activation."""
+        mlp, both = stack.mlp, {"mlp_fc1", "mlp_fc2"} <= self.targets
+        between = mlp.bias or mlp.dropout > 0 or self.dropout > 0 or stack.block == "normformer"
+        return both and mlp.gated and not between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

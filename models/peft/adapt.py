@@ -35,7 +35,7 @@ def adapt(model: nn.Module, stacks: tuple[Stack, ...], described: FamilySlice, p
             assert isinstance(layer, Layer)
             match peft:
                 case LoRASlice() if peft.layers.takes(index):
-                    _add_lora(layer, peft)
+                    _add_lora(layer, peft, peft.mlp_is_one_operation(part))
                 case AdapterSlice() if peft.layers.takes(index):
                     layer.attention_adapter = Bottleneck(part.hidden_size, peft)
                     layer.mlp_adapter = Bottleneck(part.hidden_size, peft)
@@ -72,7 +72,7 @@ def _check_layers(stacks: tuple[Stack, ...], peft: PeftSlice) -> None:
         raise ValueError(f"`layer_selection` ({beyond[0]}) must be from 1 to the number of layers ({most}).")
 
 
-def _add_lora(layer: Layer, lora: LoRASlice) -> None:
+def _add_lora(layer: Layer, lora: LoRASlice, mlp_is_one_operation: bool) -> None:
     attention, cross, mlp = layer.attention, layer.cross_attention, layer.mlp
     query, key = attention.heads * attention.head_dim, attention.groups * attention.head_dim
     if "attention_qkv" in lora.targets:
@@ -89,9 +89,9 @@ def _add_lora(layer: Layer, lora: LoRASlice) -> None:
         if lora.targets & {"mlp_fc1", "mlp_fc2"}:
             mlp.experts = LoRAExperts(mlp.experts, lora)
             if mlp.shared is not None:
-                mlp.shared = LoRAMLP(mlp.shared, lora)
+                mlp.shared = LoRAMLP(mlp.shared, lora, is_one_operation=mlp_is_one_operation)
     elif lora.targets & {"mlp_fc1", "mlp_fc2"}:
-        layer.mlp = LoRAMLP(mlp, lora)
+        layer.mlp = LoRAMLP(mlp, lora, is_one_operation=mlp_is_one_operation)
 
 
 def _add_factors(layer: Layer) -> None:

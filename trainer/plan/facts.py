@@ -10,10 +10,12 @@ import torch
 from ...kernels.attention.call import AttentionCall, Installed
 from ...kernels.attention.dispatch import Decision
 from ...kernels.attention.flags import AttentionFlags
+from ...kernels.lora_gated_mlp import WIDEST_RANK
 from ...models.attention_calls import CallKind, decide
 from ...models.attention_plan import CallFacts, planned_attentions
 from ...models.build import DTYPE_NAMES, compile_policy, has_dropout
 from ...models.config.families import FamilySlice, family_slice
+from ...models.config.peft_slice import PROJECTIONS, LoRASlice, PeftSlice, Projection, peft_slice
 from ...models.config.samples import SampleForm
 from ...models.config.slices import AttentionSlice, StackSlice
 from ...models.config.t5_slice import T5Slice
@@ -86,6 +88,8 @@ class StackFacts:
         memory_length: tokens of a sample that cross-attention reads.
         widths: bytes of its numbers.
         compiled: whether its layers run through torch.compile.
+        learnt: projections of a layer whose matrices, or updates of them, are trained, and so keep what they read.
+        low_rank_mlp: its MLPs with low-rank updates are one operation, see `kernels.lora_gated_mlp`.
     """
 
     name: str
@@ -98,6 +102,8 @@ class StackFacts:
     memory_length: int
     widths: Widths
     compiled: bool
+    learnt: frozenset[Projection]
+    low_rank_mlp: bool
 
     @property
     def tokens(self) -> int:
@@ -221,7 +227,7 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
         target=target,
         family=family,
         form=form,
-        stacks=_stacks(family, form, decisions, keys.micro_batch_size, widths, compiled=compiled),
+        stacks=_stacks(family, form, decisions, keys, widths, compiled=compiled),
         precision=precision,
         layout=layout,
         reduce_width=summed.itemsize,
@@ -236,11 +242,12 @@ def _stacks(
     family: FamilySlice,
     form: SampleForm,
     decisions: dict[str, Decision],
-    batch: int,
+    keys: AnyModelBlock,
     widths: Widths,
     *,
     compiled: bool,
 ) -> tuple[StackFacts, ...]:
+    peft = peft_slice(keys.peft)
     cross = family.cross_attention if isinstance(family, T5Slice) else None
     names, lengths = (("encoder", "decoder"), (form.length, form.decoder_length)) if cross else (("",), (form.length,))
     found: list[StackFacts] = []
@@ -250,7 +257,7 @@ def _stacks(
             StackFacts(
                 name=name,
                 stack=stack,
-                batch=batch,
+                batch=keys.micro_batch_size,
                 length=length,
                 attention=decisions[name],
                 cross=reads,
@@ -258,9 +265,21 @@ def _stacks(
                 memory_length=form.length if reads else 0,
                 widths=widths,
                 compiled=compiled,
+                learnt=_learnt(peft),
+                low_rank_mlp=_is_low_rank_mlp(peft, stack, decisions[name], widths),
             )
         )
     return tuple(found)
+
+
+def _learnt(peft: PeftSlice | None) -> frozenset[Projection]:
+    return peft.targets if isinstance(peft, LoRASlice) and peft.layers.numbers is None else PROJECTIONS
+
+
+def _is_low_rank_mlp(peft: PeftSlice | None, stack: StackSlice, attention: Decision, widths: Widths) -> bool:
+    if not isinstance(peft, LoRASlice) or attention.call.device != "cuda" or widths.compute > 4:
+        return False
+    return peft.layers.numbers is None and peft.rank <= WIDEST_RANK and peft.mlp_is_one_operation(stack)
 
 
 def precision_there(root: RootBlock, target: Target) -> PrecisionPlan:

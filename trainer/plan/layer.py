@@ -173,6 +173,7 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
     normed = parts if stack.block != "post_ln" else parts - 1
     if moe is not None and _is_written_out(moe) and not moe.shared_ffn_hidden_size:
         normed -= 1  # experts that gather rows keep those
+    normed -= (parts - 1) * ("attention_qkv" not in facts.learnt) + ("mlp_fc1" not in facts.learnt and moe is None)
     found = [Kept("norm", normed * wide * e, "norm" if stack.block != "post_ln" else None)]
     statistics = facts.tokens * 4 * (2 if stack.norm.kind == "layernorm" else 1)
     norms = parts + (parts if stack.block == "normformer" else 0)
@@ -205,7 +206,11 @@ def _mlp(facts: StackFacts, mlp: MLPSlice, width: int) -> tuple[list[Kept], int]
         before = numbers if facts.compiled else 0  # where it is positive
     if not mlp.gated and mlp.nonlinearity in _TWICE_AS_WRITTEN and not facts.compiled:
         before = 2 * numbers * e if mlp.nonlinearity == "gelu_sigmoid" else numbers * e
-    kept = [Kept("mlp", before), Kept("activation", numbers * e, "mlp_activation")]
+    if facts.low_rank_mlp:  # the gradients of what is between, that of what was projected
+        return [Kept("mlp", before)], (1 + ups) * numbers * e
+    kept = [Kept("mlp", before)]
+    if "mlp_fc2" in facts.learnt:
+        kept.append(Kept("activation", numbers * e, "mlp_activation"))
     if facts.stack.block == "normformer":
         inner = numbers * e if facts.compiled or norm_keeps_input(facts) else 0
         if not facts.compiled:

@@ -223,13 +223,15 @@ def ends_work(facts: RunFacts) -> Work:
 def updates_work(facts: RunFacts) -> Work:
     """What LoRA adds to a micro batch: three narrow products for each of its matrices, that move what they read.
 
-    Inputs and results of a linear layer are each read or written four times, as `kernels.lora_linear` does.
+    A linear layer's input is read twice and its gradient written once more, its result written and the gradient of
+    that read once more (`kernels.lora_linear`); between the projections of an MLP that is one operation, only the last.
     """
     peft = peft_slice(facts.keys.peft)
     if not isinstance(peft, LoRASlice):
         return Work()
     tokens, trained = max(stack.tokens for stack in facts.stacks), trained_of(facts)
-    return Work(matmul=6.0 * tokens * trained, moved=4.0 * tokens * facts.widths.compute * trained / peft.rank)
+    passes = 1.5 if all(stack.low_rank_mlp for stack in facts.stacks) else 2.0
+    return Work(matmul=6.0 * tokens * trained, moved=passes * tokens * facts.widths.compute * trained / peft.rank)
 
 
 # ---------------------------------------------------------------- bytes over links
