@@ -23,6 +23,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     from stoker.kernels.cross_entropy import _loss_and_gradient_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
     from stoker.kernels.gated_projection import _backward_kernel as _projection_backward_kernel
+    from stoker.kernels.moe import counting_sort
     from stoker.kernels.rotary_split import rotary_split_kernel
 
     scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32") | {
@@ -84,7 +85,12 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
 
     tile = lora_gated_mlp.backward_tile(divmod(capability, 10))
     summed = {"partial_pointer": "*fp32", "sum_pointer": "*bf16", "pieces": "i32", "size": "i32", "scale": "fp32"}
+    sort = {"experts_pointer": "*i64", "kept_pointer": "*i1", **dict.fromkeys(("size", "experts", "blocks"), "i32")}
+    sort |= {f"{name}_pointer": "*i32" for name in ("counts", "sums", "order", "places")}
+    sorting = {"HAS_KEPT": True, "BLOCK": counting_sort.BLOCK}
     return [
+        ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
+        ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
         *(narrow_of(rank) for rank in (16, narrow_products.WIDEST_RANK)),
         ("scaled_sum", narrow_products.sum_kernel, summed, {"PIECES": 32, "BLOCK": 128}, {"num_warps": 4}),
         *(

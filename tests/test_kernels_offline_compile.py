@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(
 # registers at most; nothing may spill. Recorded with Triton 3.9.0 and 3.6.0.
 REGISTERS = {
     "adamw": 128,
+    "count_assignments": 32,
     "cross_entropy": 128,
     "cross_entropy_smoothed": 128,
     "cross_entropy_capped": 128,
@@ -24,6 +25,7 @@ REGISTERS = {
     "lora_mlp_backward_32": 255,
     "narrow_products_16": 168,
     "narrow_products_64": 255,
+    "place_assignments": 64,
     "rotary_split": 96,
     "rotary_split_backward": 96,
     "scaled_sum": 64,

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..launch import triton_runs_on
+from .counting_sort import sorted_on_device
+
 
 class Assignments(NamedTuple):
     """Rows and assignments, each in the order of the other; all int32.
@@ -34,11 +37,11 @@ def sorted_assignments(experts: Tensor, num_experts: int, kept: Tensor | None = 
         num_experts: E.
         kept: (T, k) bool, False for a dropped assignment; None keeps all.
     """
-    # 16 bits: the radix sort of a GPU needs two passes instead of eight
-    narrow = torch.int16 if num_experts < torch.iinfo(torch.int16).max else torch.int32
+    if triton_runs_on(experts):
+        return Assignments(*sorted_on_device(experts, num_experts, kept))
     keys = experts if kept is None else torch.where(kept, experts, num_experts)
-    sorted_keys, order = keys.reshape(-1).to(narrow).sort(stable=True)
-    numbers = torch.arange(num_experts, device=experts.device, dtype=narrow)
+    sorted_keys, order = keys.reshape(-1).sort(stable=True)
+    numbers = torch.arange(num_experts, device=experts.device)
     ends = torch.searchsorted(sorted_keys, numbers, right=True, out_int32=True)
     rows = torch.arange(len(order), device=experts.device, dtype=torch.int32)
     places = torch.empty_like(rows).scatter(0, order, rows).view(experts.shape)

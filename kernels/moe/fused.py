@@ -9,7 +9,9 @@ matrix, so that the second matmul's result is not needed. After SonicMoE (arXiv 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +23,21 @@ from .sequential import activated
 from .tiles import Tiles
 
 
-class _Rows(NamedTuple):
+@dataclass(frozen=True)
+class _Rows:
     """The rows of a call and how their matmuls are computed."""
 
     order: Tensor
     ends: Tensor
-    tiles: Tiles
     topk: int
     by_torch: bool
+    dtype: torch.dtype
+    widths: tuple[int, ...]
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """Of our kernels."""
+        return row_tiles(self.ends, len(self.order), self.dtype, *self.widths)
 
     def read(self, tokens: Tensor) -> Tensor:
         """(T, K) as `times` and `outer` take it: torch's matmuls read it row by row, ours by token."""
@@ -62,9 +71,8 @@ class _Rows(NamedTuple):
 
 
 def _rows(order: Tensor, ends: Tensor, topk: int, up: Tensor, down: Tensor, backend: str) -> _Rows:
-    tiles = row_tiles(ends, len(order), down.dtype, *down.shape[1:])
     by_torch = resolved(backend, down, *up.shape[1:], down.shape[2]) == "torch"
-    return _Rows(order, ends, tiles, topk, by_torch)
+    return _Rows(order, ends, topk, by_torch, down.dtype, tuple(down.shape[1:]))
 
 
 @torch.library.custom_op("stoker::moe_experts", mutates_args=())
