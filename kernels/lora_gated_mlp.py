@@ -2,9 +2,9 @@
 
     y = p (D + s B_d A_d)^T,  p = act(g) * u,  [g | u] = x (U + s B_u A_u)^T
 
-The update of a projection as wide as [g | u] costs as many passes over it as the activation. Here the activation adds
-it to what it reads, forward and backward, and what the narrow matrices of both projections need is summed from the
-tiles it has in registers. Neither p nor the updated [g | u] is kept: the backward makes them again for nothing.
+The update of a projection as wide as [g | u] costs more passes over it than the activation. Here the activation adds
+it to what it reads, forward and backward, and sums p A_d^T and the gradient of A_d from the tiles it has at hand.
+Neither p nor the updated [g | u] is kept for the backward, which makes them again for nothing.
 """
 
 from __future__ import annotations
