@@ -128,9 +128,9 @@ def main() -> None:
         f"model.restore_from_path={base}",
         "experiment=docstring_gpt",
         "peft=lora",
-        "model.optim.lr=2e-4",
         f"trainer.max_steps={arguments.steps}",
         f"exp_manager.explicit_log_dir={run}",
+        *([] if any("model.optim.lr=" in word for word in arguments.overrides) else ["model.optim.lr=2e-4"]),
         *arguments.overrides,
     )
     note(finetune_seconds=time.perf_counter() - started)

@@ -5,7 +5,7 @@
 #   sbatch --nodes=2 --gpus-per-node=4 --ntasks-per-node=4 --time=04:00:00 scripts/slurm.sh experiment=mine
 #
 # What follows the name of the script is for `stoker train`. Number of processes, number of machines, a time limit and
-# resuming are set below from what SLURM says; overrides of your own come after them and win.
+# resuming are set below from what SLURM says, each unless an override of your own sets it.
 # Run `sbatch` where `stoker` is on the PATH (SLURM hands the environment on), or name it: STOKER=/path/to/stoker.
 #
 #SBATCH --job-name=stoker
@@ -45,17 +45,23 @@ seconds_of() {
 
 nodes=${SLURM_JOB_NUM_NODES:-1}
 tasks=${SLURM_NTASKS:-$((nodes * ${SLURM_NTASKS_PER_NODE:-1}))}
-overrides=(
-  "trainer.num_nodes=$nodes"
-  "trainer.devices=$((tasks / nodes))"
-  exp_manager.resume_if_exists=true
-)
+overrides=()
+# KEY VALUE WORDS...: the override KEY=VALUE, unless one of the words sets that key.
+unless_given() {
+  local key=$1 value=$2 word
+  shift 2
+  for word; do [[ $word =~ ^[+]*${key//./\\.}= ]] && return; done
+  overrides+=("$key=$value")
+}
+unless_given trainer.num_nodes "$nodes" "$@"
+unless_given trainer.devices "$((tasks / nodes))" "$@"
+unless_given exp_manager.resume_if_exists true "$@"
 limit=
 left=$(seconds_of "$(asked %L)")
 if [ -n "$left" ] && [ "$left" -gt $((2 * STOP_EARLY)) ]; then
   limit=$((left - STOP_EARLY))
-  overrides+=("exp_manager.max_time_per_run='$(printf '%02d:%02d:%02d:%02d' \
-    $((limit / 86400)) $((limit / 3600 % 24)) $((limit / 60 % 60)) $((limit % 60)))'")
+  unless_given exp_manager.max_time_per_run "'$(printf '%02d:%02d:%02d:%02d' \
+    $((limit / 86400)) $((limit / 3600 % 24)) $((limit / 60 % 60)) $((limit % 60)))'" "$@"
 fi
 
 # Where the processes meet: the first machine, and a port that other jobs there are unlikely to have.

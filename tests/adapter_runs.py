@@ -48,7 +48,8 @@ def finetune_config(base: Path, directory: Path, *overrides: str, peft: str | No
         *([] if is_t5 else ["model.encoder_seq_length=16"]),
     ]
     choice = [f"peft={peft}"] if peft else []
-    return load_run_config(None, None, [*common, *choice, *overrides], {}, finetune=True)
+    given = {one.partition("=")[0].lstrip("~"): one for one in (*common, *choice, *overrides)}
+    return load_run_config(None, None, list(given.values()), {}, finetune=True)
 
 
 def finetune(base: Path, directory: Path, *overrides: str, peft: str | None = "lora") -> TrainingResult:

@@ -1,6 +1,6 @@
 """Short forms for tests of the configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,14 @@ DATA = Path(__file__).parent / "data"
 def load(
     *overrides: str, name: str | None = None, directory: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> RunConfig:
-    """Compose and validate with an environment of its own."""
-    return load_run_config(name, directory, overrides, environ or {})
+    """Compose and validate with an environment of its own; of a key that is given more than once, the last counts."""
+    return load_run_config(name, directory, last_of_each(overrides), environ or {})
+
+
+def last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Overrides over others: a command line must not give a key twice."""
+    last = {word.lstrip("+").partition("=")[0]: at for at, word in enumerate(overrides)}
+    return [word for at, word in enumerate(overrides) if last[word.lstrip("+").partition("=")[0]] == at]
 
 
 def gpt(root: RootBlock) -> ModelBlock:

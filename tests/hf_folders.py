@@ -49,13 +49,15 @@ def _config(kind: Any, **fields: Any) -> Any:
     return kind(**fields)
 
 
-def _t5(kind: Any, config: Any, *, gated: bool, tied: bool, layers: tuple[int, int] = (2, 3)) -> PreTrainedModel:
+def _t5(
+    kind: Any, config: Any, *, gated: bool, tied: bool, layers: tuple[int, int] = (2, 3), **more: Any
+) -> PreTrainedModel:
     model = kind(
         _config(
             config, vocab_size=VOCAB, d_model=24, d_kv=10, d_ff=37, num_layers=layers[0], num_decoder_layers=layers[1],
             num_heads=3, relative_attention_num_buckets=12, relative_attention_max_distance=30, dropout_rate=0.0,
             feed_forward_proj="gated-gelu" if gated else "relu", tie_word_embeddings=tied, pad_token_id=0,
-            eos_token_id=1, decoder_start_token_id=0,
+            eos_token_id=1, decoder_start_token_id=0, **more,
         )
     )  # fmt: skip
     if not tied:  # transformers 5 ties them all the same, although v1.1 and ByT5 have heads of their own
@@ -119,6 +121,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         )
     ),
     "t5_v1_0": lambda: _t5(T5ForConditionalGeneration, T5Config, gated=False, tied=True),
+    "t5_unscaled": lambda: _t5(
+        T5ForConditionalGeneration, T5Config, gated=True, tied=True, scale_decoder_outputs=False
+    ),
     "t5_v1_1": lambda: _t5(T5ForConditionalGeneration, T5Config, gated=True, tied=False),
     "byt5": lambda: _t5(T5ForConditionalGeneration, T5Config, gated=True, tied=False, layers=(3, 1)),
     "mt5": lambda: _t5(MT5ForConditionalGeneration, MT5Config, gated=True, tied=False),

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from config_helpers import load
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -32,7 +33,6 @@ from stoker.models.config.peft_slice import peft_slice
 from stoker.models.cross_attention import Memory
 from stoker.models.peft.adapt import adapt
 from stoker.models.recompute import policies_of
-from stoker.trainer.config.load import load_run_config
 from stoker.trainer.plan.cards import card_named
 from stoker.trainer.plan.facts import RunFacts, facts_of, precision_there
 from stoker.trainer.plan.plan import target_elsewhere
@@ -59,7 +59,7 @@ def as_on_cuda(monkeypatch: Any) -> Iterator[None]:
 
 def facts_for(overrides: list[str], *, compiled: bool) -> RunFacts:
     """The facts of a run on an H100 without cuDNN."""
-    root = load_run_config(None, None, [*overrides, f"model.compile={compiled}"], {}).root
+    root = load(*overrides, f"model.compile={compiled}").root
     target = target_elsewhere(root, card_named("h100"))
     target = replace(target, software=replace(target.software, cudnn=None, torch=(2, 11)))
     return facts_of(root, target, precision_there(root, target))

@@ -131,7 +131,9 @@ def test_config_accounts_for_every_key_even_with_errors(capsys: Captured) -> Non
     assert set(schema_keys()) - {"env_vars"} <= set(told["keys"])
     assert "2 errors in the configuration" in err
     assert cli.main(arguments) == 2
-    assert "#   model.fp8: true" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1] == "2 errors in the configuration; nothing was started"
 
 
 def test_json_schema_knows_every_key(capsys: Captured) -> None:
@@ -324,6 +326,29 @@ def test_doctor_without_torch(capsys: Captured, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cli.main(["doctor"]) == 1
     assert "pip install torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "what", "fix"),
+    [
+        (["convert", "a"], "must be given: TARGET", "write stoker convert SOURCE TARGET"),
+        (["preprocess", "a"], "must be given: --output-prefix", "write stoker preprocess INPUT --output-prefix P"),
+        (["generate", "--chekpoint", "x"], "not known here: --chekpoint", "did you mean --checkpoint?"),
+        (["evaluate", "--what", "a b"], "not known here: --what", "`stoker evaluate --help` lists what it takes"),
+        (["plan", "--device"], "argument --device: expected one argument", "`stoker plan --help` lists what it takes"),
+        (["plan", "--trainer.max_steps=9"], "not known here: --trainer.max_steps=9", "write trainer.max_steps=9"),
+        (["plan", "--trainer.max_steps", "9"], "not known here: --trainer.max_steps", "write trainer.max_steps=9"),
+        (["train", "--num_layers=3"], "not known here: --num_layers=3", "write model.num_layers=3"),
+        (["doctor", "--my.password=hush"], "not known here: --my.password=***", "`stoker doctor --help` lists"),
+        (["config", "--json", "--all"], "argument --all: not allowed with argument --json", "`stoker config --help`"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_the_way_out(typed: list[str], what: str, fix: str, capsys: Captured) -> None:
+    assert cli.main(typed) == 2
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert (out, first.startswith(f"stoker {typed[0]}: {what}")) == ("", True)
+    assert second.startswith(f"    fix: {fix}")
 
 
 def test_an_empty_name_is_not_the_default(capsys: Captured) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,6 +71,9 @@ def test_what_cannot_be_counted_out_is_refused_all_at_once():
     assert text.count("matches no file") == 2
     assert "has no values" in text
     assert error.value.lines[-1].startswith("4 errors")
+    for twice in (["a=1,2", "+a=3"], ["a=1,2", "a=1,2"], ["optim=sgd,muon", "optim=adamw"]):
+        with pytest.raises(UserError, match=re.escape(f"is given more than once: {twice[0]} and {twice[1]}")):
+            jobs(*twice)
     for override in ("a=range(0,1e12)", "a=range(0,9999999)"):
         with pytest.raises(UserError, match="at most 10,000"):
             jobs(override, "b=1,2")
@@ -198,6 +202,7 @@ def test_warnings_are_told_once(here):
         (["model.seed=1,2", "hydra.sweep.subdir=${hydra.job.id}"], "must name a directory below"),
         (["hydra.sweep.dir=a", "exp_manager.explicit_log_dir=b"], "both name the directory"),
         (["hydra.sweep.dir="], "is empty"),
+        (["hydra.sweep.dir=a", "+hydra.sweep.dir=b"], "hydra.sweep.dir is given as a and as b; keep one"),
         (["model.seed=1,2", "trainer.num_nodes=2", "trainer.devices=1"], "NODE_RANK"),
     ],
 )
@@ -206,6 +211,7 @@ def test_what_makes_no_sense_in_a_sweep_is_refused(here, overrides, says):
     with pytest.raises(UserError, match=says):
         starts.sweep(*overrides)
     assert starts.configs == []
+    assert [path.name for path in here.iterdir()] == ["conf"]
 
 
 def test_a_sweep_starts_its_processes_itself(here, monkeypatch):
@@ -263,11 +269,28 @@ def test_other_jobs_are_not_mixed_into_a_sweep(here):
         Starts().sweep("model.seed=1,2", resume)
 
 
-def test_a_place_that_cannot_be_written(here):
+@pytest.mark.parametrize("key", ["exp_manager.exp_dir", "exp_manager.explicit_log_dir", "hydra.sweep.dir"])
+def test_a_place_that_cannot_be_written(here, key):
     (here / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write the directory of the sweep") as error:
-        Starts().sweep("model.seed=1,2", "exp_manager.exp_dir=file/x")
+    place = [f"{key}=file/x"]
+    says = f"cannot write the directory of the sweep .*; set {key} to a directory that can be written"
+    with pytest.raises(UserError, match=says) as error:
+        Starts().sweep("model.seed=1,2", *place)
     assert error.value.exit_code == 74
+
+
+@pytest.mark.parametrize(
+    ("place", "elsewhere"),
+    [
+        ([], "exp_manager.name or exp_dir"),
+        (["exp_manager.explicit_log_dir=s"], "exp_manager.explicit_log_dir"),
+        (["hydra.sweep.dir=s"], "hydra.sweep.dir"),
+    ],
+)
+def test_the_key_that_leads_elsewhere_is_the_one_in_use(here, place, elsewhere):
+    assert Starts().sweep("model.seed=1,2", *place) == 0
+    with pytest.raises(UserError, match=f"already holds a sweep; .* write elsewhere with another {elsewhere}$"):
+        Starts().sweep("model.seed=1,2", *place)
 
 
 # ---------------------------------------------------------------- real jobs

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from config_helpers import DATA, gpt, load, problems, write
 
+from stoker.trainer.config import overrides
 from stoker.trainer.config.compose import PACKAGED, Composer
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.schema import T5ModelBlock
@@ -99,16 +100,59 @@ def test_all_forms_set_a_key(prefix: str) -> None:
 
 
 def test_tilde_goes_back_to_the_default() -> None:
-    config = load("~model.hidden_size", "model.num_layers=3", "~model.num_layers", "~model.optim.sched")
+    config = load("model=gpt_tiny", "~model.hidden_size", "~model.num_layers", "~model.optim.sched")
     assert (gpt(config.root).hidden_size, gpt(config.root).num_layers) == (768, 12)
     assert config.root.model.optim.sched.warmup_ratio is None
     assert str(config.origins["model.hidden_size"]) == "default"
 
 
-def test_later_overrides_win_and_blocks_merge() -> None:
-    config = load("model.optim={lr: 0.1, sched: {min_lr: 0.01}}", "model.optim.lr=0.2")
-    assert (config.root.model.optim.lr, config.root.model.optim.sched.min_lr) == (0.2, 0.01)
-    assert config.root.model.optim.weight_decay == 0.1
+def test_blocks_merge() -> None:
+    config = load("model.optim={lr: 0.1, sched: {min_lr: 0.01}}", "model.optim.eps=0.2")
+    assert (config.root.model.optim.lr, config.root.model.optim.sched.min_lr) == (0.1, 0.01)
+    assert (config.root.model.optim.eps, config.root.model.optim.weight_decay) == (0.2, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        (["trainer.max_steps=10", "trainer.max_steps=20"], "trainer.max_steps"),
+        (["trainer.max_steps=10", "+trainer.max_steps=20", "++trainer.max_steps=30"], "trainer.max_steps"),
+        (["trainer.max_steps=10", "~trainer.max_steps"], "trainer.max_steps"),
+        (["model.optim.lr=0.1", "~model.optim"], "model.optim.lr"),
+        (["model.optim={lr: 0.1}", "model.optim.lr=0.2"], "model.optim.lr"),
+        (["model.optim.lr=1", "model.optim.lr=1.0"], "model.optim.lr"),
+        (["model.peft=null", "model.peft.peft_scheme=lora"], "model.peft"),
+        (["env_vars={A: '1'}", "env_vars={B: '2'}"], "env_vars"),
+        (["model=gpt_tiny", "model=gpt_125m"], "model"),
+        (["experiment=quickstart", "+experiment=moe_pystd"], "experiment"),
+    ],
+)
+def test_what_is_given_with_two_meanings_is_refused(typed: list[str], key: str) -> None:
+    problem = problems(*typed)[key]
+    *others, last = typed
+    assert problem.rule == f"is given more than once: {', '.join(others)} and {last}"
+    assert problem.fix == "keep one of them"
+
+
+def test_two_secrets_are_not_shown() -> None:
+    (problem,) = overrides.parse(["a.api_key=hush", "a.api_key=hush2"], lambda group: False).problems
+    assert problem.rule == "is given more than once: a.api_key=*** and a.api_key=***"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["trainer.max_steps=10", "+trainer.max_steps=10"],
+        ["~trainer.max_steps", "trainer.max_steps=20", "++trainer.max_steps=20"],
+        ["~model.optim.sched", "model.optim.sched.warmup_steps=10"],
+        ["model=gpt_tiny", "model=gpt_tiny", "model.num_layers=3"],
+        ["env_vars={A: '1'}", "env_vars.B='2'"],
+        ["model.optim={lr: 0.1}", "model.optim={eps: 0.2}", "model.optim.lr=0.1"],
+        ["~model.optim", "~model.optim.sched"],
+    ],
+)
+def test_what_is_given_twice_with_one_meaning_is_accepted(typed: list[str]) -> None:
+    load_run_config(overrides=typed, environ={})
 
 
 def test_defaults_are_below_interpolations() -> None:
@@ -289,21 +333,64 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "rule", "fix"),
     [
-        ("model.num_layers", "is not an override", "key=value"),
+        ("model.num_layers", "is not an override", "write model.num_layers=VALUE; it takes an integer"),
         ("model.optim.lr=1,2", "several values", "model.optim.lr=[1,2]"),
         ("model=[a", "cannot be read", "quote"),
         ("model/deep=x", "no group `model/deep`", "groups are"),
         ("model.num_layers=range(1,3)", "several values", ""),
-        ("=3", "a name is missing", "key=value"),
-        ("model..seed=3", "a name is missing", "key=value"),
-        ("model.seed=" + "[" * 3000, "cannot be read", "quote"),
+        ("=3", "a name is missing", "write NAME=3"),
+        ("model..seed=3", "a name is missing", "write model.seed=3"),
+        ("model.seed=" + "[" * 3000, "cannot be read", "it takes an integer >= 0, such as model.seed=1234"),
         ("name=" + "x" * 70_000, "longer than", "YAML"),
+        ("model.optim.betas=(0.9,0.95)", "cannot be read", "write 'model.optim.betas=[0.9,0.95]'"),
+        ("no.such=(a", "cannot be read", "quote it: 'no.such=\"(a\"'"),
+        ("10", "is not an override", "write NAME=10"),
     ],
 )
 def test_unreadable_overrides(typed: str, rule: str, fix: str) -> None:
     (problem,) = problems(typed).values()
     assert rule in problem.rule
     assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["trainer.max_steps: 10"], "trainer.max_steps=10"),
+        (["trainer.max_steps:10"], "trainer.max_steps=10"),
+        (["trainer.max_steps:", "10"], "trainer.max_steps=10"),
+        (["+trainer.max_steps = 10"], "+trainer.max_steps=10"),
+        (["trainer.max_steps", "=", "10"], "trainer.max_steps=10"),
+        (["trainer.max_steps=", "10"], "trainer.max_steps=10"),
+        (["trainer.max_steps", "=10"], "trainer.max_steps=10"),
+        (["trainer.max_steps", "10"], "trainer.max_steps=10"),
+        (["name", "=", "my run"], "'name=my run'"),
+        (["my.password: hush"], "'my.password=***'"),
+    ],
+)
+def test_words_that_are_an_override_only_together(words: list[str], meant: str) -> None:
+    (problem,) = problems("model=gpt_tiny", *words, "model.seed=3").values()
+    assert problem.fix == f"write {meant}"
+    assert "hush" not in "".join(problem.lines())
+
+
+def test_words_beside_a_broken_one_keep_their_meaning() -> None:
+    found = problems("trainer.max_steps=", "model.seed=-1", "trainer.devices:", "~model.optim.lr", "model.tokenizer")
+    assert set(found) == {"trainer.max_steps", "model.seed", "trainer.devices:", "model.tokenizer"}
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("abc", "such as trainer.max_steps=100000"),
+        ("", "such as trainer.max_steps=100000"),
+        ("10k", "write trainer.max_steps=10000"),
+        ("'1,000'", "write trainer.max_steps=1000"),
+        ("-1", "NeMo's -1 has no counterpart"),
+    ],
+)
+def test_a_count_that_is_none_gets_the_word_to_write(value: str, fix: str) -> None:
+    assert fix in problems(f"trainer.max_steps={value}")["trainer.max_steps"].fix
 
 
 def test_file_of_a_group_without_its_package(tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from adapter_runs import base_folder, finetune, finetune_config
-from hf_folders import letter_tokenizer
+from hf_folders import change_tensors, letter_tokenizer
 
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.problems import ConfigError, Problem
+from stoker.trainer.conversion.adapters import convert_adapter
+from stoker.trainer.conversion.to_stoker import convert_to_stoker
 from stoker.trainer.errors import UserError
 from stoker.trainer.run import run_training
 
@@ -76,3 +79,69 @@ def test_each_scheme_has_its_learning_rate(folder: Path, peft: str | None, rate:
     assert load_run_config(None, None, given, {}, finetune=True).root.model.optim.lr == rate
     typed = load_run_config(None, None, [*given, "model.optim.lr=1e-3"], {}, finetune=True)
     assert typed.root.model.optim.lr == 1e-3
+
+
+def test_an_adapter_of_another_base_is_refused_where_that_is_certain(folder: Path, tmp_path: Path) -> None:
+    """The weights decide, whatever files they lie in; where the former are gone, there is a doubt, which is told."""
+    base, other, moved = folder / "llama", tmp_path / "llama", tmp_path / "moved"
+    base_folder("llama", other)
+    change_tensors(other, lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"] + 1}))
+    convert_to_stoker(base, tmp_path / "same", dtype=torch.bfloat16)
+
+    def run(begins: Path, adapter: Path, name: str) -> str:
+        again = f"model.peft.restore_from_path={adapter}"
+        return (finetune(begins, tmp_path / name, again, peft=None).directory / "run.log").read_text()
+
+    assert "was trained on" not in run(tmp_path / "same", folder / "lora", "one")
+    with pytest.raises(UserError) as caught:
+        run(other, folder / "lora", "two")
+    (told,) = caught.value.lines
+    assert told.startswith(f"`model.peft.restore_from_path`: {folder / 'lora'}")
+    assert f"was trained on {base}, and this run begins with {other}, whose weights are others" in told
+    assert f" (decoder.final_norm.weight is the first); set model.restore_from_path={base}; to move it to" in told
+    convert_adapter(
+        folder / "lora", tmp_path / "peft", merge=False, to=None, base=None, dtype=None, tokenizer=None, model_type=None
+    )
+    assert "warning" not in run(other, tmp_path / "peft", "three")  # a name proves nothing, and this one is the same
+    other.rename(moved)
+    doubt = f"names {base} as the model it was trained on, and this run begins with {moved}"
+    assert doubt in run(moved, tmp_path / "peft", "four")
+    base.rename(folder / "gone")
+    try:
+        assert "the former are no longer there, so whether weights differ is unknown" in run(
+            moved, folder / "lora", "five"
+        )
+    finally:
+        (folder / "gone").rename(base)
+
+
+@pytest.mark.parametrize("data", ["chat", "sft"])
+def test_virtual_tokens_stand_in_front_of_one_example(folder: Path, data: str) -> None:
+    given = [f"model.restore_from_path={folder / 'llama'}", f"data={data}", "model.data.path=x", "peft=ptuning"]
+    given += ["model.encoder_seq_length=8", "model.peft.p_tuning.virtual_tokens=2"]
+    packed = "model.data.packed_sequence"
+    config = load_run_config(None, None, given, {}, finetune=True)
+    assert not config.root.model.data.packed_sequence
+    (note,) = [finding for finding in config.findings if packed in finding.keys]
+    assert note.level == "info"
+    assert not load_run_config(None, None, [*given, f"{packed}=false"], {}, finetune=True).findings
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, None, [*given, f"{packed}=true"], {}, finetune=True)
+    assert [(problem.key, problem.fix) for problem in caught.value.problems] == [(packed, f"{packed}=false")]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("[q_proj,v_proj]", "[attention_qkv]"),
+        ("[o_proj,gate_proj,up_proj,down_proj]", "[attention_dense,mlp_fc1,mlp_fc2]"),
+        ("[c_attn,c_fc,c_proj]", "[attention_qkv,mlp_fc1,attention_dense,mlp_fc2]"),
+        ("[q,k,v,o,wi,wo,mine]", "[attention_qkv,attention_dense,mlp_fc1,mlp_fc2]"),
+        ("all-linear", "[all]"),
+    ],
+)
+def test_names_of_peft_are_answered_with_ours(folder: Path, theirs: str, ours: str) -> None:
+    key = "model.peft.lora_tuning.target_modules"
+    problem = problems(folder, f"{key}={theirs}")[key]
+    assert problem.fix.endswith(f": {key}={ours}")
+    finetune_config(folder / "llama", folder / "run", f"{key}={ours}")

@@ -70,12 +70,20 @@ def test_each_row_does_what_its_state_says(state: State) -> None:
 
 @pytest.mark.parametrize(
     ("path", "value", "state"),
-    [(path, value, fact[0]) for path, values in VALUES.items() for value, fact in values.items()],
+    [(path, value, fact.state) for path, values in VALUES.items() for value, fact in values.items()],
 )
 def test_values_that_are_not_taken(path: str, value: Any, state: State) -> None:
     problem = problems(f"{path}={show_value(value)}")[path]
     assert problem.rule.startswith(state.value)
     assert path in problem.fix
+
+
+@pytest.mark.parametrize("value", ["16", "'16'", "16-mixed", "fp16", "float16", "fp8", "transformer-engine"])
+def test_a_precision_that_is_not_there_yet_names_the_one_to_use(value: str) -> None:
+    problem = problems(f"trainer.precision={value}")["trainer.precision"]
+    assert problem.rule.startswith("not yet: ")
+    assert problem.rule.endswith("; use bf16")
+    assert problem.fix == "trainer.precision=bf16"
 
 
 @pytest.mark.parametrize(

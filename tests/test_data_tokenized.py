@@ -192,8 +192,8 @@ def test_what_cannot_be_trained_on_is_told_in_one_line(tmp_path: Path) -> None:
         str(tmp_path / "none" / "x"): "none does not exist",
         str(tmp_path / "half"): "half.bin is missing",
         str(tmp_path / "empty"): "empty is empty",
-        str(tmp_path / "hollow"): "its 40 documents have no token",
-        str(tmp_path / "tiny"): "5 tokens in 1 documents to train on",
+        str(tmp_path / "hollow"): "no token in 40 documents",
+        str(tmp_path / "tiny"): "5 tokens in 1 document to train on",
         str(tmp_path / "large"): "holds token id 259 at position 9, but the tokenizer has 259",
     }
     for given, words in cases.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,25 @@ def test_what_contradicts_is_one_line(overrides: list[str], key: str, says: str)
     found = problems(*overrides)
     assert list(found) == [key]
     assert says in found[key].rule
+
+
+@pytest.mark.parametrize(
+    ("template", "fix"),
+    [
+        ("{question} {answer}", "model.data.label_key=answer"),
+        ("{q} {answer}.", f"model.data.label_key=answer {SET}prompt_template='{{q}} {{answer}}'"),
+        ("{output} {q}", f"{SET}prompt_template='{{output}}'"),
+        ("{input}:", f"{SET}prompt_template='{{input}}: {{output}}'"),
+        ("{ {output}", f"{SET}prompt_template='{{input}} {{output}}'"),
+    ],
+)
+def test_a_template_that_ends_otherwise_has_a_cure(template: str, fix: str) -> None:
+    """What is advised is taken."""
+    typed = f"{SET}prompt_template='{template}'"
+    (problem,) = problems(*SFT, typed).values()
+    assert problem.fix == fix
+    cured = dict(one.split("=", 1) for one in (typed, *re.findall(r"\S+='[^']*'|\S+", fix)))
+    assert load(*SFT, *(f"{key}={value}" for key, value in cured.items()))
 
 
 def test_the_shipped_files_need_nothing_more() -> None:

@@ -125,6 +125,15 @@ def test_every_process_gets_its_rank_the_place_to_meet_and_the_limits(cluster, j
     assert not any("requeue" in line for line in lines)
 
 
+def test_an_override_of_ones_own_takes_the_place_of_the_scripts(cluster, job):
+    own = ["+trainer.devices=1", "exp_manager.max_time_per_run=null", "trainer.num_nodesX=3"]
+    assert job(*own, LEFT="1-02:03:04").wait(60) == 0
+    words = f"train trainer.num_nodes=1 exp_manager.resume_if_exists=true {' '.join(own)}"
+    started = [line for line in log_of(cluster) if line.startswith("stoker")]
+    assert len(started) == 2
+    assert all(line.endswith(words) for line in started)
+
+
 @pytest.mark.parametrize(
     ("left", "limit"),
     [("UNLIMITED", None), ("INVALID", None), ("10:00", None), ("59:00", "00:00:49:00"), ("08:09:10", "00:07:59:10")],

@@ -228,7 +228,10 @@ def test_train_generate_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["generate", "--checkpoint", str(ours), "--prompt", "to be", "--max-new-tokens", "3"]) == EXIT_DONE
     capsys.readouterr()
     assert main(["evaluate", "--checkpoint", str(ours), "--data-path", str(text), "--json"]) == EXIT_DONE
-    assert json.loads(capsys.readouterr().out)["loss"] > 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["loss"] > 0
+    assert main(["evaluate", str(theirs), "--data-path", str(text), "--json"]) == EXIT_DONE
+    assert json.loads(capsys.readouterr().out) == {**figures, "checkpoint": str(theirs)}
     run = tmp_path / "run"
     keys = [
         "data=text", f"model.data.path={text}", "trainer=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2",
@@ -244,6 +247,36 @@ def test_train_generate_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
     before, after = tensors_of(theirs)["lm_head.weight"], loaded.lm_head.weight
     assert not torch.equal(before, after.float())
     assert (before - after.float()).abs().max() < 0.1
+
+
+def test_a_folder_is_asked_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is written is what the converted model writes; nothing is left behind; what cannot act is refused."""
+    theirs, ours = save(random_model("gpt2"), tmp_path / "theirs"), tmp_path / "ours"
+    letter_tokenizer(theirs)
+    convert(theirs, ours)
+    there = sorted(theirs.iterdir())
+    options = ["--prompt", "to be", "--max-new-tokens", "9", "--temperature", "0", "--device", "cpu"]
+    written = []
+    for model in ([str(theirs)], ["--checkpoint", str(theirs)], [str(ours)]):
+        capsys.readouterr()
+        assert main(["generate", *options, *model]) == EXIT_DONE
+        written.append(capsys.readouterr().out)
+    assert len(set(written)) == 1
+    assert sorted(theirs.iterdir()) == there
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "bare" / name).write_bytes((theirs / name).read_bytes())
+    for words, says in (
+        ([], "no model is named; give its folder: DIR, or --checkpoint DIR"),
+        ([str(ours), "--checkpoint", str(theirs)], f"{ours} and --checkpoint {theirs} both name the model"),
+        ([str(theirs), "--ema"], f"--ema: {theirs} is a model of Hugging Face's, which holds no moving average"),
+        ([str(theirs), "--base", "x"], f"--base x: {theirs} holds a whole model; leave --base out"),
+        ([str(ours), "--base", "x"], "step-0 holds a whole model; leave --base out"),
+        ([str(tmp_path / "bare")], f"`stoker convert {tmp_path / 'bare'} FOLDER` takes --tokenizer"),
+    ):
+        for verb in ("generate", "evaluate"):
+            assert main([verb, *words]) == EXIT_BAD_INPUT
+            assert says in capsys.readouterr().err
 
 
 def test_a_t5_answers_and_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

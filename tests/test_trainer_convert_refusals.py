@@ -112,9 +112,9 @@ FIELDS = {
     ],
     "t5_v1_0": [
         ({"feed_forward_proj": "gated-gelu"}, "`dense_act_fn` and `is_gated_act` must be those of"),
-        ({"scale_decoder_outputs": False}, "`scale_decoder_outputs` (false) must be true"),
         ({"tie_word_embeddings": False, "scale_decoder_outputs": False}, "missing: lm_head.weight"),
     ],
+    "t5_v1_1": [({"scale_decoder_outputs": True}, "`scale_decoder_outputs` (true) must be false")],
     "mt5": [],
 }  # fmt: skip
 CASES = [(name, changes, says) for name, cases in FIELDS.items() for changes, says in cases]
@@ -411,6 +411,14 @@ def test_an_id_of_the_hub(
     told = refusal(capsys, "org/absent", tmp_path / "x", code=EXIT_IO)
     why = "it cannot be had from the hub (OSError: no such model)"
     assert told.strip() == f"there is no folder org/absent here, and {why}"
+
+
+def test_a_whole_model_has_no_base(
+    saved: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved("llama")
+    told = refusal(capsys, folder, tmp_path / "x", options=("--merge", "--base", "other"))
+    assert told.strip() == f"--merge, --base other: {folder} is not an adapter; leave them out"
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,7 +189,7 @@ def test_restored_model_is_the_saved_one(tmp_path: Path, text: Path, library: st
         assert not restored.model.training
     assert restored.context == 12
     for path in (run / "checkpoints", run / "checkpoints" / "step-7"):
-        assert restore(path, "cpu").checkpoint.path == run / "checkpoints" / "step-7"
+        assert restore(path, "cpu").path == run / "checkpoints" / "step-7"
 
 
 def test_restore_on_a_cpu_forgets_what_was_wished_for_a_gpu(tmp_path: Path, text: Path) -> None:

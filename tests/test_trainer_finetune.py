@@ -207,15 +207,19 @@ def test_weights_are_read_from_a_folder(theirs: Path, tmp_path: Path) -> None:
     [
         ("model.hidden_size=64", "model.hidden_size", "must be 36"),
         ("model.num_query_groups=6", "model.num_query_groups", "must be 2"),
-        ("model=gpt_tiny", "model.hidden_size", "must be 36"),
+        ("model=gpt_tiny", "model=gpt_tiny", "they differ in hidden_size, ffn_hidden_size, "),
+        ("model=bert_tiny", "model=bert_tiny", "they differ in family"),
         ("model.family=bert", "model.family", "must be gpt"),
     ],
 )
 def test_another_shape_contradicts(theirs: Path, override: str, key: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         finetune_config(theirs, tmp_path / "run", override)
-    found = {problem.key: problem.rule for problem in caught.value.problems}
-    assert said in found[key]
+    found = {problem.key: problem for problem in caught.value.problems}
+    assert said in found[key].rule
+    if "=" in key:
+        assert list(found) == [key]
+        assert found[key].fix == f"leave out {key}: the shape comes with the weights"
 
 
 def test_a_folder_without_a_tokenizer_needs_one(theirs: Path, tmp_path: Path) -> None:
@@ -227,7 +231,7 @@ def test_a_folder_without_a_tokenizer_needs_one(theirs: Path, tmp_path: Path) ->
         finetune_config(bare, tmp_path / "run")
     assert [problem.key for problem in caught.value.problems] == ["model.tokenizer.library"]
     run = finetune(bare, tmp_path / "run", "tokenizer=byte")
-    assert restore(run.directory, "cpu").checkpoint.is_adapter
+    assert restore(run.directory, "cpu").state.base
 
 
 def test_the_verb(
@@ -255,7 +259,7 @@ def test_convert_merges_what_was_trained(ours: Path, tmp_path: Path, capsys: pyt
     assert cli.main(["convert", "--merge", "--to", "stoker", str(adapter), str(merged)]) == EXIT_DONE
     assert f"{merged}: one model of" in capsys.readouterr().out
     whole, with_base = (restore(place, "cpu") for place in (merged, adapter))
-    assert not whole.checkpoint.is_adapter
+    assert whole.state.base is None
     assert whole.config.root.model.restore_from_path is None
     tokens = torch.arange(8)[None]
     torch.testing.assert_close(our_logits(whole, tokens), our_logits(with_base, tokens), atol=1e-5, rtol=1e-5)

@@ -200,4 +200,10 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="which is not there; put it back, or name the place it has now: --base FOLDER"):
         restore(run, "cpu")
     (tmp_path / "elsewhere" / "model.safetensors").write_bytes(original)
-    assert restore(run, "cpu", tmp_path / "elsewhere").checkpoint.is_adapter
+    assert restore(run, "cpu", tmp_path / "elsewhere").state.base
+    convert(run, tmp_path / "adapter", base=tmp_path / "elsewhere")
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(tmp_path / "elsewhere")
+    for options in ({"tokenizer": "x"}, {"merge": True, "to": "stoker", "model_type": "llama"}):
+        with pytest.raises(UserError, match=r"^--(tokenizer x|model-type llama).* leave it out$"):
+            convert(run, tmp_path / "x", **options)

@@ -80,8 +80,13 @@ def test_length_fills_the_budget() -> None:
         f"trainer.log_every_n_steps={steps // 20}",
         "trainer.max_time='00:00:03:50'",
     ]
-    changed = load_run_config(overrides=["experiment=quickstart", *overrides, "trainer.max_steps=7"])
-    assert changed.root.trainer.max_steps == 7
+    changed = load_run_config(overrides=["experiment=quickstart", "trainer.max_steps=7", "~trainer.max_time"])
+    kept = quickstart._length(changed, Pace(0.05, 1, {}), 100.0)
+    assert [word.partition("=")[0] for word in kept] == [
+        "trainer.val_check_interval",
+        "trainer.log_every_n_steps",
+        "trainer.max_time",
+    ]
     slow = quickstart._length(config, Pace(60.0, 1, {}), 10.0)
     assert slow[:2] == ["trainer.max_steps=4", "trainer.val_check_interval=1"]
 

@@ -318,6 +318,15 @@ def test_what_is_kept_follows_the_keys(tmp_path):
     assert best in {state.step for state in states}
 
 
+def test_numbers_of_one_are_in_the_singular(tmp_path, capsys):
+    one = {"trainer__max_steps": 1, "trainer__num_sanity_val_steps": 1, "model__micro_batch_size": 1}
+    run_training(tiny_config(tmp_path, **one, model__global_batch_size=1))
+    told = capsys.readouterr().out
+    assert ", 1 layer, hidden size" in told
+    assert "1 step of 1 sample in 1 micro batch, " in told
+    assert "(1 batch)" in told
+
+
 def test_a_missing_device_is_one_error(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tiny_run import tiny_config
 
+from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.errors import EXIT_IO, UserError
 from stoker.trainer.run_directory import open_run_directory
 
@@ -29,6 +30,51 @@ def test_the_key_that_leads_elsewhere_is_named(
     config = tiny_config(tmp_path / "run", exp_manager__resume_if_exists=False, **named)
     with pytest.raises(UserError, match=rf"already holds.*with another exp_manager\.{key}$"):
         open_run_directory(config)
+
+
+def refuse(config: RunConfig) -> None:
+    """A run that is refused after it has begun to write its log."""
+    with open_run_directory(config) as directory:
+        (directory.path / "run.log").write_text("refused\n")
+        raise UserError("no")
+
+
+def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    """Neither its directory nor what was missing above it, unless they were there."""
+    (tmp_path / "there").mkdir()
+    saved = tmp_path / "saved" / "step-1"
+    places = {"dirpath": str(tmp_path / "new" / "kept")}
+    for run in (tmp_path / "a" / "b", tmp_path / "there" / "b"):
+        config = tiny_config(run, exp_manager__checkpoint_callback_params=places)
+        with pytest.raises(UserError, match="no"):
+            refuse(config)
+        assert [path.name for path in tmp_path.iterdir()] == ["there"]
+        assert not list((tmp_path / "there").iterdir())
+    with pytest.raises(UserError, match="no"):
+        refuse(tiny_config(tmp_path / "there"))
+    assert (tmp_path / "there").is_dir()
+    saved.mkdir(parents=True)
+    taken = {"dirpath": str(saved.parent)}
+    with pytest.raises(UserError, match="already holds"):
+        open_run_directory(
+            tiny_config(
+                tmp_path / "a", exp_manager__resume_if_exists=False, exp_manager__checkpoint_callback_params=taken
+            )
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "there"]
+
+
+def test_a_refused_run_takes_nothing_from_one_that_trains(tmp_path: Path) -> None:
+    """Both find the directory missing; one has it, the other must not remove it."""
+    config = tiny_config(tmp_path / "run")
+    with open_run_directory(config) as first, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "exists", lambda self: self != first.path)
+        with pytest.raises(UserError, match="another process trains in"):
+            open_run_directory(config)
+        patch.undo()
+        assert (first.path / "run.lock").exists()
+        first.made.clear()
+    assert first.path.is_dir()
 
 
 def test_a_directory_that_is_in_use_or_cannot_be_written(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from stoker.trainer.config.schema import RootBlock
 from stoker.trainer.data.build import Data, build_data
 from stoker.trainer.data.example_samples import ExampleSamples
 from stoker.trainer.data.examples import Example, Examples, fitted
-from stoker.trainer.data.prompt_template import PromptTemplate
 from stoker.trainer.data.samples import IGNORED_LABEL
 from stoker.trainer.data.tokenizers import ByteTokenizer
 from stoker.trainer.errors import UserError
@@ -242,8 +241,6 @@ def test_texts_that_a_template_lacks_are_told_with_its_key(tmp_path: Path) -> No
     keys = {"splits_string": "1", "train_ds": {"prompt_template": "{question} {output}"}}
     with pytest.raises(UserError, match=r"`input`, `output` \(`model\.data\.train_ds\.prompt_template` names it"):
         build_data(root(tmp_path, keys))
-    with pytest.raises(ValueError, match=r"must end .*; if that is {answer}: model\.data\.label_key=answer"):
-        PromptTemplate("{question} {answer}", "output")
 
 
 def test_where_a_conversation_stands_is_no_part_of_the_data(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from .errors import (
     keep_trace,
 )
 from .redaction import words_without_secrets
+from .words import Parser
 
 if TYPE_CHECKING:
     from .config.run_config import RunConfig
@@ -84,7 +85,7 @@ Your own files go into ./conf, or any folder given with --config-dir."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and give the exit code; no exception leaves, but for what argparse raises to exit."""
+    """Run one verb and give the exit code; no exception leaves, but for what argparse raises to exit after `--help`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
@@ -118,7 +119,8 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in VERBS:
         raise UserError(_no_verb(name))
     verb = VERBS[name]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        arguments[1:],
         prog=f"stoker {name}",
         description=verb.about[0].upper() + verb.about[1:] + ".",
         epilog=None if verb.module else _GROUPS,
@@ -280,9 +282,9 @@ def _config(args: argparse.Namespace) -> int:
         return EXIT_DONE
     try:
         config = _load(args)
-    except ConfigError as error:
-        print(show.as_json(error.account, error.findings, None, error) if args.json else show.as_yaml(error.account))
-        sys.stdout.flush()
+    except ConfigError as error:  # alone on a terminal: among three hundred rows nobody would find it
+        if args.json:
+            print(show.as_json(error.account, error.findings, None, error), flush=True)
         raise
     print(show.as_json(config.account, config.findings, config, None) if args.json else show.as_yaml(config.account))
     sys.stdout.flush()

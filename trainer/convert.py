@@ -71,10 +71,13 @@ def run(args: argparse.Namespace) -> int:
     if source.is_dir() and (lines := _adapter(source, args)) is not None:
         print("\n".join(lines))
         return EXIT_DONE
-    if args.merge or args.base:
+    given = {"--merge": args.merge, f"--base {args.base}": args.base}
+    if named := [name for name, value in given.items() if value]:
         if not source.exists():
             raise UserError(f"{args.source}: there is no such folder")
-        raise UserError(f"{'--merge' if args.merge else '--base'}: {args.source} is not an adapter")
+        raise UserError(
+            f"{', '.join(named)}: {args.source} is not an adapter; leave {'it' if len(named) == 1 else 'them'} out"
+        )
     to = _direction(source, args.source)
     if args.to not in (None, to):
         raise UserError(f"--to {args.to}: {args.source} is of that kind already")
@@ -115,6 +118,8 @@ def _adapter(source: Path, args: argparse.Namespace) -> list[str] | None:
 
     if not is_adapter(source):
         return None
+    if args.ignore_field:
+        raise UserError("--ignore-field is about the config.json of a whole model of Hugging Face's, not an adapter's")
     return convert_adapter(
         source,
         args.target,

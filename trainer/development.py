@@ -11,6 +11,7 @@ import torch
 
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
+from .counted import counted
 from .data.build import Data
 from .data.samples import Batch
 from .data.seq2seq import AnySamples, NamedTensors
@@ -84,8 +85,8 @@ def overfitted(data: Data, root: RootBlock) -> Data:
     batches = asked if isinstance(asked, int) else max(1, round(asked * data.train.samples / size))
     if batches * size > data.train.samples:
         raise UserError(
-            f"`trainer.overfit_batches` ({asked}) asks for {batches * size:,} samples, but the training data have "
-            f"{data.train.samples:,}; use at most {data.train.samples // size}"
+            f"`trainer.overfit_batches` ({asked}) asks for {counted(batches * size, 'sample')}, but the training data "
+            f"have {data.train.samples:,}; use at most {data.train.samples // size}"
         )
     few = FirstSamples(data.train, batches * size)
     return replace(
@@ -94,7 +95,7 @@ def overfitted(data: Data, root: RootBlock) -> Data:
         validation=few,
         test=few,
         fingerprint=f"{data.fingerprint}, the first {few.samples} samples",
-        description=f"{data.description}; only its first {few.samples:,} training samples, for validation too",
+        description=f"{data.description}; only its first {counted(few.samples, 'training sample')}, for validation too",
     )
 
 

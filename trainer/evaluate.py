@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from . import environment
+from .checkpoint_arguments import add_checkpoint_arguments, checkpoint_of
 from .errors import EXIT_DONE, UserError
-from .generate import add_checkpoint_arguments, positive_int
+from .generate import positive_int
 from .harness import command as tasks
 
 if TYPE_CHECKING:
@@ -46,12 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the figures."""
     environment.prepare_process()
+    path = checkpoint_of(args)
     if tasks.is_asked(args):
-        return tasks.run(args)
+        return tasks.run(args, path)
     from .evaluation import evaluate, summed_loss
     from .restore import restore
 
-    restored = restore(args.checkpoint, args.device, args.base, average=args.ema)
+    restored = restore(path, args.device, args.base, average=args.ema)
     held_out = _held_out(restored, args.split, args.data_path)
     name, batch_size = held_out.name, args.batch_size or restored.config.root.model.micro_batch_size
     result = evaluate(
@@ -73,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
 
         scores = score_examples(restored, held_out.examples, batch_size, limit)
     if args.json:
-        document = {"checkpoint": str(restored.checkpoint.path), "step": restored.checkpoint.state.step, "data": name}
+        document = {"checkpoint": str(restored.path), "step": restored.state.step, "data": name}
         print(json.dumps(document | result.to_document() | (scores.to_document() if scores else {})))
         return EXIT_DONE
-    print(f"checkpoint     {restored.checkpoint.path} (step {restored.checkpoint.state.step:,})")
+    print(f"checkpoint     {restored.path} (step {restored.state.step:,})")
     print(f"data           {name}")
     print(f"loss           {result.loss:.4f} nats/token over {result.tokens:,} tokens")
     print(f"perplexity     {result.perplexity:.4f}")
@@ -121,7 +123,7 @@ def _held_out(restored: Restored, split: Literal["validation", "test"], path: Pa
     if path is not None:
         return _HeldOut(str(path), *evaluation_data(path, restored.config.root, restored.tokenizer))
     data = build_data(restored.config.root, restored.tokenizer)
-    trained_on = restored.checkpoint.state.data_fingerprint
+    trained_on = restored.state.data_fingerprint
     if trained_on and data.fingerprint != trained_on:
         raise UserError(_other_data(restored, data.fingerprint, trained_on))
     samples = data.validation if split == "validation" else data.test
@@ -139,7 +141,7 @@ def _held_out(restored: Restored, split: Literal["validation", "test"], path: Pa
 def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:
     data = restored.config.root.model.data
     if data.data_impl in ("pystd", "pystd_docstring"):
-        trained = restored.checkpoint.state.versions.get("python", "another version")
+        trained = restored.state.versions.get("python", "another version")
         why = f"it was trained on the standard library of Python {trained}, and this Python has other files"
         fix = "run it with that Python, or give a text with --data-path"
     elif data.data_impl in ("text", "jsonl"):
@@ -149,7 +151,6 @@ def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:
         why = f"what `model.data.data_impl={data.data_impl}` reads has changed since it was trained"
         fix = "bring those data back, or give a text with --data-path"
     return [
-        f"the data of checkpoint {restored.checkpoint.path} are not here: {why}, "
-        "so parts of this split may have been trained on",
+        f"the data of checkpoint {restored.path} are not here: {why}, so parts of this split may have been trained on",
         f"fingerprint of the run {trained_on[:12]}, found {found[:12]}; {fix}",
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import environment
+from .counted import counted
 from .errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ def _layers(root: RootBlock) -> str:
 
     stacks = {name.rstrip("."): stack.num_layers for name, stack in stacks_of_keys(root.model).items()}
     if len(stacks) == 1:
-        return f"{next(iter(stacks.values()))} layers"
-    return " and ".join(f"{layers} {name} layers" for name, layers in stacks.items())
+        return counted(next(iter(stacks.values())), "layer")
+    return " and ".join(counted(layers, f"{name} layer") for name, layers in stacks.items())
 
 
 def run_flags(root: RootBlock) -> AttentionFlags:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import environment
+from .checkpoint_arguments import add_checkpoint_arguments, checkpoint_of
 from .errors import EXIT_DONE, UserError
 
 if TYPE_CHECKING:
@@ -91,26 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what every command that reads a checkpoint needs."""
-    parser.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        type=Path,
-        required=True,
-        help="a run directory, its checkpoints directory, or one step in it",
-    )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="where the model runs (default: auto)"
-    )
-    parser.add_argument(
-        "--base", metavar="DIR", type=Path, help="where the frozen weights of an adapter are, if they have moved"
-    )
-    parser.add_argument(
-        "--ema", action="store_true", help="take the moving average of the weights (exp_manager.ema) that was trained"
-    )
-
-
 class _Prompt(NamedTuple):
     """What a text is written for.
 
@@ -131,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: options that do not go together, prompts that cannot be read, or a model that writes no text.
     """
+    path = checkpoint_of(args)
     prompts = _prompts(args)
     _check_options(args)
     environment.prepare_process()
@@ -141,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     from .restore import restore
     from .sampling import Sampling
 
-    restored = restore(args.checkpoint, args.device, args.base, average=args.ema)
+    restored = restore(path, args.device, args.base, average=args.ema)
     answers = isinstance(restored.model, T5)
     names: dict[int, str] = {}
     if answers:

@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .config.blocks import TokenizerBlock
 from .config.run_config import RunConfig
 from .config.schema import MODEL_BLOCKS, AnyModelBlock, RootBlock
+from .counted import counted
 from .data.tokenizer_files import tokenizer_of_keys
 from .data.tokenizers import Tokenizer
 from .errors import UserError
@@ -65,7 +66,7 @@ def load_initial_weights(
             yield f"{base.path}: its configuration cannot be read here; only the shapes of its weights were compared"
         else:
             yield from _other_functions(root.model, trained)
-        steps = f", trained for {base.checkpoint.state.step:,} steps" if base.checkpoint is not None else ""
+        steps = f", trained for {counted(base.checkpoint.state.step, 'step')}" if base.checkpoint is not None else ""
         yield f"weights from {base.path}{steps}"
     yield from load_initial_adapter(root, model, tokenizer, base)
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from .config.exp_manager import ExpManagerBlock, MlflowBlock, SummaryWriterBlock, WandbBlock
 from .config.run_config import RunConfig
+from .counted import counted
 from .durable import replace_file
 from .environment import snapshot, user_path
 from .errors import UserError
@@ -318,7 +319,7 @@ class Background:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         lost = self._lost + self._records.qsize()
         if lost or self._error is not None:
-            raise RuntimeError(f"{lost} records were not sent") from self._error
+            raise RuntimeError(f"{counted(lost, 'record')} could not be sent") from self._error
         if self._thread.is_alive():
             raise RuntimeError(f"it has not finished within {self._seconds:g} s")
 

@@ -22,6 +22,7 @@ import torch
 
 from .checkpoint import checkpoint_paths
 from .config.schema import RootBlock
+from .counted import counted
 from .distributed.pieces import local_tensor
 from .early_stopping import EarlyStopping
 from .ema import EMA
@@ -167,7 +168,8 @@ class RunLoop(pl.Callback):
         batches = self._keys.num_sanity_val_steps
         if batches and self._validate is not None:
             loss = self._evaluate(batches).loss
-            self._journal.say(f"validation loss before the first step {loss:.4f} ({batches} batches)")
+            over = counted(batches, "batch", "batches")
+            self._journal.say(f"validation loss before the first step {loss:.4f} ({over})")
         self._saved_at = time.monotonic()
 
     def on_train_batch_start(

@@ -13,16 +13,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import Any
 
 from . import environment
+from .config.exp_manager import ExpManagerBlock
 from .config.load import load_run_config
 from .config.problems import ConfigError
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
 from .config.sweep import Job, jobs_of
+from .counted import counted
 from .distributed.placement import Placement, place
 from .errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from .places import create_place
@@ -68,6 +71,14 @@ class Wish:
     below: str
     overrides: tuple[str, ...]
 
+    def keys_of_the_place(self, manager: ExpManagerBlock) -> tuple[str, str]:
+        """The key that gives the directory of the sweep, and those that lead to another."""
+        if self.directory is not None:
+            return "hydra.sweep.dir", "hydra.sweep.dir"
+        if manager.explicit_log_dir:
+            return "exp_manager.explicit_log_dir", "exp_manager.explicit_log_dir"
+        return "exp_manager.exp_dir", "exp_manager.name or exp_dir"
+
 
 def sweep(
     config_name: str | None,
@@ -102,20 +113,21 @@ def sweep(
     configs, placements = _valid(jobs, lambda texts: load_run_config(config_name, config_dir, texts, finetune=finetune))
     _check_apart([config.root for config in configs])
     _say_findings(jobs, configs, say)
+    names = _names(wish.below, jobs)  # before the directory of the sweep is made: what is refused leaves nothing
     directory = _directory(wish, [config.root for config in configs])
-    before = read_record(directory, jobs, all(config.root.exp_manager.resume_if_exists for config in configs))
+    key, elsewhere = wish.keys_of_the_place(configs[0].root.exp_manager)
+    resumes = all(config.root.exp_manager.resume_if_exists for config in configs)
+    before = read_record(directory, jobs, resumes, elsewhere)
     runs = [
-        SweptRun(job, _placed(config, path), placement, path)
-        for job, config, placement, path in zip(
-            jobs, configs, placements, _places(directory, wish.below, jobs), strict=True
-        )
+        SweptRun(job, _placed(config, directory / name), placement, directory / name)
+        for job, config, placement, name in zip(jobs, configs, placements, names, strict=True)
     ]
     runs = [taken_over(run, known) for run, known in zip(runs, before, strict=True)]
-    write_record(directory, runs)
-    stopped = _run_all(runs, directory, start, say)
-    write_record(directory, runs)
+    write_record(directory, runs, key)
+    stopped = _run_all(runs, partial(write_record, directory, runs, key), start, say)
+    write_record(directory, runs, key)
     print(
-        "\n".join(["", *table_of(runs, directory), f"{len(runs)} job{'s' * (len(runs) != 1)} in {directory}"]),
+        "\n".join(["", *table_of(runs, directory), f"{counted(len(runs), 'job')} in {directory}"]),
         flush=True,
     )
     return stopped or next((run.exit_code for run in runs if run.exit_code), EXIT_DONE)
@@ -126,7 +138,11 @@ def _wish(overrides: Sequence[str]) -> Wish:
     rest: list[str] = []
     for text in overrides:
         if match := _HYDRA_PLACE.fullmatch(text):
-            found[match["key"]] = match["value"].strip("'\"")
+            value = match["value"].strip("'\"")
+            if found.setdefault(match["key"], value) != value:
+                raise UserError(
+                    f"hydra.sweep.{match['key']} is given as {found[match['key']]} and as {value}; keep one"
+                )
         else:
             rest.append(text)
     directory = found.get("dir")
@@ -167,8 +183,8 @@ def _valid(jobs: Sequence[Job], load: Load) -> tuple[list[RunConfig], list[Place
         if len(concerned) < len(jobs):
             lines.append(f"{_named(concerned)}:")
         lines += text
-    count = f"{len(wrong)} error{'s' * (len(wrong) != 1)}"
-    raise UserError([*lines, f"{count} in the configurations of {len(jobs)} jobs; nothing was started"])
+    count, where = counted(len(wrong), "error"), counted(len(jobs), "job")
+    raise UserError([*lines, f"{count} in the configurations of {where}; nothing was started"])
 
 
 def _placement(config: RunConfig, environ: Any) -> Placement:
@@ -244,11 +260,11 @@ def _directory(wish: Wish, roots: Sequence[RootBlock]) -> Path:
         return create_place(root.model_copy(update={"exp_manager": manager.model_copy(update=update)}))
     except OSError as error:
         where = error.filename or manager.explicit_log_dir or manager.exp_dir or "runs"
-        raise cannot_write(where, error) from error
+        raise cannot_write(where, error, wish.keys_of_the_place(manager)[0]) from error
 
 
-def _places(directory: Path, below: str, jobs: Sequence[Job]) -> list[Path]:
-    """The run directory of each job.
+def _names(below: str, jobs: Sequence[Job]) -> list[str]:
+    """The run directory of each job, below that of the sweep.
 
     Raises:
         UserError: two jobs have the same, or one is outside of the sweep's.
@@ -268,7 +284,7 @@ def _places(directory: Path, below: str, jobs: Sequence[Job]) -> list[Path]:
         raise UserError(
             f"hydra.sweep.subdir ({below}) gives several jobs one directory; put ${{hydra.job.num}} into it"
         )
-    return [directory / name for name in names]
+    return names
 
 
 def _placed(config: RunConfig, directory: Path) -> RunConfig:
@@ -284,8 +300,8 @@ class _Terminated(BaseException):
     """SIGTERM, between two jobs."""
 
 
-def _run_all(runs: list[SweptRun], directory: Path, start: Start, say: Callable[[str], None]) -> int:
-    """Run those that are not done, keeping how each ended in `runs`; the exit code of a signal, or 0."""
+def _run_all(runs: list[SweptRun], record: Callable[[], None], start: Start, say: Callable[[str], None]) -> int:
+    """Run those that are not done, keeping how each ended in `runs`, which `record` writes; a signal's code, or 0."""
     with _sigterm_raised():
         try:
             for index, run in enumerate(runs):
@@ -295,7 +311,7 @@ def _run_all(runs: list[SweptRun], directory: Path, start: Start, say: Callable[
                     continue
                 print(f"{head}; {run.directory}", flush=True)
                 runs[index] = _run_one(run, start, say)
-                write_record(directory, runs)
+                record()
                 if runs[index].exit_code in _STOPS:
                     return runs[index].exit_code or EXIT_DONE
         except KeyboardInterrupt:

@@ -18,6 +18,7 @@ from .checkpoint_writing import Content, apply_retention
 from .config.exp_manager import logged_name
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
+from .counted import counted
 from .cuda_graph import RecordedMicroBatches, RunMicroBatch
 from .data.build import Data
 from .data.seq2seq import AnySamples
@@ -65,7 +66,9 @@ def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
         return torch.device(kind)
     index, there = (ranks or Ranks()).local_rank, torch.cuda.device_count()
     if index and index >= there:
-        raise UserError(f"`trainer.devices` ({keys.devices}): there are {there} GPUs here; use trainer.devices={there}")
+        raise UserError(
+            f"`trainer.devices` ({keys.devices}): this machine has {counted(there, 'GPU')}; use trainer.devices={there}"
+        )
     return torch.device(kind, index)
 
 

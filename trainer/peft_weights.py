@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ..models.hf.fields import shown
 from .base_weights import BaseWeights, check_base, digest_of, find_base
-from .checkpoint import Checkpoint, find_checkpoint, trained_of
+from .checkpoint import BaseRecord, Checkpoint, find_checkpoint, trained_of
+from .config.run_config import RunConfig
 from .config.schema import RootBlock
-from .conversion.from_peft import is_peft_folder, read_peft_folder, trained_tensors
+from .conversion.from_peft import PeftFolder, is_peft_folder, read_peft_folder, trained_tensors
+from .conversion.merging import first_difference
 from .data.tokenizers import Tokenizer
 from .distributed.pieces import piece_of
 from .environment import user_path
 from .errors import UserError
 
 KEY = "model.peft.restore_from_path"
+_IN_PEFT = ("lora", "ia3")
+"""Schemes that peft's format holds, which knows of its base no more than a name."""
 
 
 def load_initial_adapter(
@@ -35,31 +41,86 @@ def load_initial_adapter(
         Lines for the log.
 
     Raises:
-        UserError: there is no adapter, or it does not fit the model.
+        UserError: there is no adapter, or it does not fit the model, or was trained on another.
     """
     named = root.model.peft.restore_from_path
     if named is None:
         return
     path = user_path(named, KEY)
     if is_peft_folder(path):
-        _load_peft_folder(path, root, model, tokenizer)
+        folder = read_peft_folder(path)
+        yield from _doubts(folder, base)
+        _load_peft_folder(folder, root, model, tokenizer)
         yield f"trained parameters from {path}"
         return
     checkpoint, complaints = find_checkpoint(path)
     yield from complaints
     if not checkpoint.is_adapter:
         raise UserError(f"`{KEY}`: {checkpoint.path} holds a whole model; set model.restore_from_path={path}")
+    if base is not None:
+        yield from _check_trained_on(checkpoint, base)
     checkpoint.load_weights(model, cast=True)
-    wanted = checkpoint.state.base
-    if base is not None and wanted is not None and digest_of(base) != wanted.sha256:
-        yield f"warning: {checkpoint.path} was trained on {wanted.path}, whose weights are others than {base.path}"
     yield f"trained parameters from {checkpoint.path}, trained for {checkpoint.state.step:,} steps"
 
 
-def _load_peft_folder(path: Path, root: RootBlock, model: nn.Module, tokenizer: Tokenizer) -> None:
+def _check_trained_on(checkpoint: Checkpoint, base: BaseWeights) -> Iterator[str]:
+    """See that an adapter was trained on these weights; a line where that cannot be known.
+
+    The record is a hash of files, and the same weights may lie in others: converted, split or rounded. So where the
+    hash differs, the weights decide, if those it was trained on are still there.
+
+    Raises:
+        UserError: it was trained on others.
+    """
+    wanted = checkpoint.state.base
+    if wanted is None or digest_of(base) == wanted.sha256:
+        return
+    both = f"{checkpoint.path} was trained on {wanted.path}, and this run begins with {base.path}"
+    former = _still_there(wanted)
+    if former is None:
+        yield f"warning: {both}: other files, and the former are no longer there, so whether weights differ is unknown"
+        return
+    different = first_difference(former, base)
+    if different is None:
+        return
+    scheme = RunConfig.from_document(checkpoint.config_document, trusted=False).root.model.peft.peft_scheme
+    raise UserError(
+        f"`{KEY}`: {both}, whose weights are others ({different} is the first); set "
+        f"model.restore_from_path={wanted.path}"
+        + (
+            f"; to move it to other weights all the same: stoker convert {checkpoint.path} FOLDER, and {KEY}=FOLDER"
+            if scheme in _IN_PEFT
+            else ""
+        )
+    )
+
+
+def _still_there(record: BaseRecord) -> BaseWeights | None:
+    """The weights of a record, if they are where they were and as they were."""
+    try:
+        base = find_base(Path(record.path))
+        return base if digest_of(base) == record.sha256 else None
+    except (UserError, OSError):
+        return None
+
+
+def _doubts(folder: PeftFolder, base: BaseWeights | None) -> Iterator[str]:
+    """A line where a folder in peft's format names another base; a name proves nothing."""
+    named = folder.config.get("base_model_name_or_path")
+    if base is None or not isinstance(named, str) or not named.strip("/"):
+        return
+    last = re.split(r"[/\\]", named.rstrip("/"))[-1]
+    if last not in re.split(r"[/\\]|--", str(base.path.absolute())):
+        yield (
+            f"warning: {folder.path} names {shown(named)} as the model it was trained on, and this run begins with "
+            f"{base.path}; whether their weights differ cannot be seen"
+        )
+
+
+def _load_peft_folder(folder: PeftFolder, root: RootBlock, model: nn.Module, tokenizer: Tokenizer) -> None:
     wanted = trained_of(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
-    found = trained_tensors(read_peft_folder(path), root, tokenizer, shapes)
+    found = trained_tensors(folder, root, tokenizer, shapes)
     with torch.no_grad():
         for name, parameter in wanted.items():
             piece = piece_of(parameter)
@@ -74,9 +135,12 @@ def base_of_adapter(checkpoint: Checkpoint, named: Path | None = None) -> BaseWe
         named: where they are now; None: where they were when it was written.
 
     Raises:
-        UserError: they are not there.
+        UserError: they are not there, or `named` is, and there is nothing that could belong to it.
     """
     if not checkpoint.is_adapter or checkpoint.state.base is None:
+        if named is not None:
+            has = "an adapter of random weights, which are made again" if checkpoint.is_adapter else "a whole model"
+            raise UserError(f"--base {named}: {checkpoint.path} holds {has}; leave --base out")
         return None
     return find_named_base(checkpoint) if named is None else find_base(named, "--base")
 

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from .config.schema import RootBlock
 from .environment import user_path
 
 
-def create_place(root: RootBlock) -> Path:
+def create_place(root: RootBlock, made: list[Path] | None = None) -> Path:
     """Choose and make the run directory.
+
+    Args:
+        root: the keys.
+        made: gets the directories that were not there before, in the order in which they were made.
 
     Raises:
         OSError: it cannot be made.
         UserError: the path cannot be read.
     """
     keys = root.exp_manager
-    if keys.explicit_log_dir:
-        path = absolute_path(keys.explicit_log_dir, "explicit_log_dir")
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    parent = absolute_path(keys.exp_dir or "runs", "exp_dir") / (keys.name or root.name)
-    parent.mkdir(parents=True, exist_ok=True)
-    if keys.resume_if_exists:
-        return parent
-    if keys.version is not None:
-        path = parent / (f"version_{keys.version}" if isinstance(keys.version, int) else keys.version)
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+    made = [] if made is None else made
+    if (path := named_place(root)) is not None:
+        return make_directory(path, made)
+    parent = make_directory(_place_of_versions(root), made)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     number = 0 if keys.use_datetime_version else _next_version(parent)
     while True:
@@ -43,7 +42,56 @@ def create_place(root: RootBlock) -> Path:
         except FileExistsError:
             number += 1
         else:
+            made.append(path)
             return path
+
+
+def named_place(root: RootBlock) -> Path | None:
+    """The run directory, where the keys name it; None where it gets the next number, or the time.
+
+    Raises:
+        UserError: the path cannot be read.
+    """
+    keys = root.exp_manager
+    if keys.explicit_log_dir:
+        return absolute_path(keys.explicit_log_dir, "explicit_log_dir")
+    parent = _place_of_versions(root)
+    if keys.resume_if_exists:
+        return parent
+    if keys.version is None:
+        return None
+    return parent / (f"version_{keys.version}" if isinstance(keys.version, int) else keys.version)
+
+
+def _place_of_versions(root: RootBlock) -> Path:
+    keys = root.exp_manager
+    return absolute_path(keys.exp_dir or "runs", "exp_dir") / (keys.name or root.name)
+
+
+def make_directory(path: Path, made: list[Path]) -> Path:
+    """Make a directory and what is missing above it; `made` gets what was not there before.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [above for above in (path, *path.parents) if not above.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    made.extend(reversed(missing))
+    return path
+
+
+def remove_places(made: Sequence[Path], holding: Collection[Path]) -> None:
+    """Remove directories that were made for a run which is not to be.
+
+    Args:
+        made: in the order in which they were made.
+        holding: those of them that go with all they hold; of the others, those that are empty.
+    """
+    for path in reversed(made):
+        if path in holding:
+            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def checkpoint_place(root: RootBlock, run: Path) -> Path:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from .counted import counted
 from .data.preprocess.documents import Reading
 from .data.preprocess.job import Job, Outcome, Progress, preprocess, tokenizer_file
 from .data.preprocess.journal import parts_folder
@@ -125,7 +126,8 @@ def _report(job: Job, outcome: Outcome, seconds: float) -> None:
         else f" in {seconds:,.1f} s ({size / seconds / 1e6:.1f} MB/s)"
     )
     print(
-        f"{job.prefix}: {summary['documents']:,} documents, {summary['tokens']:,} tokens, {size:,} bytes of text{speed}"
+        f"{job.prefix}: {counted(summary['documents'], 'document')}, {counted(summary['tokens'], 'token')}, "
+        f"{size:,} bytes of text{speed}"
     )
     if summary["skipped"]:
         print(f"skipped {sum(summary['skipped'].values()):,}")
@@ -154,7 +156,7 @@ class _ProgressLine:
         left = seconds * (1 - progress.fraction) / done if done > 0 else None
         eta = "" if left is None else f", {_duration(left)} left"
         text = (
-            f"{progress.fraction:6.1%}  {progress.documents:,} documents, "
+            f"{progress.fraction:6.1%}  {counted(progress.documents, 'document')}, "
             f"{progress.text_bytes / seconds / 1e6:.1f} MB/s{eta}"
         )
         print(f"\r\x1b[K{text}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import environment
+from .counted import counted
 from .errors import EXIT_DONE
 from .generate import printable
 
@@ -74,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     print("attention in training, from the first choice to the last:")
     print(model.attention_decisions["training"].table())
     del model
-    config = _load(experiment, [*_length(config, pace, args.seconds), *overrides])
-    print(f"speed {_pace_in_words(pace)}: {config.root.trainer.max_steps:,} steps in that time\n")
+    config = _load(experiment, [*overrides, *_length(config, pace, args.seconds)])
+    print(f"speed {_pace_in_words(pace)}: {counted(config.root.trainer.max_steps, 'step')} in that time\n")
 
     result = run_training(config)
     if result.exit_code != EXIT_DONE:
@@ -152,7 +153,7 @@ def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | No
     if comparison is not None:
         lines += [
             f"bits per byte on {comparison.bytes:,} bytes that were held out:",
-            f"  {comparison.model:6.3f}  this model after {result.step:,} steps",
+            f"  {comparison.model:6.3f}  this model after {counted(result.step, 'step')}",
             f"  {comparison.xz:6.3f}  xz -9e of these bytes",
             f"  {comparison.unigram:6.3f}  byte frequencies of the training text (unigram)",
         ]
@@ -189,7 +190,8 @@ def _write(result: TrainingResult, pace: Pace, comparison: Comparison | None) ->
 def _load(experiment: str, overrides: Sequence[str]) -> RunConfig:
     from .config.load import load_run_config
 
-    return load_run_config(overrides=[f"experiment={experiment}", *overrides])
+    chosen = any(re.match(r"\+{0,2}experiment=", word) for word in overrides)
+    return load_run_config(overrides=[*([] if chosen else [f"experiment={experiment}"]), *overrides])
 
 
 def _directory(path: str | None) -> list[str]:
@@ -201,18 +203,23 @@ def _directory(path: str | None) -> list[str]:
 
 
 def _length(config: RunConfig, pace: Pace, seconds: float) -> list[str]:
-    """Overrides that make the run end in `seconds`, measuring and validations (forward passes only) included."""
+    """Overrides that make the run end in `seconds`, measuring and validations (forward passes only) included.
+
+    What was typed stays as it is.
+    """
     limit = config.root.trainer.limit_val_batches
     validation_steps = _VALIDATIONS * (limit if isinstance(limit, int) else 0) / 3
     steps = max(_VALIDATIONS, round(seconds * (1 - _MEASURING) / pace.step_seconds - validation_steps))
     # A machine that slows down much further ends by the clock instead.
     latest = round(2 * seconds) + 30
-    return [
-        f"trainer.max_steps={steps}",
-        f"trainer.val_check_interval={-(-steps // _VALIDATIONS)}",
-        f"trainer.log_every_n_steps={-(-steps // 20)}",
-        f"trainer.max_time='{latest // 86400:02}:{latest // 3600 % 24:02}:{latest // 60 % 60:02}:{latest % 60:02}'",
-    ]
+    values = {
+        "trainer.max_steps": steps,
+        "trainer.val_check_interval": -(-steps // _VALIDATIONS),
+        "trainer.log_every_n_steps": -(-steps // 20),
+        "trainer.max_time": f"'{latest // 86400:02}:{latest // 3600 % 24:02}:{latest // 60 % 60:02}:{latest % 60:02}'",
+    }
+    typed = {path for path, origin in config.origins.items() if origin.kind == "override"}
+    return [f"{path}={value}" for path, value in values.items() if path not in typed]
 
 
 def _pace_in_words(pace: Pace) -> str:
@@ -220,7 +227,7 @@ def _pace_in_words(pace: Pace) -> str:
     if not pace.tried:
         return words
     others = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in pace.tried.items() if n != pace.threads)
-    return f"{words} with {pace.threads} thread{'s' * (pace.threads != 1)}" + (f" ({others})" if others else "")
+    return f"{words} with {counted(pace.threads, 'thread')}" + (f" ({others})" if others else "")
 
 
 def _data_in_words(config: RunConfig) -> str:

@@ -1,12 +1,19 @@
-"""A trained model out of a checkpoint, ready to be asked: what generation and evaluation start from."""
+"""A trained model, ready to be asked: what generation and evaluation start from.
+
+It comes out of a checkpoint, or out of a folder of Hugging Face's as it is.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ..kernels.attention.flags import read_flags
 from ..models.build import LanguageModel, build_model
@@ -14,9 +21,12 @@ from ..models.config.counting import count_parameters
 from ..models.config.family_rules import stacks_of_keys
 from ..models.config.peft_slice import peft_slice
 from ..models.config.t5 import T5Keys
-from .checkpoint import Checkpoint, find_checkpoint
+from .base_weights import BaseWeights, is_foreign
+from .checkpoint import RunState, find_checkpoint
 from .claimed_size import check_claimed_size
 from .config.run_config import RunConfig
+from .conversion.from_peft import is_peft_folder
+from .conversion.to_stoker import check, open_source, run_of, state_of
 from .data.build import sequence_length
 from .data.task import task_name
 from .data.text_start import text_start
@@ -33,7 +43,8 @@ class Restored:
     """A model in evaluation mode and what it was trained with.
 
     Attributes:
-        checkpoint: where it came from.
+        path: the checkpoint `step-N`, or the folder, it came from.
+        state: where the run stood; of a folder of Hugging Face's that of a run that has not begun.
         config: the configuration of that run.
         tokenizer: the one it was trained with.
         model: on `device`, without dropout.
@@ -41,7 +52,8 @@ class Restored:
         precision: dtypes of weights and arithmetic.
     """
 
-    checkpoint: Checkpoint
+    path: Path
+    state: RunState
     config: RunConfig
     tokenizer: Tokenizer
     model: LanguageModel
@@ -60,38 +72,32 @@ class Restored:
         A run that was trained on a stream of documents has seen each after the eos of the one before; of any other
         model its tokenizer knows what a text begins with.
         """
-        documents = self.checkpoint.state.consumed_samples > 0 and task_name(self.config.root.model) == "gpt"
+        documents = self.state.consumed_samples > 0 and task_name(self.config.root.model) == "gpt"
         if documents and self.tokenizer.eos_id is not None:
             return [self.tokenizer.eos_id]
         return text_start(self.tokenizer)
 
 
 def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, average: bool = False) -> Restored:
-    """Load the model of a checkpoint.
+    """Load a model.
 
     Args:
         path: a run directory, its checkpoints directory or one step in it; of several the newest valid one is taken,
-            and damaged ones are named on standard error.
+            and damaged ones are named on standard error. Or a folder of Hugging Face's.
         device_name: `auto` (a CUDA GPU where there is one, else the CPU), `cpu`, `cuda` or `mps`.
         base: where the frozen weights of an adapter are now; None: where they were when it was trained.
         average: take the moving average of the weights that were trained.
 
     Raises:
-        UserError: no usable checkpoint, or no such device; or an adapter whose frozen weights are not there.
+        UserError: no usable model, or no such device; or an adapter whose frozen weights are not there.
     """
     device = choose_device(device_name)
-    checkpoint, complaints = find_checkpoint(path)
-    for complaint in complaints:
-        print(complaint, file=sys.stderr)
-    checkpoint = checkpoint.averaged() if average else checkpoint
-    config = RunConfig.from_document(
-        checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
-    )
+    if is_foreign(path) and not is_peft_folder(path):
+        found = _in_folder(path, base, average=average)
+    else:
+        found = _in_checkpoint(path, base, average=average)
+    config, tokenizer = found.config, found.tokenizer
     keys = config.root.model
-    try:
-        tokenizer = from_document(checkpoint.saved_tokenizer)
-    except ValueError as error:
-        raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
     if device.type == "cuda":
         precision = plan_precision(config.root.trainer, keys.megatron_amp_O2, device)
     else:
@@ -110,13 +116,10 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
             keys = keys.model_copy(update=anything)
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
     form = sample_form(config.root)
-    frozen = base_of_adapter(checkpoint, base)
-    if frozen is not None or not checkpoint.is_adapter:
-        check_claimed_size(checkpoint, config.root, tokenizer.vocab_size, frozen)
     need, there = count_parameters(keys, vocab_size, form) * precision.weights.itemsize, host_memory()
     if there is not None and need > there:
         raise UserError(
-            f"checkpoint {checkpoint.path} cannot run here: the weights of its configuration need "
+            f"{found.name} cannot run here: the weights of its configuration need "
             f"{need / 2**30:,.1f} GiB, of {there / 2**30:,.1f} GiB there are"
         )
     try:
@@ -133,9 +136,66 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
             peft=peft_slice(keys.peft),
         )
     except ValueError as error:
-        raise UserError([f"checkpoint {checkpoint.path} cannot run here:", *str(error).splitlines()]) from None
-    load_with_base(checkpoint, model, frozen, cast=True)
-    return Restored(checkpoint, config, tokenizer, model.eval(), device, precision)
+        raise UserError([f"{found.name} cannot run here:", *str(error).splitlines()]) from None
+    found.load(model)
+    return Restored(found.path, found.state, config, tokenizer, model.eval(), device, precision)
+
+
+class _Found(NamedTuple):
+    """A model that nothing has been built of.
+
+    Attributes:
+        name: for messages.
+        path: where it is.
+        state: where the run stood.
+        config: the configuration of that run.
+        tokenizer: the one it was trained with.
+        load: copies the weights into the model.
+    """
+
+    name: str
+    path: Path
+    state: RunState
+    config: RunConfig
+    tokenizer: Tokenizer
+    load: Callable[[nn.Module], None]
+
+
+def _in_checkpoint(path: Path, base: Path | None, *, average: bool) -> _Found:
+    """The model of a checkpoint; arguments as in `restore`."""
+    checkpoint, complaints = find_checkpoint(path)
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    checkpoint = checkpoint.averaged() if average else checkpoint
+    name = f"checkpoint {checkpoint.path}"
+    config = RunConfig.from_document(
+        checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
+    )
+    try:
+        tokenizer = from_document(checkpoint.saved_tokenizer)
+    except ValueError as error:
+        raise UserError(f"{name} cannot be used: tokenizer.json: {error}") from None
+    frozen = base_of_adapter(checkpoint, base)
+    if frozen is not None or not checkpoint.is_adapter:
+        check_claimed_size(checkpoint, config.root, tokenizer.vocab_size, frozen)
+    load = partial(load_with_base, checkpoint, base=frozen, cast=True)
+    return _Found(name, checkpoint.path, checkpoint.state, config, tokenizer, load)
+
+
+def _in_folder(path: Path, base: Path | None, *, average: bool) -> _Found:
+    """The model of a folder of Hugging Face's; arguments as in `restore`."""
+    if average:
+        raise UserError(f"--ema: {path} is a model of Hugging Face's, which holds no moving average")
+    if base is not None:
+        raise UserError(f"--base {base}: {path} holds a whole model; leave --base out")
+    try:
+        with open_source(path) as source:
+            config, tokenizer = run_of(source, check(source, None, ()))
+    except UserError as error:
+        cure = f"`stoker convert {path} FOLDER` takes --tokenizer and --ignore-field, and makes a checkpoint of it"
+        raise UserError([*error.lines, cure]) from None
+    load = BaseWeights(path, None).load
+    return _Found(str(path), path, state_of(config.root), config, tokenizer, load)
 
 
 def choose_device(name: str) -> torch.device:

@@ -17,6 +17,7 @@ from .batching import BatchPlan, RankBatches, ramp_up_of
 from .checkpoint import BaseRecord, Checkpoint, checkpoint_paths, open_checkpoint
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
+from .counted import counted
 from .data.build import Data, build_data
 from .determinism import attention_flags, determinism
 from .development import overfitted, trial_of
@@ -237,7 +238,7 @@ def _train(
             journal.say(f"warning: {warning}")
         load_resumed(resumed, model, base, root)
         resumed.load_optimizer(optimizer)
-        journal.say(f"going on from {resumed.path}, {resumed.state.consumed_samples:,} samples seen")
+        journal.say(f"going on from {resumed.path}, {counted(resumed.state.consumed_samples, 'sample')} seen")
         start = start.model_copy(
             update={
                 "step": resumed.state.step,

@@ -13,6 +13,7 @@ from ..models.config.family_rules import stacks_of_keys
 from ..models.config.memory_slice import offload_slice
 from ..models.peft.adapt import trained_parameters
 from .config.schema import RootBlock
+from .counted import counted
 from .cuda_graph import WARM_UP
 from .data.build import Data
 from .distributed.layout import DataLayout
@@ -37,16 +38,17 @@ def describe(
     micro_batches = keys.global_batch_size // keys.micro_batch_size // ranks
     yield f"device {device_name(device)}, {precision.name}"
     if layout is not None:
-        yield f"{ranks} processes, {layout.name}: {layout.held}"
+        yield f"{counted(ranks, 'process', 'processes')}, {layout.name}: {layout.held}"
     yield f"data {data.description}"
     stacks = stacks_of_keys(keys)
-    layers = " and ".join(str(stack.num_layers) for stack in stacks.values())
+    *others, last = (stack.num_layers for stack in stacks.values())
+    layers = " and ".join([*map(str, others), counted(last, "layer")])
     width = next(iter(stacks.values())).hidden_size
     parameters, active = parameter_count(model), count_parameters(keys, data.vocab_size, form, active=True)
     trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
     whole = count_parameters(keys, data.vocab_size, form)
     each = f" ({active:,} for each token)" if active < whole else ""
-    yield f"model {whole:,} parameters{each}, {layers} layers, hidden size {width}"
+    yield f"model {whole:,} parameters{each}, {layers}, hidden size {width}"
     if keys.peft.is_on:
         share = 100 * trained / parameters
         yield f"{keys.peft.peft_scheme}: {trained:,} parameters are trained ({share:.2g} % of all), the others frozen"
@@ -55,7 +57,7 @@ def describe(
         if (moe := stack.moe) is not None:
             yield (
                 f"experts {f'of the {at[:-1]} ' if at else ''}{moe.experts}, {moe.topk} for each token, in "
-                f"{sum(moe.layers)} of {stack.num_layers} layers; balancing {moe.balancing}"
+                f"{sum(moe.layers)} of {counted(stack.num_layers, 'layer')}; balancing {moe.balancing}"
                 f"{f' times {moe.aux_loss:g}' if moe.balancing == 'aux_loss' else ''}"
             )
     attention = ", ".join(
@@ -73,8 +75,8 @@ def describe(
     if uses_cuda_graph(root, device, ranks):
         yield f"micro batches run as a CUDA graph, after {WARM_UP} that warm up"
     yield (
-        f"{root.trainer.max_steps:,} steps of {keys.global_batch_size} samples in {micro_batches} micro "
-        f"batch{'es' * (micro_batches != 1)}{' per process' * (ranks > 1)}, "
+        f"{counted(root.trainer.max_steps, 'step')} of {counted(keys.global_batch_size, 'sample')} in "
+        f"{counted(micro_batches, 'micro batch', 'micro batches')}{' per process' * (ranks > 1)}, "
         f"{keys.global_batch_size * (form.length + form.decoder_length):,} tokens each"
     )
     if root.trainer.enable_model_summary:
@@ -99,7 +101,8 @@ def describe_offload(root: RootBlock, model: LanguageModel, device: torch.device
             parts.append(f"their weights, {moved:,.2f} GiB, which a micro batch moves there and back")
         if stack.activation_offload is not None:
             parts.append("what they save for the backward")
-        yield f"host memory keeps of the first {offload.layers} layers{of_stack} {' and '.join(reversed(parts))}"
+        kept = f"{counted(offload.layers, 'layer')}{of_stack}"
+        yield f"host memory keeps of the first {kept} {' and '.join(reversed(parts))}"
 
 
 def describe_moved(model: LanguageModel) -> Iterator[str]:

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .config.run_config import RunConfig
 from .environment import snapshot, user_path
 from .errors import EXIT_IO, UserError
 from .manifest import describe_environment
-from .places import absolute_path, checkpoint_place, create_place
+from .places import absolute_path, checkpoint_place, create_place, make_directory, remove_places
 
 try:
     import fcntl
@@ -37,17 +37,20 @@ class RunDirectory:
         checkpoints: holds the `step-N` directories.
         locks: keep other processes out of the run directory, and of a `checkpoints` elsewhere, for as long as they are
             open; None where files cannot be locked.
+        made: directories that were made for this run, as long as something may still refuse it.
     """
 
     path: Path
     checkpoints: Path
     locks: tuple[int | None, ...] = ()
+    made: list[Path] = field(default_factory=list)
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Let other processes write here again."""
+        """Let other processes write here again; a run that was refused leaves nothing."""
+        remove_places(self.made, (self.path, self.checkpoints))
         _unlock(self.locks)
 
 
@@ -60,15 +63,21 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
     """
     keys = config.root.exp_manager
     dirpath = keys.checkpoint_callback_params.dirpath
-    _check_places(keys)
-    try:
-        path = create_place(config.root)
-        checkpoints = checkpoint_place(config.root, path)
-        locks = [_lock(path, "trains", _directory_key(keys))]
-        with ExitStack() as unless_done:
-            unless_done.callback(_unlock, locks)
+    made: list[Path] = []
+    with ExitStack() as unless_done:
+        locks: list[int | None] = []
+        held: list[Path] = []  # what this process has locked: the rest may be another's by now
+        unless_done.callback(_unlock, locks)
+        unless_done.callback(remove_places, made, held)
+        _check_places(keys, made)
+        try:
+            path = create_place(config.root, made)
+            checkpoints = checkpoint_place(config.root, path)
+            locks.append(_lock(path, "trains", _directory_key(keys)))
+            held.append(path)
             if dirpath and keys.create_checkpoint_callback:
                 locks.append(_lock(checkpoints, "saves its checkpoints", "checkpoint_callback_params.dirpath"))
+                held.append(checkpoints)
             # A `dirpath` that nothing is saved to, nor read from, may be that of any run.
             existing = checkpoint_paths(checkpoints) if keys.create_checkpoint_callback or not dirpath else []
             if existing and not keys.resume_if_exists:
@@ -76,16 +85,16 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
                     f"{checkpoints} already holds checkpoints up to {existing[-1].name}; go on from there with "
                     f"exp_manager.resume_if_exists=True, or write elsewhere with another exp_manager.{_place_key(keys)}"
                 )
-            unless_done.pop_all()
-    except OSError as error:
-        raise _cannot_write(error, keys.explicit_log_dir or keys.exp_dir or "runs", keys) from error
-    return RunDirectory(path, checkpoints, tuple(locks))
+        except OSError as error:
+            raise _cannot_write(error, keys.explicit_log_dir or keys.exp_dir or "runs", keys) from error
+        unless_done.pop_all()
+    return RunDirectory(path, checkpoints, tuple(locks), made)
 
 
 def record_start(
     config: RunConfig, directory: RunDirectory, device: torch.device, processes: list[dict[str, Any]]
 ) -> None:
-    """Write what the run was started with, once nothing is left that could refuse it.
+    """Write what the run was started with, once nothing is left that could refuse it: from here on, it is kept.
 
     Args:
         config: of the run.
@@ -106,6 +115,7 @@ def record_start(
             shutil.copyfile(_file_to_copy(name), copies / Path(name).name)
     except OSError as error:
         raise _cannot_write(error, str(directory.path), config.root.exp_manager) from error
+    directory.made.clear()
 
 
 def _file_to_copy(name: str) -> Path:
@@ -140,8 +150,11 @@ def _cannot_write(error: OSError, place: str, keys: ExpManagerBlock) -> UserErro
     )
 
 
-def _check_places(keys: ExpManagerBlock) -> None:
-    """Whether checkpoints can be read and written where they should be: now, not after an hour of training."""
+def _check_places(keys: ExpManagerBlock, made: list[Path]) -> None:
+    """Whether checkpoints can be read and written where they should be: now, not after an hour of training.
+
+    `made` gets the directories that were not there before.
+    """
     start = keys.resume_from_checkpoint
     if start and not user_path(start, "exp_manager.resume_from_checkpoint").is_dir():
         raise UserError(f"`exp_manager.resume_from_checkpoint` ({start}): there is no such directory")
@@ -152,7 +165,7 @@ def _check_places(keys: ExpManagerBlock) -> None:
         return
     path = absolute_path(dirpath, "checkpoint_callback_params.dirpath")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path, made)
     except OSError as error:
         raise UserError(
             f"`exp_manager.checkpoint_callback_params.dirpath` ({path}): {error.strerror}; "

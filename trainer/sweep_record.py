@@ -50,17 +50,23 @@ def shown_job(job: Job) -> str:
     return " ".join(map(without_secrets, job.swept)) or "nothing varies"
 
 
-def cannot_write(where: object, error: OSError) -> UserError:
-    """The error for the user where the directory of a sweep cannot be written."""
+def cannot_write(where: object, error: OSError, key: str) -> UserError:
+    """The error for the user where the directory of a sweep, which `key` gives, cannot be written."""
     return UserError(
-        f"cannot write the directory of the sweep {where}: {error.strerror or error}; set exp_manager.exp_dir to a "
+        f"cannot write the directory of the sweep {where}: {error.strerror or error}; set {key} to a "
         "directory that can be written",
         EXIT_IO,
     )
 
 
-def read_record(directory: Path, jobs: Sequence[Job], resumes: bool) -> list[dict[str, Any]]:
+def read_record(directory: Path, jobs: Sequence[Job], resumes: bool, elsewhere: str) -> list[dict[str, Any]]:
     """What an earlier process wrote of each job; empty for a new sweep.
+
+    Args:
+        directory: of the sweep.
+        jobs: those of now.
+        resumes: whether an earlier sweep may be gone on with.
+        elsewhere: the keys that lead to another directory.
 
     Raises:
         UserError: the directory holds another sweep, or one that was not to be gone on with.
@@ -71,7 +77,7 @@ def read_record(directory: Path, jobs: Sequence[Job], resumes: bool) -> list[dic
     if not resumes:
         raise UserError(
             f"{directory} already holds a sweep; go on with it with exp_manager.resume_if_exists=True, or write "
-            "elsewhere with another exp_manager.name or exp_dir"
+            f"elsewhere with another {elsewhere}"
         )
     try:
         if path.stat().st_size > _MAX_RECORD_BYTES:
@@ -83,7 +89,7 @@ def read_record(directory: Path, jobs: Sequence[Job], resumes: bool) -> list[dic
     if swept != [list(map(without_secrets, job.swept)) for job in jobs]:
         raise UserError(
             f"{directory} holds a sweep of other jobs; repeat its overrides to go on with it, or write elsewhere with "
-            "another exp_manager.name or exp_dir"
+            f"another {elsewhere}"
         )
     return known
 
@@ -95,8 +101,8 @@ def taken_over(run: SweptRun, known: dict[str, Any]) -> SweptRun:
     return run
 
 
-def write_record(directory: Path, runs: Sequence[SweptRun]) -> None:
-    """Write how far each job is.
+def write_record(directory: Path, runs: Sequence[SweptRun], key: str) -> None:
+    """Write how far each job is; `key` gives the directory.
 
     Raises:
         UserError: the directory cannot be written (exit code 74).
@@ -119,7 +125,7 @@ def write_record(directory: Path, runs: Sequence[SweptRun]) -> None:
     try:
         replace_file(directory / RECORD, (json.dumps(document, indent=2) + "\n").encode())
     except OSError as error:
-        raise cannot_write(directory, error) from error
+        raise cannot_write(directory, error, key) from error
 
 
 def figures_of(run: SweptRun) -> dict[str, Any] | None:

@@ -107,7 +107,7 @@ class _Head:
     """T5 v1.0 ties its head and scales what goes into it; v1.1 does neither.
 
     Newer versions of transformers write `tie_word_embeddings: true` for both, and `scale_decoder_outputs`; whether the
-    weights hold a head of its own decides.
+    weights hold a head of its own decides. A tied head without the scale is one that they alone know.
 
     Args:
         tied_is_scaled: what a tied head means; False where versions of transformers do not agree on it.
@@ -125,15 +125,14 @@ class _Head:
                 "transformers do not agree on what that computes"
             )
         scaled = checked("scale_decoder_outputs", theirs.get("scale_decoder_outputs", tied), "switch")
-        if scaled != tied:
-            raise FieldError(
-                f"`scale_decoder_outputs` ({shown(scaled)}) must be {shown(tied)}: "
-                f"the head is {'' if tied else 'not '}the table of embeddings"
-            )
-        return {"share_decoder_tokens_head_embeddings": tied, "scale_tied_logits": tied}
+        if scaled and not tied:
+            raise FieldError("`scale_decoder_outputs` (true) must be false: the head is not the table of embeddings")
+        return {"share_decoder_tokens_head_embeddings": tied, "scale_tied_logits": scaled}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        return {"tie_word_embeddings": key_of(keys, "share_decoder_tokens_head_embeddings")}
+        tied = key_of(keys, "share_decoder_tokens_head_embeddings")
+        unscaled = {"scale_decoder_outputs": False} if tied and not key_of(keys, "scale_tied_logits") else {}
+        return {"tie_word_embeddings": tied, **unscaled}
 
 
 def _parts(default: str, *, gated: bool, head: _Head) -> tuple[Part, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...models.config.block import Finding
+from ..counted import counted
 from .facts import Facts, Rule, no_effect
 
 
@@ -103,8 +104,8 @@ def some_checkpoint_is_kept(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             (f"{below}.every_n_train_steps", f"{below}.save_last", "trainer.max_steps"),
-            f"no checkpoint is due in {steps} steps: `every_n_train_steps` is {params.every_n_train_steps} and "
-            "`save_last` False",
+            f"no checkpoint is due in {counted(steps, 'step')}: `every_n_train_steps` is {params.every_n_train_steps} "
+            "and `save_last` False",
             f"{below}.save_last=true, or {below}.every_n_train_steps={steps}",
         )
 

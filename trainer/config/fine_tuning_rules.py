@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ...models.config.block import Finding
 from ..data.prompt_template import template_of
 from ..data.task import task_name
-from .blocks import TrainSetBlock
+from .blocks import DataBlock, TrainSetBlock
 from .facts import Facts, Rule, no_effect
 from .schema import ModelBlock
 from .schema_index import show_value
@@ -17,6 +18,7 @@ _SET = f"{_AT}.train_ds"
 _FILES = f"{_SET}.file_names"
 _CHAT = f"{_AT}.chat"
 _OBJECTS = ("jsonl", "huggingface")
+_NAMED = re.compile(r"\{([^{}]+)\}")
 _PROMPTS = ("prompt_template", "truncation_field", "truncation_method", "add_bos", "add_eos")
 
 
@@ -105,7 +107,7 @@ def prompts_can_be_made(facts: Facts) -> Iterator[Finding]:
     try:
         template = template_of(data)
     except ValueError as error:
-        yield Finding("error", keys, f"`prompt_template` {error}", f"{keys[0]}='{{input}} {{{data.label_key}}}'")
+        yield Finding("error", keys, f"`prompt_template` {error}", _answer_last(data))
         return
     field = data.train_ds.truncation_field
     names = [] if field is None else [name.strip() for name in field.split(",")]
@@ -128,6 +130,26 @@ def prompts_can_be_made(facts: Facts) -> Iterator[Finding]:
                 f"`{data.label_key}` only",
                 f"~{keys[0]}",
             )
+
+
+def _answer_last(data: DataBlock) -> str:
+    """What makes a template end with its answer.
+
+    That is what `label_key` names, if it is there; else the last name, which `label_key` must be.
+    """
+    text, label = data.train_ds.prompt_template or "", data.label_key
+    names = list(_NAMED.finditer(text))
+    key = f"{_SET}.prompt_template"
+    if not names or set("{}'\n") & set(_NAMED.sub("", text)):
+        return f"{key}='{{{data.context_key}}} {{{label}}}'"
+    answers = [name for name in names if name[1] == label]
+    if not answers and names[-1][1] == data.context_key:
+        return f"{key}='{text} {{{label}}}'"
+    last = answers[0] if answers else names[-1]
+    changes = [] if answers else [f"{_AT}.label_key={show_value(last[1])}"]
+    if last.end() < len(text):
+        changes.append(f"{key}='{text[: last.end()]}'")
+    return " ".join(changes)
 
 
 def answers_end(facts: Facts) -> Iterator[Finding]:

@@ -6,8 +6,9 @@ Axolotl, and NeMo 2, lower case with underscores. A name that is also a key here
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 
 def _each(target: str, names: str) -> dict[str, str]:
@@ -183,3 +184,31 @@ FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
         **_each("exp_manager.create_wandb_logger", "use_wandb wandb wandb_log report_to"),
     }
 )
+
+_LORA_TARGETS = "model.peft.lora_tuning.target_modules"
+_FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        _LORA_TARGETS: {
+            **_each(
+                "attention_qkv",
+                "q_proj k_proj v_proj qkv_proj q k v query key value query_key_value c_attn wqkv linear_qkv",
+            ),
+            **_each("attention_dense", "o_proj out_proj o dense wo_proj linear_proj"),
+            **_each(
+                "mlp_fc1",
+                "gate_proj up_proj gate_up_proj c_fc dense_h_to_4h wi wi_0 wi_1 w1 w3 fc1 linear_fc1",
+            ),
+            **_each("mlp_fc2", "down_proj dense_4h_to_h wo w2 fc2 linear_fc2"),
+            "c_proj": "attention_dense,mlp_fc2",  # GPT-2 has two of that name
+            "all-linear": "all",
+        }
+    }
+)
+"""Key to what others call its values (Hugging Face's peft by the names of their linear layers), and ours."""
+
+
+def own_values(path: str, value: Any) -> Sequence[tuple[str, str]]:
+    """The values in a list, or a single one, that others know, each with ours; several of ours have commas."""
+    known = _FOREIGN_VALUES.get(path, {})
+    named = value if isinstance(value, list) else [value]
+    return [(name, known[name.lower()]) for name in named if isinstance(name, str) and name.lower() in known]

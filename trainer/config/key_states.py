@@ -168,10 +168,10 @@ class KeyStates:
             found = None
         if found is None:
             return Verdict(path, value, State.ACTS)
-        state, note = found
         key = self._keys[path]
         choices = ", ".join(show_value(choice) for choice in key.choices)
-        return Verdict(path, value, state, note, f"{state.value}: {note}", f"{path} takes {choices or key.kind}")
+        fix = f"{path}={found.use}" if found.use else f"{path} takes {choices or key.kind}"
+        return Verdict(path, value, found.state, found.note, f"{found.state.value}: {found.note}", fix)
 
     def _is_accepted(self, row: Row, value: Any) -> bool:
         """Whether a key that does not act has a value that changes nothing."""

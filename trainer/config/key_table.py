@@ -657,6 +657,7 @@ def is_block_of_rows(path: str) -> bool:
 
 
 _FP16 = "fp16 needs loss scaling; use bf16"
+_FP8 = "training in fp8; use bf16"
 _OTHER_TOKENIZER = "use huggingface with a tokenizer.json, sentencepiece, or byte-level"
 _ADAM = "adam adds weight decay to the gradient, which its running square undoes; use adamw (equal without decay)"
 _OTHER_OPTIMIZER = "stoker keeps AdamW, Adafactor, Muon and SGD; use adamw"
@@ -664,16 +665,37 @@ _OTHER_BALANCE = "the loss is one of each micro batch; use aux_loss, or moe_rout
 _SCHEDULE = "a rate that depends on epochs or losses does not follow from the step; use CosineAnnealing"
 
 
-def _values(state: State, note: str, *values: Any) -> dict[Any, tuple[State, str]]:
-    return dict.fromkeys(values, (state, note))
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Why some values of a key that acts are not taken.
+
+    Attributes:
+        state: not yet, or refused.
+        note: what they are, and what to do instead.
+        use: the value to set instead; empty where that depends on what is wanted.
+    """
+
+    state: State
+    note: str
+    use: str
 
 
-VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
+def _values(state: State, note: str, *values: Any, use: str = "") -> dict[Any, Values]:
+    return dict.fromkeys(values, Values(state, note, use))
+
+
+VALUES: Mapping[str, Mapping[Any, Values]] = MappingProxyType(
     {
-        "trainer.precision": _values(State.NOT_YET, _FP16, 16, "16", "16-mixed", "16-true"),
+        "trainer.precision": _values(
+            State.NOT_YET, _FP16, 16, "16", "16-mixed", "16-true", "fp16", "fp16-mixed", "float16", "half", use="bf16"
+        )
+        | _values(State.NOT_YET, _FP8, 8, "8", "fp8", "transformer-engine", "transformer-engine-float16", use="bf16"),
         "trainer.accelerator": _values(State.REFUSED, "not a device torch trains these models on", "tpu", "hpu", "ipu"),
         "model.normalization": _values(
-            State.REFUSED, "norms always calculate in fp32; use layernorm", "low_precision_layernorm"
+            State.REFUSED,
+            "norms always calculate in fp32; use layernorm",
+            "low_precision_layernorm",
+            use="layernorm",
         ),
         "model.tokenizer.library": _values(
             State.REFUSED, _OTHER_TOKENIZER, "regex", "tabular", "tiktoken", "null-tokenizer", "yttm"
@@ -688,9 +710,13 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
             State.REFUSED, _OTHER_BALANCE, "seq_aux_loss", "global_aux_loss", "quantile"
         ),
         "model.peft.peft_scheme": _values(
-            State.REFUSED, "weights stay in 16 or 32 bits, and schemes are not combined; use lora", "qlora", "sdlora"
+            State.REFUSED,
+            "weights stay in 16 or 32 bits, and schemes are not combined; use lora",
+            "qlora",
+            "sdlora",
+            use="lora",
         ),
-        "model.optim.name": _values(State.REFUSED, _ADAM, "adam")
+        "model.optim.name": _values(State.REFUSED, _ADAM, "adam", use="adamw")
         | _values(
             State.REFUSED,
             _OTHER_OPTIMIZER,
@@ -703,9 +729,16 @@ VALUES: Mapping[str, Mapping[Any, tuple[State, str]]] = MappingProxyType(
             "adan",
             "lamb",
             "radam",
+            use="adamw",
         ),
         "model.optim.sched.name": _values(
-            State.REFUSED, _SCHEDULE, "StepLR", "ExponentialLR", "ReduceLROnPlateau", "CyclicLR"
+            State.REFUSED,
+            _SCHEDULE,
+            "StepLR",
+            "ExponentialLR",
+            "ReduceLROnPlateau",
+            "CyclicLR",
+            use="CosineAnnealing",
         ),
     }
 )

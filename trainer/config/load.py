@@ -6,7 +6,6 @@ types -> rules. No step stops at the first problem.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +60,7 @@ def load_run_config(
         UserError: a file or a choice does not exist, or a file cannot be read; or there is no model to begin with.
         ConfigError: the configuration is not valid; holds every problem.
     """
+    from .beginning import begin
     from .compose import Composer
     from .overrides import parse
 
@@ -73,16 +73,14 @@ def load_run_config(
     parsed = parse(overrides, composer.is_group)
     default = FINETUNE_NAME if finetune else DEFAULT_NAME
     composition = composer.compose(default if config_name is None else config_name, parsed.choices)
-    draft = _Draft(
-        composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ
-    )
+    draft = Draft(composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ)
     draft.packaged = frozenset(composition.packaged)
     draft.problems.extend(parsed.problems)
     draft.findings.extend(composition.notes)
     for edit in parsed.edits:
         draft.apply(edit)
     if finetune:
-        draft.begin()
+        begin(draft)
     return draft.finish(tuple(composition.files))
 
 
@@ -90,11 +88,11 @@ def config_from_document(document: Mapping[str, Any], *, trusted: bool, origin: 
     """See `RunConfig.from_document`."""
     tree = paths.merged({}, document)
     origins = {path: Origin("document", origin) for path, _ in paths.leaves(tree)}
-    draft = _Draft(tree, origins, environment.snapshot(), literal=not trusted)
+    draft = Draft(tree, origins, environment.snapshot(), literal=not trusted)
     return draft.finish(())
 
 
-class _Draft:
+class Draft:
     """A configuration on its way: raw values, origins, and what is wrong so far."""
 
     def __init__(
@@ -151,85 +149,12 @@ class _Draft:
             paths.remove(self.tree, other)
             del self.origins[other]
 
-    def begin(self) -> None:
-        """Fill in the keys of the model that a run begins with, where the user gives none."""
-        from . import starting_point
-
-        key = starting_point.KEY
-        named = self._text_at(key)
-        if not isinstance(named, str) or not named or named == MISSING:
-            rule = "must name the model to begin with: a stoker run or checkpoint, or a folder of Hugging Face's"
-            self.problems.append(Problem(key, show_value(named), self.origin_text(key), rule, f"{key}=FOLDER"))
-            return
-        if paths.get(self.tree, "model.data.data_impl") is None:
-            rule = "must be named: what the model is to learn"
-            fix = "data=sft, data=chat or data=text (a T5: data=jsonl), each with model.data.path=FILE"
-            self.problems.append(Problem("model.data.data_impl", None, self.origin_text(key), rule, fix))
-        begins = starting_point.starting_point(environment.user_path(named, key))
-        family = paths.get(self.tree, "model.family")
-        if family not in (None, begins.family):
-            self.problems.append(self._contradiction("model.family", family, begins.family, begins.origin))
-            return
-        self._fill("model.family", begins.family, begins.origin, begins.family)
-        for path, value in begins.keys.items():
-            name = path.rpartition(".")[2]
-            given = paths.get(self.tree, path, self.tree)
-            spread = paths.get(self.tree, f"model.{name}", self.tree)  # one key of a T5 for both stacks
-            given = spread if given is self.tree else given
-            if given is self.tree:
-                self._fill(path, value, begins.origin, begins.family)
-            elif name in starting_point.SHAPES and not holds_interpolation(given) and given != value:
-                self.problems.append(self._contradiction(path, given, value, begins.origin))
-        if not paths.get(self.tree, "model.tokenizer") and not begins.tokenizer:
-            rule = f"must be named: {named} holds no tokenizer that is read here"
-            fix = "tokenizer=byte, or tokenizer=huggingface model.tokenizer.type=FOLDER"
-            self.problems.append(Problem("model.tokenizer.library", None, self.origin_text(key), rule, fix))
-        if paths.get(self.tree, "model.tokenizer.library") is None:  # else it is compared when the weights are read
-            for path, value in begins.tokenizer.items():
-                if paths.get(self.tree, path, self.tree) is self.tree:
-                    self._fill(path, value, begins.origin, begins.family)
-        adapter = self._text_at(starting_point.ADAPTER_KEY)
-        if isinstance(adapter, str):
-            places = [
-                environment.user_path(text, at) for text, at in ((adapter, starting_point.ADAPTER_KEY), (named, key))
-            ]
-            for path, value in starting_point.adapter_keys(*places).items():
-                given = paths.get(self.tree, path, self.tree)
-                of_preset = path in self.packaged and self._kind_of(path) == "file"
-                if path == starting_point.SCHEME_KEY and given not in (self.tree, None, value):
-                    preset = f"peft={value}" if value in starting_point.PRESETS else f"{path}={value}"
-                    self.problems.append(self._contradiction(path, given, value, adapter, preset))
-                elif given is self.tree or of_preset:
-                    self._fill(path, value, adapter, begins.family)
-                elif path in starting_point.ADAPTER_SHAPES and not holds_interpolation(given) and given != value:
-                    self.problems.append(self._contradiction(path, given, value, adapter))
-
-    def _text_at(self, key: str) -> Any:
-        """A value that may refer to others, where it can be told already."""
-        named = paths.get(self.tree, key)
-        if isinstance(named, str) and holds_interpolation(named):
-            resolver = Resolver(self.tree, self.variables, _nemo_default, _takes_only_text)
-            with contextlib.suppress(InterpolationError):  # told with all the others
-                named = resolver.value(key).value
-        return named
-
-    def _fill(self, path: str, value: Any, origin: str, family: Family) -> None:
-        key = schema_keys(family).get(path)
-        if key is None or key.default != value or path == "model.family" or path in self.packaged:
-            paths.put(self.tree, path, value)
-            self.origins[path] = Origin("file", origin)
-            self.packaged |= {path}
-
-    def _contradiction(self, path: str, given: Any, value: Any, origin: str, fix: str = "") -> Problem:
-        rule = f"must be {show_value(value)}, as in {origin}: its weights have that shape"
-        return Problem(path, show_value(given), self.origin_text(path), rule, fix or f"~{path}")
-
     def finish(self, files: tuple[Path, ...]) -> RunConfig:
         """Everything after the overrides."""
         self._name_family()
         self._resolve()
         self._family = family_of(self._resolved.get("model"))
-        for finding in stacks.spread_over_stacks(self._resolved, self._kind_of, self._moved):
+        for finding in stacks.spread_over_stacks(self._resolved, self.kind_of, self._moved):
             self._take(finding)
         for finding in nemo_spellings.respelled(self._resolved, self._moved):
             self._take(finding)
@@ -281,7 +206,8 @@ class _Draft:
             path = paths.parent_of(path)
         return DEFAULT.text
 
-    def _kind_of(self, path: str) -> str:
+    def kind_of(self, path: str) -> str:
+        """`file`, `override`, `document` or `default`."""
         return self.origins.get(path, DEFAULT).kind
 
     def _name_family(self) -> None:
@@ -300,7 +226,7 @@ class _Draft:
     def _resolve(self) -> None:
         """Fill `_resolved`; a key that cannot be resolved is a problem if it would have had an effect."""
         whole = paths.merged(defaults_tree(self._family), self.tree)
-        resolver = Resolver(whole, self.variables, _nemo_default, _takes_only_text)
+        resolver = Resolver(whole, self.variables, nemo_default, takes_only_text)
         for path, raw in list(paths.leaves(self.tree)):
             if self.literal or not holds_interpolation(raw):
                 paths.put(self._resolved, path, raw)
@@ -384,7 +310,7 @@ def _leaf_paths(document: Tree) -> list[str]:
     return [path for path, _ in paths.leaves(document)]
 
 
-def _nemo_default(path: str) -> Any:
+def nemo_default(path: str) -> Any:
     """What a reference to a key that no file sets means: NeMo's default."""
     row = row_of(path)
     if row is None or row.pattern != path:
@@ -392,7 +318,8 @@ def _nemo_default(path: str) -> Any:
     return row.default
 
 
-def _takes_only_text(path: str) -> bool:
+def takes_only_text(path: str) -> bool:
+    """Whether a key takes nothing but text; one that is not known may."""
     key = key_of_any_family(path)
     return key is None or key.is_text
 

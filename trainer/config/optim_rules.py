@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 from ...models.config.block import Finding
+from ..counted import counted
 from ..schedule import SCHEDULES, steps_of
 from .facts import no_effect
 from .optim import RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
@@ -199,11 +200,12 @@ def schedule_has_room(facts: OptimFacts) -> Iterator[Finding]:
         first = next(name for name, steps in parts.items() if steps)
         by_ratio = getattr(sched, f"{first}_steps") is None
         length = f"{_SCHED}.max_steps" if sched.max_steps else "trainer.max_steps"
+        taken_by = {name: counted(steps, "step") for name, steps in parts.items()}
         yield Finding(
             "error",
             (f"{_SCHED}.{first}_{'ratio' if by_ratio else 'steps'}", length),
-            f"{' and '.join(f'{said[name]} ({steps} steps)' for name, steps in parts.items())} must leave steps for "
-            f"the decay, but the schedule has {total}",
+            f"{' and '.join(f'{said[name]} ({taken_by[name]})' for name in parts)} must leave "
+            f"steps for the decay, but the schedule has {total}",
             f"use fewer, or {length}={taken + max(1, total)}",
         )
 

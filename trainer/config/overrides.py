@@ -1,6 +1,7 @@
 """The overrides of the command line: which choose a group, and which set, add or reset a value.
 
-`k=v`, `+k=v` and `++k=v` all set the key; `~k` goes back to the default. Hydra's own grammar reads the values.
+`k=v`, `+k=v` and `++k=v` all set the key; `~k` goes back to the default. Hydra's own grammar reads the values. What is
+given more than once must say the same (`given_twice`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 
 from ..redaction import is_secret
+from .given_twice import choices_given_twice, keys_given_twice
+from .mistyped import corrected, told_apart
 from .problems import Problem
-from .schema_index import key_of_any_family
+from .schema_index import key_of_any_family, show_value
 
 MAX_LENGTH = 64 * 1024
+_LONG = 200
+_WITH_A_NAME = "write {}, with the name of a key for NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,10 @@ def parse(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOv
     choices: list[Override] = []
     edits: list[Edit] = []
     problems: list[Problem] = []
-    for typed in overrides:
+    for typed in told_apart(overrides):
+        if isinstance(typed, Problem):
+            problems.append(typed)
+            continue
         try:
             override = parse_one(parser, typed)
             if is_group(override.key_or_group) and not isinstance(override.value(), dict):
@@ -68,6 +76,7 @@ def parse(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOv
                 edits.append(_edit(override, typed))
         except UnreadableError as error:
             problems.append(Problem(typed, None, "command line", error.rule, error.fix))
+    problems += [*choices_given_twice(choices), *keys_given_twice(edits)]
     return ParsedOverrides(tuple(choices), tuple(edits), tuple(problems))
 
 
@@ -89,19 +98,45 @@ def parse_one(parser: OverridesParser, typed: str) -> Override:
     if len(typed) > MAX_LENGTH:
         raise UnreadableError(f"is longer than {MAX_LENGTH // 1024} KiB", "write it into a YAML file")
     if "=" not in typed and not typed.startswith("~"):
-        raise UnreadableError("is not an override", f"write key=value, such as {typed or 'trainer.max_steps'}=100")
-    if not all(typed.lstrip("+~").partition("=")[0].split(".")):
-        raise UnreadableError("cannot be read: a name is missing before `=`", "write key=value, such as model.seed=1")
+        raise UnreadableError("is not an override", _with_a_value(typed))
+    key, _, value = typed.partition("=")
+    name = key.lstrip("+~")
+    if not all(name.split(".")):
+        whole = ".".join(part for part in name.split(".") if part)
+        fix = f"write {corrected(whole, value)}" if whole else _WITH_A_NAME.format(corrected("NAME", value))
+        raise UnreadableError("cannot be read: a name is missing before `=`", fix)
     try:
         return parser.parse_override(typed)
     except (HydraException, RecursionError, ValueError) as error:
         text = _as_typed(typed)
         if text is not None:
             return text
-        said = "its value" if is_secret(typed.partition("=")[0]) else " ".join(str(error).split())[:200]
-        raise UnreadableError(
-            f"cannot be read: {said}", "quote values with spaces or signs, key='\"a value\"', and write lists as [1,2]"
-        ) from None
+        said = "its value" if is_secret(key) else " ".join(str(error).split())[:200]
+        raise UnreadableError(f"cannot be read: {said}", _readable(key, value)) from None
+
+
+def _with_a_value(word: str) -> str:
+    """The way out for a word without `=`: a key without its value, or a value without its key."""
+    known = key_of_any_family(word.lstrip("+"))
+    if known is not None:
+        return f"write {word}=VALUE; it takes {known.kind}"
+    if re.fullmatch(r"\+{0,2}[A-Za-z_][\w./]*", word):
+        return f"write {word}=VALUE, with a value in its place"
+    return _WITH_A_NAME.format(corrected("NAME", word))
+
+
+def _readable(key: str, value: str) -> str:
+    """The way out for a value that Hydra's grammar does not read."""
+    known = key_of_any_family(key.lstrip("+~"))
+    if len(value) > _LONG:
+        value = "VALUE"
+    if known is None or known.is_text:
+        quoted = '"' + value.replace('"', '\\"') + '"'
+        return f"if it is text, quote it: {corrected(key, quoted)}"
+    if known.kind.startswith("a list") and (match := re.fullmatch(r"[(\[{]?(.*?)[)\]}]?", value)):
+        return f"it takes {known.kind}; write {corrected(key, f'[{match[1]}]')}"
+    example = "" if known.default is None else f", such as {corrected(key, show_value(known.default))}"
+    return f"it takes {known.kind}{example}"
 
 
 def _as_typed(typed: str) -> Override | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ...models.config.block import Finding
 from ...models.config.family_rules import stacks_of_keys
 from ...models.config.position_slices import BOUNDED
+from ..data.task import task_name
 from .facts import Facts, Rule
 from .schema import T5ModelBlock
 
@@ -102,6 +103,10 @@ def vectors_have_room(facts: Facts) -> Iterator[Finding]:
     if model.peft.peft_scheme != "ptuning":
         return
     data, number = model.data, model.peft.p_tuning.virtual_tokens
+    packed = "model.data.packed_sequence"
+    if task_name(model) == "sft" and packed in facts.given - facts.own and not data.packed_sequence:
+        rule = "`packed_sequence` is false: vectors stand in front of one text, so a row holds one example, and padding"
+        yield Finding("info", (packed, _SCHEME), rule)
     for name in ("reset_attention_mask", "reset_position_ids", "packed_sequence"):
         if getattr(data, name):
             rule = f"`peft_scheme` (ptuning) puts its vectors in front of one text, but `{name}` (True) packs several"

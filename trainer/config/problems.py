@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...models.config.block import Finding
+from ..counted import counted
 from ..errors import UserError
 from ..redaction import shown_value, without_secrets
 from .key_table import State
@@ -87,6 +88,5 @@ class ConfigError(UserError):
         self.account = tuple(account)
         self.findings = tuple(findings)
         lines = [line for problem in problems for line in problem.lines()]
-        count = len(self.problems)
-        lines.append(f"{count} {'error' if count == 1 else 'errors'} in the configuration; nothing was started")
+        lines.append(f"{counted(len(self.problems), 'error')} in the configuration; nothing was started")
         super().__init__(lines)

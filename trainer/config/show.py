@@ -11,7 +11,7 @@ from ...models.config.block import Finding
 from ...models.config.model import FAMILIES, Family
 from . import paths
 from .key_states import state_of
-from .key_table import KEY_TABLE, State
+from .key_table import KEY_TABLE, VALUES, State
 from .problems import ConfigError, KeyAccount
 from .run_config import RunConfig
 from .schema import MODEL_BLOCKS, RootBlock
@@ -215,6 +215,18 @@ def _docs_lines() -> Iterator[str]:
             elif row.same_as:
                 value = f"that of `{row.same_as}`"
             yield f"| `{row.pattern}` |" + (f" {value} |" if accepted else "") + f" {_cell(row.note)} |"
+        yield from _values_that_are_not_taken(state)
+
+
+def _values_that_are_not_taken(state: State) -> Iterator[str]:
+    """Rows of a table of keys that do not act, for those values of keys that do act."""
+    for path, facts in VALUES.items():
+        key = schema_keys()[path]
+        taken = ", ".join(f"`{_cell(show_value(choice))}`" for choice in key.choices) or _cell(key.kind)
+        for fact in dict.fromkeys(facts.values()):
+            if fact.state is state:
+                values = ", ".join(f"`{_cell(show_value(value))}`" for value in facts if facts[value] == fact)
+                yield f"| `{path}` set to {values} | {taken} | {_cell(fact.note)} |"
 
 
 def _keys_of_its_own(family: Family) -> Iterator[Key]:

@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 
 from ..errors import UserError
+from .given_twice import given_twice
 from .overrides import UnreadableError, parse_one
 from .problems import ConfigError, Problem
 
@@ -49,6 +50,8 @@ def jobs_of(overrides: Sequence[str], options: Options) -> list[Job]:
     parser = OverridesParser.create()
     alternatives: list[list[str]] = []
     swept: list[bool] = []
+    words_of: dict[str, list[str]] = {}
+    varying: set[str] = set()
     problems: list[Problem] = []
     for typed in overrides:
         try:
@@ -56,11 +59,16 @@ def jobs_of(overrides: Sequence[str], options: Options) -> list[Job]:
         except UnreadableError:
             override = None  # it is reported with everything else that is wrong with the configuration
         is_swept = override is not None and override.is_sweep_override()
+        if override is not None:
+            key = override.get_key_element().lstrip("+~")
+            words_of.setdefault(key, []).append(typed)
+            varying |= {key} if is_swept else set()
         try:
             alternatives.append(_values(override, options) if override is not None and is_swept else [typed])
             swept.append(is_swept)
         except UnreadableError as error:
             problems.append(Problem(typed, None, "command line", error.rule, error.fix))
+    problems += [given_twice(key, words) for key, words in words_of.items() if key in varying and len(words) > 1]
     if problems:
         raise ConfigError(problems)
     count = math.prod(map(len, alternatives))

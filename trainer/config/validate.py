@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from ...models.config.model import FAMILIES, Family
 from . import paths
+from .foreign_names import own_values
 from .paths import Tree
 from .problems import Problem
 from .schema import RootBlock, family_of
@@ -16,6 +18,9 @@ from .schema_index import Key, open_block_of, schema_blocks, schema_keys, show_v
 from .suggest import closest
 
 _LARGEST = 2**63 - 1
+_TIMES = {"": 1, "k": 1000, "m": 1_000_000}
+_COUNT = re.compile(r"(\d[\d,_ ]{0,20})([kKmM]?)")
+"""A whole number as people write it: 100k, 1,000,000."""
 Origins = Callable[[str], str]
 
 
@@ -118,6 +123,10 @@ def _but(value: Any, key: Key) -> str:
 
 
 def _fix(key: Key, value: Any, detail: str) -> str:
+    if foreign := own_values(key.path, value):
+        told = [f"{name} is part of {ours.replace(',', ' and ')}" for name, ours in foreign]
+        ours = dict.fromkeys(own for _, names in foreign for own in names.split(","))
+        return f"{', '.join(told)}: {key.path}=[{','.join(ours)}]"
     if isinstance(value, str) and key.choices:
         near = closest(value, [str(choice) for choice in key.choices])
         return f"did you mean {key.path}={near}?" if near else ""
@@ -136,11 +145,18 @@ def _fix(key: Key, value: Any, detail: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and key.kind == "true or false" and value in (0, 1):
         return f"write {key.path}={'true' if value else 'false'}"
     if isinstance(value, str):
-        from .yaml_file import scalar
-
-        plain = scalar(value)
-        if not isinstance(plain, str) and plain is not None:
-            return f"write {show_value(plain)} without quotes"
-    if key.path == "trainer.max_steps":
+        return _instead_of_text(key, value)
+    if key.path == "trainer.max_steps" and value == -1:
         return "stoker ends a run, and its schedule, after a number of steps; NeMo's -1 has no counterpart"
     return ""
+
+
+def _instead_of_text(key: Key, value: str) -> str:
+    from .yaml_file import scalar
+
+    plain = scalar(value)
+    if not isinstance(plain, str) and plain is not None:
+        return f"write {show_value(plain)} without quotes"
+    if "integer" in key.kind and (match := _COUNT.fullmatch(value)):
+        return f"write {key.path}={int(re.sub('[,_ ]', '', match[1])) * _TIMES[match[2].lower()]}"
+    return f"such as {key.path}={show_value(key.default)}" if key.default is not None else ""

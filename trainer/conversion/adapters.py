@@ -69,8 +69,14 @@ def convert_adapter(
         Lines that say what was done.
 
     Raises:
-        UserError: the adapter cannot be read, or cannot become that, or its base is not there.
+        UserError: the adapter cannot be read, or cannot become that, or its base is not there; or an option has no
+            effect on what is written.
     """
+    made = "stoker" if is_peft_folder(source) else to or "hf"
+    if tokenizer is not None and not (merge and made == "hf"):
+        raise UserError(f"--tokenizer {tokenizer}: what is written keeps its tokenizer, or has none; leave it out")
+    if model_type is not None and made == "stoker":
+        raise UserError(f"--model-type {model_type} is for --to hf; leave it out")
     if is_peft_folder(source):
         if merge or to == "hf":
             raise UserError(f"{source} is in peft's format: turn it into a stoker adapter first, without --merge")
@@ -85,7 +91,11 @@ def convert_adapter(
     if not merge:
         if to == "stoker":
             raise UserError(f"--to stoker: {source} is of that kind already; --merge makes a whole model of it")
-        return [*complaints, *convert_to_peft(checkpoint, root, target, dtype=dtype, model_type=model_type)]
+        weights = None if base is None else _base_of(checkpoint, base)
+        return [
+            *complaints,
+            *convert_to_peft(checkpoint, root, target, dtype=dtype, model_type=model_type, base=weights),
+        ]
     weights = _base_of(checkpoint, base)
     if to == "stoker":
         return [*complaints, *_merge_to_stoker(checkpoint, root, weights, target, dtype)]

@@ -82,12 +82,28 @@ def open_merged(
     with ExitStack() as stack:
         held = stack.enter_context(checkpoint.open_weights())
         adapter = {name: held.read(name) for name in held.facts}
-        facts, read = _opened(base, stack)
+        facts, read = opened_base(base, stack)
         yield MergedTensors(facts, read, adapter, modules)
 
 
-def _opened(base: BaseWeights, stack: ExitStack) -> tuple[Mapping[str, TensorFacts], Read]:
-    """The parameters of a base, by our names: what is known of each, and how to read it."""
+def first_difference(one: BaseWeights, other: BaseWeights) -> str | None:
+    """The first parameter that two models do not share; None where they are one, in whatever files.
+
+    Where one has narrower numbers, those of the other are rounded to them.
+    """
+    with ExitStack() as stack:
+        (facts, read), (other_facts, read_other) = opened_base(one, stack), opened_base(other, stack)
+        for name in sorted({*facts, *other_facts}):
+            if name not in facts or name not in other_facts or facts[name].shape != other_facts[name].shape:
+                return name
+            kind = min(facts[name].dtype, other_facts[name].dtype, key=lambda dtype: dtype.itemsize)
+            if not torch.equal(read(name).to(kind), read_other(name).to(kind)):
+                return name
+    return None
+
+
+def opened_base(base: BaseWeights, stack: ExitStack) -> tuple[Mapping[str, TensorFacts], Read]:
+    """The parameters of a base, by our names: what is known of each, and how to read it, while `stack` is open."""
     if base.checkpoint is not None:
         whole = stack.enter_context(open_whole(base.checkpoint.weight_files))
         return whole.facts, whole.read

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...models.config.peft_slice import IA3Slice, LoRASlice, PeftSlice, PromptSlice, peft_slice
 from ...models.hf.layouts import Transposed
 from ...models.peft.prompt import Prompt, prompt_vectors
+from ..base_weights import BaseWeights, check_base
 from ..checkpoint import Checkpoint
 from ..config.schema import RootBlock
 from ..data.tokenizers import from_document
@@ -36,6 +37,7 @@ def convert_to_peft(
     *,
     dtype: torch.dtype | None = None,
     model_type: str | None = None,
+    base: BaseWeights | None = None,
 ) -> list[str]:
     """Write a folder that peft loads on top of the base, as it is in transformers.
 
@@ -45,12 +47,13 @@ def convert_to_peft(
         target: the new folder.
         dtype: of its tensors; None leaves each as it is.
         model_type: which architecture the base is there; None takes that of its folder, or the first that holds it.
+        base: its frozen weights, if they have moved.
 
     Returns:
         Lines that say what was done.
 
     Raises:
-        UserError: the adapter is of a kind that peft has not, or no architecture holds the base.
+        UserError: the adapter is of a kind that peft has not, or no architecture holds the base; or that is another.
     """
     peft = peft_slice(root.model.peft)
     if not isinstance(peft, LoRASlice | IA3Slice | PromptSlice):
@@ -59,17 +62,20 @@ def convert_to_peft(
             f"{root.model.peft.peft_scheme}`"
             + ("; make one model of it and its base: --merge" if root.model.peft.peft_scheme == "selective" else "")
         )
-    outgoing = outgoing_of(checkpoint, root, model_type)
+    wanted = checkpoint.state.base
+    if base is not None and wanted is not None:
+        check_base(base, wanted, checkpoint.path)
+    place = base.path.absolute() if base is not None else Path(wanted.path) if wanted is not None else None
+    outgoing = _outgoing(checkpoint, root, model_type, place)
     try:
         with checkpoint.open_weights() as held:
             ours = {name: held.read(name) for name in held.facts}
     except DamagedFileError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
     tensors, config = _converted(ours, outgoing, peft)
-    base = checkpoint.state.base
     document = {
         "task_type": _TASKS[root.model.family],
-        "base_model_name_or_path": base.path if base else None,
+        "base_model_name_or_path": None if place is None else str(place),
         "inference_mode": True,
         **config,
     }
@@ -81,11 +87,10 @@ def convert_to_peft(
     return [f"{target}: {config['peft_type']} of {outgoing.architecture.name} with {numbers:,} parameters"]
 
 
-def outgoing_of(checkpoint: Checkpoint, root: RootBlock, model_type: str | None) -> Outgoing:
+def _outgoing(checkpoint: Checkpoint, root: RootBlock, model_type: str | None, base: Path | None) -> Outgoing:
     """What the base of an adapter is in transformers."""
-    base = checkpoint.state.base
-    if model_type is None and base is not None and (Path(base.path) / CONFIG).exists():
-        named = (read_object(Path(base.path), CONFIG) or {}).get("model_type")
+    if model_type is None and base is not None and (base / CONFIG).exists():
+        named = (read_object(base, CONFIG) or {}).get("model_type")
         model_type = named if isinstance(named, str) else None
     try:
         tokenizer = from_document(checkpoint.saved_tokenizer)

@@ -38,6 +38,7 @@ from ..checkpoint import WEIGHTS, RunState, weights_of
 from ..checkpoint_writing import seal
 from ..config.run_config import RunConfig
 from ..config.schema import RootBlock
+from ..counted import counted
 from ..data.tokenizers import Tokenizer, saved_document
 from ..data.vocabulary import model_vocabulary
 from ..errors import UserError
@@ -227,9 +228,9 @@ def _impossible(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterator[str
     there = len(tensors.facts) + len(tensors.unreadable)
     layers = sum(keys.get(f"{stack}num_layers", 0) for stack in ("", "encoder.", "decoder."))
     if layers > there:
-        yield f"there are {layers:,} layers, but only {there:,} tensors"
+        yield f"there are {layers:,} layers, but only {counted(there, 'tensor')}"
     elif (keys.get("num_moe_experts") or 0) * layers > there:
-        yield f"there are {keys['num_moe_experts']:,} experts in each layer, but only {there:,} tensors"
+        yield f"there are {keys['num_moe_experts']:,} experts in each layer, but only {counted(there, 'tensor')}"
 
 
 def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[RootBlock, Tokenizer]:

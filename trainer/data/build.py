@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config.schema import RootBlock
+from ..counted import counted
 from ..errors import UserError
 from .docstrings import read_docstrings
 from .examples import Examples
@@ -216,8 +217,9 @@ def _mapped(root: RootBlock, task: Task, kept: Tokenizer | None) -> Data:
         **held,
         fingerprint=splits.fingerprint,
         description=(
-            f"{prefix if isinstance(prefix, str) else f'{len(splits.sets)} sets'}: {documents:,} documents; "
-            + ", ".join(f"{split} {tokens[split]:,} tokens" for split in SPLITS)
+            f"{prefix if isinstance(prefix, str) else counted(len(splits.sets), 'set')}: "
+            f"{counted(documents, 'document')}; "
+            + ", ".join(f"{split} {counted(tokens[split], 'token')}" for split in SPLITS)
             + f"; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
             f"{_sequences(task)}; fingerprint {splits.fingerprint[:12]}"
         ),

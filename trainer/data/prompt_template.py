@@ -32,9 +32,7 @@ class PromptTemplate:
     def __init__(self, text: str, label_key: str) -> None:
         label = f"{{{label_key}}}"
         if not text.endswith(label):
-            last = re.search(r"\{([^{}]+)\}$", text)
-            cure = f"; if that is {last[0]}: model.data.label_key={last[1]}" if last else ""
-            raise ValueError(f"must end with the answer, {label}, which `model.data.label_key` names{cure}")
+            raise ValueError(f"must end with the answer, {label}, which `model.data.label_key` names")
         self._parts: list[tuple[str, str]] = []  # literal text before a name, and the name
         last = 0
         for found in _NAME.finditer(text):

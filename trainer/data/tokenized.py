@@ -18,6 +18,7 @@ import numpy as np
 
 from ..config.schema import RootBlock
 from ..config.suggest import closest
+from ..counted import counted
 from ..environment import user_path
 from ..errors import UserError
 from ..safe_io import DamagedFileError, read_json
@@ -185,7 +186,7 @@ def split_samples(
     for number, (path, source) in enumerate(zip(blend.paths, ranges["train"], strict=True)):
         if source.tokens < length + 1:
             raise UserError(
-                f"{path} has {source.tokens:,} tokens in {source.documents:,} documents to train on"
+                f"{path} has {counted(source.tokens, 'token')} in {counted(source.documents, 'document')} to train on"
                 + ("" if per_split else f" (`model.data.splits_string={data.splits_string}`)")
                 + f", which are too few for one sample of {length:,} + 1; use more data or a shorter "
                 "`model.encoder_seq_length`"
@@ -248,7 +249,7 @@ def _open(text: str) -> TokenizedSet:
     except UserError as error:
         raise UserError(f"`{_KEY}`: {error}") from None
     if not reader.tokens:
-        raise UserError(f"`{_KEY}`: {prefix} is empty: its {reader.documents:,} documents have no token")
+        raise UserError(f"`{_KEY}`: {prefix} is empty: no token in {counted(reader.documents, 'document')}")
     return TokenizedSet(reader, _tokenizer_document(prefix, reader), _fingerprint(reader))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..config.run_config import RunConfig
 from ..errors import EXIT_BUG, UserError
-from ..places import checkpoint_place, create_place
+from ..places import checkpoint_place, named_place
 from .launcher import launch
 from .placement import Placement
 
@@ -59,5 +59,7 @@ def supervise(
 
 def _progress(config: RunConfig) -> list[str]:
     """The checkpoints there are."""
-    folder = checkpoint_place(config.root, create_place(config.root))
+    place = named_place(config.root)
+    assert place is not None  # a run that may resume
+    folder = checkpoint_place(config.root, place)
     return sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)

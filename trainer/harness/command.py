@@ -48,8 +48,8 @@ def is_asked(args: argparse.Namespace) -> bool:
     return args.tasks is not None
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the tasks and print their figures.
+def run(args: argparse.Namespace, checkpoint: Path) -> int:
+    """Run the tasks on a checkpoint and print their figures.
 
     Raises:
         UserError: the harness is not installed, a task is not known, or what it needs is not there.
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     names = [name for name in args.tasks.split(",") if name]
     manager = _task_manager(names, args.tasks_dir)
-    model = StokerLM(args.checkpoint, args.device, batch_size=args.batch_size or "auto", base=args.base, ema=args.ema)
+    model = StokerLM(checkpoint, args.device, batch_size=args.batch_size or "auto", base=args.base, ema=args.ema)
     evaluate: Any = evaluator.simple_evaluate
     results = evaluate(
         model=model,

@@ -87,7 +87,7 @@ class StokerLM(TemplateLM):
         if not 1 <= self.max_length <= restored.context:
             raise UserError(
                 f"lm-eval: max_length={max_length} must be from 1 to {restored.context:,}, the length of the samples "
-                f"of {restored.checkpoint.path}"
+                f"of {restored.path}"
             )
         self._scorer = Scorer(
             restored.model,
@@ -101,7 +101,7 @@ class StokerLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """Names the tokenizer in the harness's cache of requests."""
-        return str(self._restored.checkpoint.path)
+        return str(self._restored.path)
 
     @property
     def eot_token_id(self) -> int:
@@ -199,12 +199,12 @@ class StokerLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes beside the results."""
-        checkpoint, model = self._restored.checkpoint, self._restored.model
+        restored = self._restored
         return {
-            "model_num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "model_dtype": self._restored.precision.name,
-            "model_checkpoint": str(checkpoint.path),
-            "model_step": checkpoint.state.step,
+            "model_num_parameters": sum(parameter.numel() for parameter in restored.model.parameters()),
+            "model_dtype": restored.precision.name,
+            "model_checkpoint": str(restored.path),
+            "model_step": restored.state.step,
         }
 
     def _loglikelihood_tokens(

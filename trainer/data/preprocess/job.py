@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...counted import counted
 from ...durable import replace_file
 from ...errors import EXIT_IO, UserError
 from ..indexed import MAX_SIDE_FILE, IndexedWriter, bin_path, idx_path, token_dtype
@@ -127,7 +128,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[
             "inputs": identity["inputs"],
             "options": identity["options"],
         }
-        say(f"joining {len(journal.parts):,} parts")
+        say(f"joining {counted(len(journal.parts), 'part')}")
         _publish(job, tokenizer, journal, summary)
     return Outcome(summary, _reject_lines(tally, sources), resumed_parts=resumed)
 
