@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -38,8 +39,10 @@ if importlib.util.find_spec("stoker") is None:
     spec.loader.exec_module(module)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`gpu` and `full` tests run only where they were asked for: `-m gpu`, `-m full`."""
+    _leave_out_all_but_some(items)
     wanted = config.getoption("-m") or ""
     for mark in ("gpu", "full"):
         if mark not in wanted:
@@ -48,6 +51,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))
     if "triton.runtime.interpreter" in sys.modules:
         quick_interpreter.install()
+
+
+def _leave_out_all_but_some(items: list[pytest.Item]) -> None:
+    """Of a test marked `every(n)`, all cases but every nth are `full`; those for a GPU are not counted."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        every = item.get_closest_marker("every")
+        if every is None or item.get_closest_marker("gpu") or item.get_closest_marker("full"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % every.args[0]:
+            item.add_marker(pytest.mark.full)
+        seen[test] += 1
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -318,6 +318,7 @@ def train(here, *arguments):
     )
 
 
+@pytest.mark.full
 @pytest.mark.multi
 @pytest.mark.parametrize("rates", ["0.01", pytest.param("0.01,1e30,0.01", marks=pytest.mark.full)])
 def test_jobs_are_processes_of_their_own_and_have_the_users_data_set(here, rates):

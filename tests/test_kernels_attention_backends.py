@@ -272,6 +272,7 @@ def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]
     return options
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "option"), [(name, option) for name in TAKEN for option in OPTIONS])
 def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a backend takes gives the reference's output and gradients; what it does not take is an error."""

@@ -60,6 +60,7 @@ ACCURACY = {
 FAST = [list(ACCURACY)[place] for place in (8, 24, 34, 37, 50, 51)]  # groups, distances, dropout, packed, slopes
 
 
+@pytest.mark.every(2)
 @mostly_full("case_and_dtype", ACCURACY, FAST, gpu=True)
 def test_accuracy(case_and_dtype: tuple[Case, torch.dtype], device: str) -> None:
     assert_accurate(flash_attention, *case_and_dtype, device)

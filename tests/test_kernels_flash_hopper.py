@@ -102,6 +102,7 @@ def test_visits_are_the_tiles_that_hold_a_visible_pair(queries, keys, causal) ->
         -1, 64, by_key.shape[1] // 128, 128).any(3).any(1).sum(0).tolist()  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("reach", [1, 2, 63, 64, 65, 100, 128])
 @pytest.mark.parametrize(("queries", "keys"), [(64, 64), (130, 300), (300, 130), (1, 200)])
 def test_gradient_of_a_distance_bias_from_sums_of_tiles(queries: int, keys: int, reach: int) -> None:

@@ -200,6 +200,7 @@ def test_compiled_and_checkpointed_calls_have_the_same_bits():
 SUBSETS = [("q",), ("k",), ("v",), ("bias",), ("distance_bias",), ("q", "distance_bias"), ("alibi_slopes",)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("wanted", SUBSETS)
 def test_any_subset_of_gradients(wanted):
     inputs = _inputs()

@@ -57,6 +57,7 @@ def wide(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.double() for name, tensor in given.items()}
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", GATES)

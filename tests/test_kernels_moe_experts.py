@@ -122,6 +122,7 @@ AGREE += [("padded", name) for name in ("gated_bias_dropped", "all_on_one", "all
 AGREE += [("grouped_mm", name) for name in ("gated_bias_dropped", "one_expert")]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("implementation", "name"), AGREE)
 def test_implementations_agree_in_fp32(implementation, name):
     case, nonlinearity, gated = CASES[name]

@@ -57,6 +57,7 @@ def compare(device: str, dtype: torch.dtype, kind: str, interleaved: bool, own_p
         torch.testing.assert_close(gradient, wanted_gradient, rtol=bound, atol=bound)
 
 
+@pytest.mark.every(2)
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own_positions", [False, True])

@@ -134,6 +134,7 @@ def test_padded_rows_are_what_each_is_without_padding(backend: str) -> None:
     assert_same_gradients(gradients_of(model), gradients_of(alone))
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
 @pytest.mark.parametrize("rows", ["whole", "padded", pytest.param("packed", marks=pytest.mark.full)])
 def test_flash_gives_what_unfused_gives(rows: str) -> None:

@@ -102,6 +102,7 @@ def alone(model: GPT, tokens: Tensor, row: int, begin: int, end: int, *, restart
 # ---------------------------------------------------------------- a row is its documents
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("backend", "restart"),
     [

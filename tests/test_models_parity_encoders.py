@@ -181,6 +181,7 @@ RELEASED: dict[str, dict[str, Any]] = {
 """config.json of the released models, as far as it differs from the defaults of transformers' class."""
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("hf_upcasts_lifted")
 @pytest.mark.parametrize(
     "name",

@@ -315,6 +315,7 @@ def combinations() -> list[Any]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
 @pytest.mark.parametrize(("kind", "direction", "layout"), combinations())
 def test_flash_and_unfused_equal_the_definition(

@@ -387,6 +387,7 @@ def plainly() -> Any:
     torch.compiler.reset()
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, not "error"
 @pytest.mark.parametrize(
     ("mode", "again"),

@@ -78,6 +78,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "case",
     [case if case in ("t5 packed", "t5 prefix", "bert packed") else pytest.param(case, marks=FULL) for case in CASES],

@@ -120,7 +120,7 @@ def test_an_error_in_the_thread_is_raised_once_where_figures_are_logged():
     with pytest.raises(ConnectionError, match="no route"):
         sink.log(2, {"loss": 1.0}, "train")
     sink.log(3, {"loss": 1.0}, "train")
-    with pytest.raises(RuntimeError, match="not sent"):
+    with pytest.raises(RuntimeError, match="could not be sent"):
         sink.close(failed=False)
 
 

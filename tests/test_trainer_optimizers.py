@@ -467,6 +467,7 @@ TEXT = (
 )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "name", ["adamw", "sgd", *(pytest.param(name, marks=pytest.mark.full) for name in ("adafactor", "muon"))]
 )

@@ -126,6 +126,7 @@ def two_kills(tmp_path_factory, forks):
     return forks.call("tiny_run", "interrupted", str(tmp_path_factory.mktemp("kills")), 2, 0)
 
 
+@pytest.mark.full
 def test_killed_runs_end_with_the_same_bits(two_kills):
     assert two_kills["kills"] == 2
     assert all(final == two_kills["peace"] for final in two_kills["killed"])

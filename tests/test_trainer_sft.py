@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from config_helpers import last_of_each
 from torch import Tensor
 
 from stoker.trainer import cli
@@ -258,7 +259,7 @@ def test_where_a_conversation_stands_is_no_part_of_the_data(tmp_path: Path) -> N
 def test_a_changed_template_is_told_on_resuming_and_moves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = ["data=sft", f"model.data.path={pairs(tmp_path)}", *RUN, "trainer.limit_val_batches=1"]
+    source = ["data=sft", f"model.data.path={pairs(tmp_path)}", *last_of_each([*RUN, "trainer.limit_val_batches=1"])]
     kept = [f"exp_manager.explicit_log_dir={tmp_path / 'run'}", "trainer.val_check_interval=100"]
     assert cli.main(["train", *source, *kept, "trainer.max_steps=1"]) == 0
     again = ["trainer.max_steps=2", "exp_manager.resume_if_exists=true"]
