@@ -42,7 +42,7 @@ def reference_lora_linear(
 # ---------------------------------------------------------------- custom operations
 
 
-def places(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice]]:
+def _places(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice]]:
     """For each part its columns of the output, and its columns of the low-rank product."""
     for number, (rows, end) in enumerate(zip(parts, accumulate(parts), strict=True)):
         yield slice(end - rows, end), slice(number * rank, (number + 1) * rank)
@@ -57,7 +57,7 @@ def updated_product(
     there for nothing, a narrow one would take a pass over the output more.
     """
     output = inputs.new_empty(len(inputs), len(weight))
-    for wide, narrow in places(parts, up.shape[1]):
+    for wide, narrow in _places(parts, up.shape[1]):
         part, columns = low[:, narrow], output[:, wide]
         if bias is None:
             torch.addmm(columns, part, up[wide].t(), beta=0, alpha=scale, out=columns)
@@ -71,7 +71,7 @@ def narrow_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the low-rank product (n, parts * rank) and of `up`, from that of the output (n, out)."""
     found = []
-    for wide, narrow in places(parts, up.shape[1]):
+    for wide, narrow in _places(parts, up.shape[1]):
         part, rows, columns = gradient[:, wide], up[wide], low[:, narrow]
         if triton_runs_on(gradient) and up.shape[1] <= WIDEST_RANK:
             found.append(triton_narrow_products(part, rows, columns, scale))

@@ -33,6 +33,7 @@ from .offload_copies import Copies, CudaCopies, HostPool
 from .offload_weights import WeightOffload
 from .peft.adapt import adapt
 from .peft.added import initial_values
+from .peft.lora_mlp import is_one_operation
 from .recompute import policies_of
 from .stack import Stack
 from .t5 import T5
@@ -369,16 +370,26 @@ def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> t
     return tuple(acting)
 
 
-def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> Iterator[str]:
-    """For each attention that shall be recomputed but keeps no scores: why that saves nothing, and what would.
+def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None) -> Iterator[str]:
+    """For each part that shall be recomputed but keeps nothing: why that saves nothing, and what would.
 
     Args:
         model: what the model is.
         decisions: what the dispatcher chose for each attention and kind of call.
+        peft: what fine-tuning adds.
     """
     acting = acting_recompute(model, decisions)
     for stack, labels, done in zip(model.stacks, _training_labels(model), acting, strict=True):
-        if stack.recompute is None or "core_attention" not in stack.recompute.modules:
+        if stack.recompute is None:
+            continue
+        call = decisions[labels[0]].call
+        if "mlp_activation" in stack.recompute.modules and is_one_operation(peft, stack, call.device, call.dtype):
+            yield (
+                "recomputing mlp_activation has no effect where LoRA updates both projections of an MLP: it keeps no "
+                "activated rows"
+                + ("" if "norm" in stack.recompute.modules else "; activations_checkpoint_modules=[norm] saves memory")
+            )
+        if "core_attention" not in stack.recompute.modules:
             continue
         modules = _with_more(stack, frozenset() if done is None else done.modules)
         for label in labels:

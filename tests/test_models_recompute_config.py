@@ -196,7 +196,7 @@ def stacks(backend: str, **changes: Any) -> tuple[Stack, list[str]]:
     )
     stack = model.get_submodule("decoder")
     assert isinstance(stack, Stack)
-    return stack, list(idle_recompute(described, model.attention_decisions))
+    return stack, list(idle_recompute(described, model.attention_decisions, None))
 
 
 def wrapped(stack: Stack) -> list[bool]:
@@ -281,7 +281,7 @@ def test_each_attention_of_a_t5_is_looked_at() -> None:
     model = build_model(
         given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1, form=form
     )
-    notes = list(idle_recompute(family_slice(given, vocab_size=10, form=form), model.attention_decisions))
+    notes = list(idle_recompute(family_slice(given, vocab_size=10, form=form), model.attention_decisions, None))
     assert [note.split("`")[1] for note in notes] == ["decoder training", "cross training"]
     assert all("model.decoder.activations_checkpoint_modules" in note for note in notes)
 

@@ -511,3 +511,17 @@ def test_what_the_host_has_not_does_not_fit():
     best, _ = search(root, short.facts.target, short)
     assert best is not None
     assert best.plan.on_host < plan.on_host
+
+
+@pytest.mark.parametrize(("targets", "told"), [("all", True), ("attention", False)])
+def test_activations_that_lora_does_not_keep_are_told(
+    capsys: pytest.CaptureFixture[str], targets: str, told: bool
+) -> None:
+    asked = [
+        "model.activations_checkpoint_modules=[mlp_activation]",
+        f"model.peft.lora_tuning.target_modules=[{targets}]",
+    ]
+    assert main(["plan", "experiment=llama_1b_lora", "--device", "h100", *asked]) == 0
+    said = capsys.readouterr().out
+    assert ("recomputing mlp_activation has no effect where LoRA updates both projections" in said) == told
+    assert ("activations_checkpoint_modules=[norm] saves memory" in said) == told

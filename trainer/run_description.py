@@ -11,6 +11,7 @@ from ..models.config.counting import count_parameters
 from ..models.config.families import family_slice
 from ..models.config.family_rules import stacks_of_keys
 from ..models.config.memory_slice import offload_slice
+from ..models.config.peft_slice import peft_slice
 from ..models.peft.adapt import trained_parameters
 from .config.schema import RootBlock
 from .counted import counted
@@ -69,7 +70,7 @@ def describe(
     for at, recompute in zip(stacks, acting_recompute(described, model.attention_decisions), strict=True):
         if recompute is not None:
             yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
-    for note in idle_recompute(described, model.attention_decisions):
+    for note in idle_recompute(described, model.attention_decisions, peft_slice(keys.peft)):
         yield f"warning: {note}"
     yield from describe_offload(root, model, device)
     if uses_cuda_graph(root, device, ranks):

@@ -6,11 +6,19 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ...kernels.lora_gated_mlp import lora_gated_mlp, lora_gated_mlp_runs_on
+from ...kernels.lora_gated_mlp import WIDEST_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
 from ..checkpointing import product_of, recomputes
-from ..config.peft_slice import LoRASlice
+from ..config.peft_slice import LoRASlice, PeftSlice
+from ..config.slices import StackSlice
 from ..mlp import MLP
 from .lora import LoRALinear
+
+
+def is_one_operation(peft: PeftSlice | None, stack: StackSlice, device: str, dtype: str) -> bool:
+    """Whether the MLPs of all layers of a stack are one operation in training, which keeps no activated rows."""
+    if not isinstance(peft, LoRASlice) or peft.layers.numbers is not None or peft.rank > WIDEST_RANK:
+        return False
+    return device == "cuda" and dtype != "fp64" and peft.mlp_is_one_operation(stack)
 
 
 class LoRAMLP(MLP):

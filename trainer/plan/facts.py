@@ -10,7 +10,6 @@ import torch
 from ...kernels.attention.call import AttentionCall, Installed
 from ...kernels.attention.dispatch import Decision
 from ...kernels.attention.flags import AttentionFlags
-from ...kernels.lora_gated_mlp import WIDEST_RANK
 from ...models.attention_calls import CallKind, decide
 from ...models.attention_plan import CallFacts, planned_attentions
 from ...models.build import DTYPE_NAMES, compile_policy, has_dropout
@@ -19,6 +18,7 @@ from ...models.config.peft_slice import PROJECTIONS, LoRASlice, PeftSlice, Proje
 from ...models.config.samples import SampleForm
 from ...models.config.slices import AttentionSlice, StackSlice
 from ...models.config.t5_slice import T5Slice
+from ...models.peft.lora_mlp import is_one_operation
 from ..config.schema import AnyModelBlock, RootBlock
 from ..distributed.asked import layout_of, reduce_dtype
 from ..distributed.layout import DataLayout
@@ -252,7 +252,7 @@ def _stacks(
     names, lengths = (("encoder", "decoder"), (form.length, form.decoder_length)) if cross else (("",), (form.length,))
     found: list[StackFacts] = []
     for number, (name, stack, length) in enumerate(zip_longest(names, family.stacks, lengths)):
-        reads = cross if number else None
+        reads, call = cross if number else None, decisions[name].call
         found.append(
             StackFacts(
                 name=name,
@@ -266,7 +266,7 @@ def _stacks(
                 widths=widths,
                 compiled=compiled,
                 learnt=_learnt(peft),
-                low_rank_mlp=_is_low_rank_mlp(peft, stack, decisions[name], widths),
+                low_rank_mlp=is_one_operation(peft, stack, call.device, call.dtype),
             )
         )
     return tuple(found)
@@ -274,12 +274,6 @@ def _stacks(
 
 def _learnt(peft: PeftSlice | None) -> frozenset[Projection]:
     return peft.targets if isinstance(peft, LoRASlice) and peft.layers.numbers is None else PROJECTIONS
-
-
-def _is_low_rank_mlp(peft: PeftSlice | None, stack: StackSlice, attention: Decision, widths: Widths) -> bool:
-    if not isinstance(peft, LoRASlice) or attention.call.device != "cuda" or widths.compute > 4:
-        return False
-    return peft.layers.numbers is None and peft.rank <= WIDEST_RANK and peft.mlp_is_one_operation(stack)
 
 
 def precision_there(root: RootBlock, target: Target) -> PrecisionPlan:

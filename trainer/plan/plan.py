@@ -9,6 +9,7 @@ import torch
 from ...kernels.attention.backends import installed
 from ...kernels.attention.dispatch import Decision
 from ...models.build import idle_recompute
+from ...models.config.peft_slice import peft_slice
 from ...models.offload_copies import SLAB
 from ..config.schema import RootBlock
 from ..determinism import attention_flags
@@ -106,13 +107,13 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
 
 
 def idle_modules(plan: Plan) -> list[str]:
-    """For each attention that shall be recomputed but keeps no scores: why that saves nothing, and what does."""
+    """For each part that shall be recomputed but keeps nothing: why that saves nothing, and what does."""
     decisions: dict[str, Decision] = {}
     for stack in plan.facts.stacks:
         decisions[f"{stack.name} training".strip()] = stack.attention
         if stack.cross_attention is not None:
             decisions["cross training"] = stack.cross_attention
-    return list(idle_recompute(plan.facts.family, decisions))
+    return list(idle_recompute(plan.facts.family, decisions, peft_slice(plan.facts.keys.peft)))
 
 
 def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:
