@@ -3,8 +3,9 @@
     y = p (D + s B_d A_d)^T,  p = act(g) * u,  [g | u] = x (U + s B_u A_u)^T
 
 The update of a projection as wide as [g | u] costs more passes over it than the activation. Here the activation adds
-it to what it reads, forward and backward, and sums p A_d^T and the gradient of A_d from the tiles it has at hand.
-Neither p nor the updated [g | u] is kept for the backward, which makes them again for nothing.
+it to what it reads, forward and backward, and sums p A_d^T and the gradient of A_d from the tiles it has at hand; so it
+does with the update of the gradient of p. Neither p nor the updated [g | u] is kept for the backward, which makes them
+again for nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ from torch import Tensor
 from .gated_activation import GATES, _gate_and_slope, reference_gated_activation
 from .interpreted import rounded
 from .launch import jit, tl, triton, triton_runs_on
-from .lora_linear import narrow_gradients, reference_lora_linear, updated_product
+from .lora_linear import gradient_of_down, narrow_gradients, reference_lora_linear, rows_of, updated_product
 from .narrow_products import Tile, scaled_sum
+from .norms import NormParts
 
 WIDEST_RANK = 32
 """The largest rank with which nothing spills."""
-FORWARD_TILE = Tile(64, 64, 8, 3)
+
+
+def forward_tile(rank: int) -> Tile:
+    """Of `forward_kernel`."""
+    return Tile(64, 64, 4 if rank <= 16 else 8, 3)
 
 
 def backward_tile(capability: tuple[int, int]) -> Tile:
     """Of a GPU; those whose matrix products read from shared memory, sm_90 and sm_100, have registers for more."""
-    return Tile(32, 128 if capability[0] in (9, 10) else 64, 8, 2)
+    wide = capability[0] in (9, 10)
+    return Tile(32, 128 if wide else 64, 8, 3 if wide else 2, programs=528)
 
 
 # ---------------------------------------------------------------- reference
@@ -98,7 +105,7 @@ def forward_kernel(
 
 @jit
 def backward_kernel(
-    gate_up_pointer, up_low_pointer, up_b_pointer, of_product_pointer, of_down_low_pointer,
+    gate_up_pointer, up_low_pointer, up_b_pointer, down_a_pointer, of_product_pointer, of_down_low_pointer,
     of_gate_up_pointer, of_down_a_pointer,
     rows, width, piece, scale,
     KIND: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
@@ -106,8 +113,9 @@ def backward_kernel(
 ):  # fmt: skip
     """One program: BLOCK_N columns of gate and of value, in a piece of the rows.
 
-    of_product (rows, width), of_down_low (rows, RANK), the others as in the forward. It writes of_gate_up
-    (rows, 2 width), and of_down_a, partial sums in fp32 of the transposed gradient of A_d, (pieces, width, RANK).
+    of_product (rows, width) without update, of_down_low (rows, RANK), the others as in the forward. It writes
+    of_gate_up (rows, 2 width), and of_down_a, partial sums in fp32 of the transposed gradient of A_d, (pieces, width,
+    RANK).
     """
     element = of_gate_up_pointer.dtype.element_ty
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -117,6 +125,9 @@ def backward_kernel(
     place = column[:, None] * RANK + rank[None, :]
     gate_b = tl.load(up_b_pointer + place, mask=matrix, other=0.0)
     value_b = tl.load(up_b_pointer + width * RANK + place, mask=matrix, other=0.0)
+    down_a = tl.load(
+        down_a_pointer + rank[:, None] * width + column[None, :], mask=in_rank[:, None] & inside[None, :], other=0.0
+    )
     of_down_a = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     number = tl.program_id(1)
     first = number * piece
@@ -136,7 +147,7 @@ def backward_kernel(
         product = rounded(active * value, element)
         of_down_a = tl.dot(tl.trans(product), of_down_low, of_down_a, input_precision="ieee")
         of_product = tl.load(of_product_pointer + row[:, None] * width + column[None, :], mask=tile, other=0.0)
-        of_product = of_product.to(tl.float32)
+        of_product = of_product.to(tl.float32) + tl.dot(of_down_low, down_a, input_precision="ieee")
         tl.store(of_gate_up_pointer + wide, rounded(of_product * value * slope, element), mask=tile)
         tl.store(of_gate_up_pointer + wide + width, rounded(of_product * active, element), mask=tile)
     tl.store(of_down_a_pointer + number * width * RANK + place, of_down_a, mask=matrix)
@@ -148,7 +159,7 @@ def triton_forward(
     """Launch the forward kernel on contiguous tensors: the product (n, f) and that with A_d, (n, r)."""
     (rows, double), rank = gate_up.shape, up_b.shape[1]
     product, down_low = gate_up.new_empty(rows, double // 2), gate_up.new_empty(rows, rank)
-    tile = FORWARD_TILE
+    tile = forward_tile(rank)
     forward_kernel[(triton.cdiv(rows, tile.rows),)](
         gate_up, up_low, up_b, down_a, product, down_low, rows, double // 2, scale,
         KIND=kind, PARTS=up_low.shape[1] // rank, **tile.options(rank),
@@ -157,8 +168,9 @@ def triton_forward(
 
 
 def triton_backward(
-    gate_up: Tensor, up_low: Tensor, up_b: Tensor, of_product: Tensor, of_down_low: Tensor, scale: float, kind: str
-) -> tuple[Tensor, Tensor]:
+    gate_up: Tensor, up_low: Tensor, up_b: Tensor, down_a: Tensor, of_product: Tensor, of_down_low: Tensor,
+    scale: float, kind: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernels on contiguous tensors: gradients of gate_up with its update, and of A_d."""
     (rows, double), rank = gate_up.shape, up_b.shape[1]
     width = double // 2
@@ -168,7 +180,7 @@ def triton_backward(
     of_gate_up = torch.empty_like(gate_up)
     of_down_a = gate_up.new_empty(pieces, width, rank, dtype=torch.float32)
     backward_kernel[(blocks, pieces)](
-        gate_up, up_low, up_b, of_product, of_down_low, of_gate_up, of_down_a, rows, width, size, scale,
+        gate_up, up_low, up_b, down_a, of_product, of_down_low, of_gate_up, of_down_a, rows, width, size, scale,
         KIND=kind, PARTS=up_low.shape[1] // rank, **tile.options(rank),
     )  # fmt: skip
     return of_gate_up, scaled_sum(of_down_a, 1.0, gate_up.dtype).t()
@@ -179,8 +191,8 @@ def triton_backward(
 
 @torch.library.custom_op("stoker::lora_gated_mlp", mutates_args=())
 def _lora_gated_mlp(
-    inputs: Tensor, up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
-    scale: float, kind: str,
+    inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None,
+    up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor, scale: float, kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output (n, out), and what is kept: gate_up without update, up_low and down_low."""
     gate_up, up_low = inputs @ up.t(), inputs @ up_a.t()
@@ -190,8 +202,8 @@ def _lora_gated_mlp(
 
 @_lora_gated_mlp.register_fake
 def _(
-    inputs: Tensor, up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
-    scale: float, kind: str,
+    inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None,
+    up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor, scale: float, kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     widths = (len(down), len(up), len(up_a), len(down_a))
     output, gate_up, up_low, down_low = (inputs.new_empty(len(inputs), width) for width in widths)
@@ -200,31 +212,37 @@ def _(
 
 @torch.library.custom_op("stoker::lora_gated_mlp_backward", mutates_args=())
 def _lora_gated_mlp_backward(
-    gradient: Tensor, inputs: Tensor, up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor,
-    down_b: Tensor, gate_up: Tensor, up_low: Tensor, down_low: Tensor, scale: float, kind: str, of_inputs: bool,
+    gradient: Tensor, inputs: Tensor, factors: Tensor | None, gain: Tensor | None,
+    up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
+    gate_up: Tensor, up_low: Tensor, down_low: Tensor, scale: float, kind: str, of_inputs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `inputs` (empty unless `of_inputs`), `up_a`, `up_b`, `down_a` and `down_b`."""
+    """Gradients of the inputs (empty unless `of_inputs`), `up_a`, `up_b`, `down_a` and `down_b`.
+
+    For `inputs` see `gradient_of_down`.
+    """
     of_down_low, of_down_b = narrow_gradients(gradient, down_b, down_low, scale, [len(down)])
-    of_product = (of_down_low @ down_a).addmm_(gradient, down)
-    of_gate_up, of_down_a = triton_backward(gate_up, up_low, up_b, of_product, of_down_low, scale, kind)
+    of_product = gradient @ down
+    of_gate_up, of_down_a = triton_backward(gate_up, up_low, up_b, down_a, of_product, of_down_low, scale, kind)
     parts = len(up_a) // up_b.shape[1]
     of_up_low, of_up_b = narrow_gradients(of_gate_up, up_b, up_low, scale, [len(up) // parts] * parts)
     of = (of_up_low @ up_a).addmm_(of_gate_up, up) if of_inputs else gradient.new_empty(0)
-    return of, of_up_low.t() @ inputs, of_up_b, of_down_a.contiguous(), of_down_b
+    of_up_a = gradient_of_down(of_up_low, inputs, factors, gain)
+    return of, of_up_a, of_up_b, of_down_a.contiguous(), of_down_b
 
 
 @_lora_gated_mlp_backward.register_fake
 def _(
-    gradient: Tensor, inputs: Tensor, up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor,
-    down_b: Tensor, gate_up: Tensor, up_low: Tensor, down_low: Tensor, scale: float, kind: str, of_inputs: bool,
+    gradient: Tensor, inputs: Tensor, factors: Tensor | None, gain: Tensor | None,
+    up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
+    gate_up: Tensor, up_low: Tensor, down_low: Tensor, scale: float, kind: str, of_inputs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    of = torch.empty_like(inputs) if of_inputs else gradient.new_empty(0)
+    of = gradient.new_empty(inputs.shape) if of_inputs else gradient.new_empty(0)
     return of, torch.empty_like(up_a), torch.empty_like(up_b), torch.empty_like(down_a), torch.empty_like(down_b)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, scale, kind = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+    hidden, source, *tensors, scale, kind = inputs
+    ctx.save_for_backward(hidden if source is None else source, *tensors, *output[1:])
     ctx.scale, ctx.kind = scale, kind
     ctx.set_materialize_grads(False)
 
@@ -234,7 +252,7 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | N
     of, of_up_a, of_up_b, of_down_a, of_down_b = _lora_gated_mlp_backward(
         gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.kind, of_inputs
     )
-    return of if of_inputs else None, None, of_up_a, of_up_b, None, of_down_a, of_down_b, None, None
+    return of if of_inputs else None, None, None, None, None, of_up_a, of_up_b, None, of_down_a, of_down_b, None, None
 
 
 _lora_gated_mlp.register_autograd(_backward, setup_context=_save)
@@ -250,7 +268,7 @@ def lora_gated_mlp_runs_on(inputs: Tensor, rank: int) -> bool:
 
 def lora_gated_mlp(
     inputs: Tensor, up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
-    *, scale: float, kind: str,
+    *, scale: float, kind: str, norm: NormParts | None = None,
 ) -> Tensor:  # fmt: skip
     """`lora_linear`, gated activation and `lora_linear`, where `lora_gated_mlp_runs_on`.
 
@@ -264,10 +282,11 @@ def lora_gated_mlp(
         down_b: (out, r).
         scale: alpha / r.
         kind: one of `GATES`.
+        norm: as in `lora_linear`.
 
     Returns:
-        (..., out), differentiable once in `inputs` and LoRA's matrices. For the backward are kept `inputs`, (..., 2 f)
-        and what is as narrow as r.
+        (..., out), differentiable once in `inputs` and LoRA's matrices. For the backward are kept `inputs` or the
+        source of their norm, (..., 2 f) and what is as narrow as r.
 
     Raises:
         ValueError: the shapes do not fit, or `kind` is unknown.
@@ -291,4 +310,4 @@ def lora_gated_mlp(
         dtype = torch.get_autocast_dtype(device)
         inputs, *tensors = inputs.to(dtype), *(tensor.to(dtype) for tensor in tensors)
     rows = inputs.flatten(0, -2).contiguous()
-    return _lora_gated_mlp(rows, *tensors, scale, kind)[0].unflatten(0, inputs.shape[:-1])
+    return _lora_gated_mlp(rows, *rows_of(norm), *tensors, scale, kind)[0].unflatten(0, inputs.shape[:-1])

@@ -1,6 +1,7 @@
 """A frozen linear layer with a low-rank update (LoRA, arXiv 2106.09685) as one operation.
 
-The gradient of the weight is never made. The input is kept once, for the frozen product and the update together.
+The gradient of the weight is never made. The input is kept once, for the frozen product and the update together; where
+it is the norm of something that is kept anyway, not at all.
 Updates cost passes over memory rather than arithmetic: those of the output and of the gradient of the input are written
 before the large product, which adds to what it finds, and the gradient of the output is read once for both of them.
 """
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .launch import triton_runs_on
-from .narrow_products import WIDEST_RANK, triton_narrow_products
+from .narrow_products import MOST_PARTS, WIDEST_RANK, triton_narrow_products
+from .norms import NormParts
 
 # ---------------------------------------------------------------- reference
 
@@ -70,29 +72,57 @@ def narrow_gradients(
     gradient: Tensor, up: Tensor, low: Tensor, scale: float, parts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the low-rank product (n, parts * rank) and of `up`, from that of the output (n, out)."""
-    found = []
+    if triton_runs_on(gradient) and up.shape[1] <= WIDEST_RANK and len(parts) <= MOST_PARTS:
+        return triton_narrow_products(gradient, up, low, scale, parts)
+    of_low, of_up = torch.empty_like(low), torch.empty_like(up)
     for wide, narrow in _places(parts, up.shape[1]):
-        part, rows, columns = gradient[:, wide], up[wide], low[:, narrow]
-        if triton_runs_on(gradient) and up.shape[1] <= WIDEST_RANK:
-            found.append(triton_narrow_products(part, rows, columns, scale))
-        else:
-            found.append((scale * (part @ rows), scale * (part.t() @ columns)))
-    of_low, of_up = zip(*found, strict=True)
-    return (of_low[0], of_up[0]) if len(found) == 1 else (torch.cat(of_low, 1), torch.cat(of_up))
+        part = gradient[:, wide]
+        torch.mul(part @ up[wide], scale, out=of_low[:, narrow])
+        torch.mul(part.t() @ low[:, narrow], scale, out=of_up[wide])
+    return of_low, of_up
+
+
+def gradient_of_down(of_low: Tensor, inputs: Tensor, factors: Tensor | None, gain: Tensor | None) -> Tensor:
+    """Gradient of the first matrix, l^T x, from that of the low-rank product l (n, r) and the inputs x (n, in).
+
+    Where x = f * source * gain is a norm, `inputs` are its source: l^T x = ((f * l)^T source) * gain.
+    """
+    if factors is None or gain is None:
+        return of_low.t() @ inputs
+    scaled = (of_low * factors).to(of_low.dtype)
+    return ((scaled.t() @ inputs.to(of_low.dtype)) * gain).to(of_low.dtype)
 
 
 @torch.library.custom_op("stoker::lora_linear", mutates_args=())
 def _lora_linear(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, parts: list[int]
+    inputs: Tensor,
+    source: Tensor | None,
+    factors: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+    parts: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Output (n, out) and low-rank product (n, parts * rank) of inputs (n, in)."""
+    """Output (n, out) and low-rank product (n, parts * rank) of inputs (n, in), which may be a norm of `source`."""
     low = inputs @ down.t()
     return updated_product(inputs, weight, bias, low, up, scale, parts), low
 
 
 @_lora_linear.register_fake
 def _(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, parts: list[int]
+    inputs: Tensor,
+    source: Tensor | None,
+    factors: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+    parts: list[int],
 ) -> tuple[Tensor, Tensor]:
     return inputs.new_empty(len(inputs), len(weight)), inputs.new_empty(len(inputs), len(down))
 
@@ -101,6 +131,8 @@ def _(
 def _lora_linear_backward(
     gradient: Tensor,
     inputs: Tensor,
+    factors: Tensor | None,
+    gain: Tensor | None,
     weight: Tensor,
     down: Tensor,
     up: Tensor,
@@ -109,16 +141,18 @@ def _lora_linear_backward(
     parts: list[int],
     of_inputs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `inputs` (empty unless `of_inputs`), `down` and `up`."""
+    """Gradients of the inputs (empty unless `of_inputs`), `down` and `up`; for `inputs` see `gradient_of_down`."""
     of_low, of_up = narrow_gradients(gradient, up, low, scale, parts)
     of = (of_low @ down).addmm_(gradient, weight) if of_inputs else gradient.new_empty(0)
-    return of, of_low.t() @ inputs, of_up
+    return of, gradient_of_down(of_low, inputs, factors, gain), of_up
 
 
 @_lora_linear_backward.register_fake
 def _(
     gradient: Tensor,
     inputs: Tensor,
+    factors: Tensor | None,
+    gain: Tensor | None,
     weight: Tensor,
     down: Tensor,
     up: Tensor,
@@ -127,24 +161,23 @@ def _(
     parts: list[int],
     of_inputs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of = torch.empty_like(inputs) if of_inputs else gradient.new_empty(0)
+    of = gradient.new_empty(inputs.shape) if of_inputs else gradient.new_empty(0)
     return of, torch.empty_like(down), torch.empty_like(up)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, _, down, up, scale, parts = inputs
-    ctx.save_for_backward(hidden, weight, down, up, output[1])
+    hidden, source, factors, gain, weight, _, down, up, scale, parts = inputs
+    ctx.save_for_backward(hidden if source is None else source, factors, gain, weight, down, up, output[1])
     ctx.scale, ctx.parts = scale, parts
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    hidden, weight, down, up, low = ctx.saved_tensors
     of_inputs = ctx.needs_input_grad[0]
     of_hidden, of_down, of_up = _lora_linear_backward(
-        gradient.contiguous(), hidden, weight, down, up, low, ctx.scale, ctx.parts, of_inputs
+        gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.parts, of_inputs
     )
-    return of_hidden if of_inputs else None, None, None, of_down, of_up, None, None
+    return of_hidden if of_inputs else None, None, None, None, None, None, of_down, of_up, None, None
 
 
 _lora_linear.register_autograd(_backward, setup_context=_save)
@@ -163,6 +196,7 @@ def lora_linear(
     scale: float,
     parts: Sequence[int],
     dropout: float = 0.0,
+    norm: NormParts | None = None,
 ) -> Tensor:
     """`inputs @ (weight + scale * update)^T + bias`, the update being the low-rank product of each part.
 
@@ -178,6 +212,8 @@ def lora_linear(
         scale: alpha / r.
         parts: rows of each part, `out` together.
         dropout: probability of dropping an input of `down`; 0 outside training.
+        norm: what `inputs` are the product of, kept for the backward in their place (its gain is frozen); None keeps
+            them.
 
     Returns:
         (..., out), differentiable once in `inputs`, `down` and `up`.
@@ -202,4 +238,12 @@ def lora_linear(
     if dropout:
         return reference_lora_linear(inputs, weight, bias, down, up, scale=scale, parts=parts, dropout=dropout)
     rows = inputs.flatten(0, -2).contiguous()
-    return _lora_linear(rows, weight, bias, down, up, scale, list(parts))[0].unflatten(0, inputs.shape[:-1])
+    output, _ = _lora_linear(rows, *rows_of(norm), weight, bias, down, up, scale, list(parts))
+    return output.unflatten(0, inputs.shape[:-1])
+
+
+def rows_of(norm: NormParts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Source (n, in), factors (n, 1) and gain of a norm, as the operations take them."""
+    if norm is None:
+        return None, None, None
+    return norm.source.flatten(0, -2), norm.factors.flatten(0, -2), norm.gain

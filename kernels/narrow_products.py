@@ -6,6 +6,7 @@ and g^T (x A^T), (out, r). Each reads all of g to write next to nothing, so the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from .launch import jit, next_power_of_2, tl, triton
 
 WIDEST_RANK = 64
 """The largest rank whose sums fit in registers."""
-PROGRAMS = 256
-"""About as many as a large GPU runs at once; more of them would have more partial sums to add."""
+MOST_PARTS = 3
+"""Of a fused projection: queries, keys, values."""
 
 
 class Tile(NamedTuple):
@@ -27,12 +28,15 @@ class Tile(NamedTuple):
         columns: likewise.
         warps: of the program.
         stages: tiles that are on their way.
+        programs: about as many are launched, where rows are cut into pieces: a large GPU runs 256 to 528 at once, and
+            each piece has partial sums to add.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    programs: int = 256
 
     def options(self, rank: int) -> dict[str, int]:
         """Of a launch, with matrices of a rank."""
@@ -42,33 +46,43 @@ class Tile(NamedTuple):
 
     def pieces(self, rows: int, blocks: int) -> tuple[int, int]:
         """Into how many pieces rows are cut for so many blocks of columns, and the rows of a piece: whole tiles."""
-        size = triton.cdiv(triton.cdiv(rows, max(1, PROGRAMS // blocks)), self.rows) * self.rows
+        size = triton.cdiv(triton.cdiv(rows, max(1, self.programs // blocks)), self.rows) * self.rows
         return triton.cdiv(rows, size), size
 
 
 def tile_of(rank: int) -> Tile:
     """Of `narrow_products_kernel`."""
-    return Tile(64, 256 if rank <= 32 else 128, 4, 2)
+    return Tile(32, 256, 8, 3) if rank <= 32 else Tile(64, 128, 4, 2)
 
 
 # ---------------------------------------------------------------- Triton
 
 
 @jit
+def _of_part(part, first, second, third):
+    """The number that belongs to part 0, 1 or 2."""
+    return tl.where(part == 0, first, tl.where(part == 1, second, third))
+
+
+@jit
 def narrow_products_kernel(
     gradient_pointer, up_pointer, low_pointer, of_low_pointer, of_up_pointer,
-    rows, columns, piece, gradient_stride, low_stride,
+    rows, columns, piece, gradient_stride, low_stride, second_column, third_column, second_block, third_block,
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N columns of a piece of the rows.
+    """One program: BLOCK_N columns of a part, in a piece of the rows.
 
-    gradient (rows, columns), up (columns, RANK), low (rows, RANK); the results are partial sums in fp32: of_low
-    (blocks of columns, rows, RANK), of_up (pieces, columns, RANK).
+    gradient (rows, columns), up (columns, RANK), low (rows, parts RANK); the results are partial sums in fp32: of_low
+    (blocks of columns, rows, RANK), of_up (pieces, columns, RANK). The second part begins at second_column and with
+    block second_block, the third likewise; those that are not there begin at the end.
     """
     block, number = tl.program_id(0), tl.program_id(1)
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = (block >= second_block).to(tl.int32) + (block >= third_block).to(tl.int32)
+    begin = _of_part(part, 0, second_column, third_column)
+    end = _of_part(part, second_column, third_column, columns)
+    column = begin + (block - _of_part(part, 0, second_block, third_block)) * BLOCK_N + tl.arange(0, BLOCK_N)
     rank = tl.arange(0, BLOCK_R)
-    inside, in_rank = column < columns, rank < RANK
+    inside, in_rank = column < end, rank < RANK
     matrix = inside[:, None] & in_rank[None, :]
     up = tl.load(up_pointer + column[:, None] * RANK + rank[None, :], mask=matrix, other=0.0)
     of_up = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
@@ -80,7 +94,8 @@ def narrow_products_kernel(
         tile = exists[:, None] & inside[None, :]
         gradient = tl.load(gradient_pointer + row[:, None] * gradient_stride + column[None, :], mask=tile, other=0.0)
         narrow = exists[:, None] & in_rank[None, :]
-        low = tl.load(low_pointer + row[:, None] * low_stride + rank[None, :], mask=narrow, other=0.0)
+        low_column = part * RANK + rank
+        low = tl.load(low_pointer + row[:, None] * low_stride + low_column[None, :], mask=narrow, other=0.0)
         of_low = tl.dot(gradient, up, input_precision="ieee")
         place = (block.to(tl.int64) * rows + row)[:, None] * RANK + rank[None, :]
         tl.store(of_low_pointer + place, of_low, mask=narrow)
@@ -90,47 +105,82 @@ def narrow_products_kernel(
 
 
 @jit
-def sum_kernel(partial_pointer, sum_pointer, pieces, size, scale, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: scale times the sum over the first dimension of partial (pieces, size), of BLOCK columns."""
+def sum_kernel(
+    partial_pointer, sum_pointer, pieces, size, scale, second, third, width,
+    PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: scale times the sum over the pieces of one part of partial (pieces, size), of BLOCK columns.
+
+    The pieces of the second part begin at `second`, those of the third at `third`. Sums are (size / width, PARTS,
+    width).
+    """
+    part = tl.program_id(1)
+    first, end = _of_part(part, 0, second, third), _of_part(part, second, third, pieces)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    piece = tl.arange(0, PIECES)
+    piece = first + tl.arange(0, PIECES)
     inside = column < size
-    mask = (piece < pieces)[:, None] & inside[None, :]
+    mask = (piece < end)[:, None] & inside[None, :]
     partial = tl.load(partial_pointer + piece.to(tl.int64)[:, None] * size + column[None, :], mask=mask, other=0.0)
     total = tl.sum(partial, axis=0) * scale
-    tl.store(sum_pointer + column, total.to(sum_pointer.dtype.element_ty), mask=inside)
+    place = column
+    if PARTS > 1:
+        place = (column // width * PARTS + part) * width + column % width
+    tl.store(sum_pointer + place, total.to(sum_pointer.dtype.element_ty), mask=inside)
 
 
-def scaled_sum(partial: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """`scale * partial.sum(0)` of a contiguous fp32 tensor, always in the same order, rounded once to `dtype`."""
-    total = partial.new_empty(partial.shape[1:], dtype=dtype)
-    pieces = next_power_of_2(len(partial))
+def _begins(sizes: Sequence[int]) -> tuple[int, int]:
+    """Where the second and the third part begin, at the end those that are not there."""
+    return sizes[0], sum(sizes[:2])
+
+
+def scaled_sum(partial: Tensor, scale: float, dtype: torch.dtype, parts: Sequence[int] | None = None) -> Tensor:
+    """`scale * partial.sum(0)` of a contiguous fp32 tensor, always in the same order, rounded once to `dtype`.
+
+    Args:
+        partial: (pieces, ...), with `parts` (pieces, n, width).
+        scale: of the sums.
+        dtype: of the sums.
+        parts: pieces of each part, up to three, which are summed by themselves; None for one of all.
+
+    Returns:
+        (...), with `parts` (n, parts * width).
+    """
+    parts = [len(partial)] if parts is None else parts
+    pieces, size = next_power_of_2(max(parts)), partial[0].numel()
+    *outer, width = partial.shape[1:]
+    total = partial.new_empty(*outer, len(parts) * width, dtype=dtype)
     block = max(64, 4096 // pieces)
-    grid = (triton.cdiv(total.numel(), block),)
-    sum_kernel[grid](partial, total, len(partial), total.numel(), scale, PIECES=pieces, BLOCK=block, num_warps=4)
+    sum_kernel[(triton.cdiv(size, block), len(parts))](
+        partial, total, len(partial), size, scale, *_begins(parts), width,
+        PARTS=len(parts), PIECES=pieces, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return total
 
 
-def triton_narrow_products(gradient: Tensor, up: Tensor, low: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def triton_narrow_products(
+    gradient: Tensor, up: Tensor, low: Tensor, scale: float, parts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Launch the kernels.
 
     Args:
         gradient: (n, out); may be columns of a wider tensor.
         up: (out, r), contiguous.
-        low: (n, r), as `gradient`.
+        low: (n, parts * r), as `gradient`: r columns for each part.
         scale: of both results.
+        parts: columns of `gradient` that belong to each r columns of `low`; up to `MOST_PARTS`.
 
     Returns:
-        `scale * gradient @ up`, (n, r), and `scale * gradient^T @ low`, (out, r), in the dtype of `low`.
+        For each part `scale * gradient @ up`, (n, parts * r) together, and `scale * gradient^T @ low`, (out, r), in the
+        dtype of `low`.
     """
     (rows, columns), rank = gradient.shape, up.shape[1]
     tile = tile_of(rank)
-    blocks = triton.cdiv(columns, tile.columns)
-    pieces, size = tile.pieces(rows, blocks)
-    of_low = gradient.new_empty(blocks, rows, rank, dtype=torch.float32)
+    blocks = [triton.cdiv(part, tile.columns) for part in parts]
+    pieces, size = tile.pieces(rows, sum(blocks))
+    of_low = gradient.new_empty(sum(blocks), rows, rank, dtype=torch.float32)
     of_up = gradient.new_empty(pieces, columns, rank, dtype=torch.float32)
-    narrow_products_kernel[(blocks, pieces)](
+    narrow_products_kernel[(sum(blocks), pieces)](
         gradient, up, low, of_low, of_up, rows, columns, size, gradient.stride(0), low.stride(0),
-        **tile.options(rank),
+        *_begins(parts), *_begins(blocks), **tile.options(rank),
     )  # fmt: skip
-    return scaled_sum(of_low, scale, low.dtype), scaled_sum(of_up, scale, low.dtype)
+    return scaled_sum(of_low, scale, low.dtype, blocks), scaled_sum(of_up, scale, low.dtype)

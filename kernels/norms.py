@@ -6,9 +6,25 @@ one (NeMo's layernorm1p), so that weight decay pulls the gain to one.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class NormParts(NamedTuple):
+    """What an RMS normalisation multiplies: its result is source * factors * gain.
+
+    Attributes:
+        source: (..., n).
+        factors: fp32 (fp64), (..., 1), without gradient: one over the root of each row's mean square.
+        gain: (n,).
+    """
+
+    source: Tensor
+    factors: Tensor
+    gain: Tensor
 
 
 def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, zero_centered: bool = False) -> Tensor:
@@ -29,10 +45,23 @@ def rms_norm(
     """
     if not training and _in_one_kernel(inputs, weight, zero_centered):
         return F.rms_norm(inputs, weight.shape, weight, epsilon)
-    accumulate = torch.promote_types(inputs.dtype, torch.float32)
-    wide = inputs.to(accumulate)
-    gain = weight.to(accumulate) + 1.0 if zero_centered else weight.to(accumulate)
-    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon) * gain).to(inputs.dtype)
+    wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+    return (wide * _factors(wide, epsilon) * _gain(weight, wide.dtype, zero_centered)).to(inputs.dtype)
+
+
+def rms_norm_parts(inputs: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool = False) -> NormParts:
+    """What `rms_norm` multiplies; a compiler computes the factors once for both."""
+    with torch.no_grad():
+        wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+        return NormParts(inputs, _factors(wide, epsilon), _gain(weight, wide.dtype, zero_centered))
+
+
+def _factors(wide: Tensor, epsilon: float) -> Tensor:
+    return torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+
+
+def _gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    return weight.to(dtype) + 1.0 if zero_centered else weight.to(dtype)
 
 
 def _in_one_kernel(inputs: Tensor, weight: Tensor, zero_centered: bool) -> bool:

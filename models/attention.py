@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from ..kernels.attention.packed import PackedSequences
 from ..kernels.rope import apply_rotary
 from ..kernels.rotary_split import rotary_split
 from .attention_calls import CallKind
-from .checkpointing import product_of
 from .kv_cache import LayerCache
+from .normed_linear import product_of_norm
 from .norms import LayerNorm, RMSNorm
 from .positions import Rotation
 from .score_positions import ScoreTerms
@@ -90,7 +90,7 @@ class SelfAttention(nn.Module):
         packed: PackedSequences | None = None,
         terms: ScoreTerms | None = None,
         padding: Tensor | None = None,
-        norm: Callable[[Tensor], Tensor] | None = None,
+        norm: LayerNorm | RMSNorm | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend within each sequence.
@@ -103,14 +103,14 @@ class SelfAttention(nn.Module):
             terms: what the positions add to the scores, or None.
             padding: bool (batch, tokens), True for real tokens, which alone are seen; None where all are. Causal
                 attention needs none: padding ends the rows, where no real token sees it.
-            norm: a norm of `hidden` that the backward runs again; None without.
+            norm: a norm of `hidden` that is not kept; None without.
             cache: takes in keys and values of texts that begin, or of the one token that each goes on with, which then
                 sees what is there; None without.
 
         Returns:
             (batch, tokens, hidden_size).
         """
-        projected = self.qkv(hidden) if norm is None else product_of(norm, self.qkv, False, hidden)
+        projected = self.qkv(hidden) if norm is None else product_of_norm(norm, self.qkv, hidden)
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
         if cache is not None and hidden.shape[1] == 1:
             return self._projected(self._step(projected[:, 0], rotary, terms, cache)[:, None])

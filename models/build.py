@@ -22,7 +22,7 @@ from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
 from .config.memory import RecomputeModule
 from .config.memory_slice import RecomputeSlice, acting_modules
-from .config.peft_slice import PeftSlice, PromptSlice
+from .config.peft_slice import LoRASlice, PeftSlice, PromptSlice
 from .config.samples import SampleForm
 from .config.slices import StackSlice
 from .config.t5_slice import T5Slice
@@ -383,12 +383,14 @@ def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision], peft: 
         if stack.recompute is None:
             continue
         call = decisions[labels[0]].call
+        spared = isinstance(peft, LoRASlice) and peft.spares_norms(stack)
+        if "norm" in stack.recompute.modules and spared:
+            yield "recomputing norm has no effect where LoRA updates what reads an RMS norm: the norm is not kept"
         if "mlp_activation" in stack.recompute.modules and is_one_operation(peft, stack, call.device, call.dtype):
-            yield (
-                "recomputing mlp_activation has no effect where LoRA updates both projections of an MLP: it keeps no "
-                "activated rows"
-                + ("" if "norm" in stack.recompute.modules else "; activations_checkpoint_modules=[norm] saves memory")
-            )
+            why = "where LoRA updates both projections of an MLP: it keeps no activated rows"
+            more = "; activations_checkpoint_modules=[norm] saves memory"
+            idle = spared or "norm" in stack.recompute.modules
+            yield f"recomputing mlp_activation has no effect {why}{'' if idle else more}"
         if "core_attention" not in stack.recompute.modules:
             continue
         modules = _with_more(stack, frozenset() if done is None else done.modules)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,8 +12,8 @@ from ..kernels.attention.backends import AttentionFunction
 from ..kernels.attention.decode import decode_attention
 from ..kernels.attention.packed import PackedSequences
 from .attention_calls import CallKind
-from .checkpointing import product_of
 from .kv_cache import CachedMemory
+from .normed_linear import product_of_norm
 from .norms import LayerNorm, RMSNorm
 
 
@@ -91,7 +91,7 @@ class CrossAttention(nn.Module):
         hidden: Tensor,
         memory: Memory | CachedMemory,
         kind: CallKind,
-        norm: Callable[[Tensor], Tensor] | None = None,
+        norm: LayerNorm | RMSNorm | None = None,
     ) -> Tensor:
         """Attend from each token of the decoder to all real tokens of its memory.
 
@@ -99,12 +99,12 @@ class CrossAttention(nn.Module):
             hidden: (batch, queries, hidden_size), normed, but for `norm`.
             memory: of the same batch; a cached one is read by one token of each row.
             kind: the kind of call, which selects the backend.
-            norm: a norm of `hidden` that the backward runs again; None without.
+            norm: a norm of `hidden` that is not kept; None without.
 
         Returns:
             (batch, queries, hidden_size).
         """
-        query = self.query(hidden) if norm is None else product_of(norm, self.query, False, hidden)
+        query = self.query(hidden) if norm is None else product_of_norm(norm, self.query, hidden)
         query = query.unflatten(-1, (self.heads, self.head_dim))
         if self.query_norm is not None:
             query = self.query_norm(query)

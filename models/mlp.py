@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,6 +10,7 @@ from ..kernels.gated_activation import gated_activation
 from ..kernels.gated_projection import gated_projection
 from ..kernels.launch import triton_runs_on
 from .checkpointing import product_of, recomputes
+from .normed_linear import product_of_norm
 from .norms import LayerNorm, RMSNorm
 
 
@@ -52,14 +51,14 @@ class MLP(nn.Module):
         self.inner_norm = inner_norm
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
-    def forward(self, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None) -> Tensor:
         """(batch, tokens, hidden_size) to the same shape.
 
         Args:
             hidden: normed, but for `norm`.
-            norm: a norm of `hidden` that the backward runs again; None without.
+            norm: a norm of `hidden` that is not kept; None without.
         """
-        projected = self.up(hidden) if norm is None else product_of(norm, self.up, False, hidden)
+        projected = self.up(hidden) if norm is None else product_of_norm(norm, self.up, hidden)
         if self.recompute and recomputes(self):
             plain = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
             if self.gated and plain and triton_runs_on(projected):

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from ..kernels.norms import layer_norm, rms_norm
+from ..kernels.forked_norm import forked_rms_norm, forks
+from ..kernels.norms import NormParts, layer_norm, rms_norm, rms_norm_parts
+
+
+class Read(NamedTuple):
+    """A stream before a part of a layer.
+
+    Attributes:
+        stream: what the part adds to.
+        normed: what it reads, not yet normed if there is a `norm`.
+        again: the same for a second reader, whose gradient comes apart; None for one.
+        norm: what the part does itself, so that nothing of it is kept; None without.
+    """
+
+    stream: Tensor
+    normed: Tensor
+    again: Tensor | None = None
+    norm: LayerNorm | RMSNorm | None = None
 
 
 class LayerNorm(nn.Module):
@@ -43,6 +62,17 @@ class RMSNorm(nn.Module):
         return rms_norm(
             inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered, training=self.training
         )
+
+    def forked(self, stream: Tensor, twice: bool) -> Read:
+        """The norm of a stream that goes on, for one reader or two, all of which use what they get."""
+        if not forks(stream, self.weight):
+            return Read(stream, self(stream))
+        epsilon, centred = self.epsilon, self.zero_centered
+        return Read(*forked_rms_norm(stream, self.weight, epsilon=epsilon, zero_centered=centred, twice=twice))
+
+    def parts(self, inputs: Tensor) -> NormParts:
+        """What the norm of these inputs is a product of."""
+        return rms_norm_parts(inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

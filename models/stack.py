@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,8 @@ from .cross_attention import CrossAttention, Memory
 from .kv_cache import CachedMemory, LayerCache
 from .mlp import MLP
 from .moe.layer import MoE
-from .norms import LayerNorm, RMSNorm
+from .normed_linear import spares
+from .norms import LayerNorm, Read, RMSNorm
 from .offload import ActivationOffload
 from .offload_weights import WeightOffload
 from .positions import RotaryEmbedding, Rotation, XPosEmbedding
@@ -146,45 +147,60 @@ class Layer(nn.Module):
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
         entered = hidden
-        before, norm = self._before(self.attention_norm, hidden)
-        update = self.attention(before, rotary, kind, packed, terms, padding, norm, cache)
+        read = self._before(self.attention_norm, hidden, entered, self.attention.qkv)
+        update = self.attention(read.normed, rotary, kind, packed, terms, padding, read.norm, cache)
         if self.attention_adapter is not None:
             update = self.attention_adapter(update)
-        hidden = self._add(hidden, update, self.attention_norm, self.attention_output_norm)
+        hidden = self._add(read.stream, update, self.attention_norm, self.attention_output_norm)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             assert memory is not None
-            before, norm = self._before(self.cross_attention_norm, self._read(hidden, entered))
-            update = self.cross_attention(before, memory, kind, norm)
-            hidden = self._add(hidden, update, self.cross_attention_norm, self.cross_attention_output_norm)
-        sums, reads = None, self._read(hidden, entered)
+            read = self._before(self.cross_attention_norm, hidden, entered, self.cross_attention.query)
+            update = self.cross_attention(read.normed, memory, kind, read.norm)
+            hidden = self._add(read.stream, update, self.cross_attention_norm, self.cross_attention_output_norm)
+        sums = None
         if isinstance(self.mlp, MoE):
-            before, norm = self._before(self.mlp_norm, reads, read_often=not self.mlp.recompute)
-            update, sums = self.mlp.run(before, padding, norm, limited=kind != "generation")
+            read = self._before(self.mlp_norm, hidden, entered, None, read_often=not self.mlp.recompute)
+            adds = self.mlp_adapter is None and self.block != "post_ln" and not (self.training and self.dropout)
+            more: Any = {"limited": kind != "generation", "again": read.again, "onto": read.stream if adds else None}
+            update, sums = self.mlp.run(read.normed, padding, read.norm, **more)
+            if adds:
+                return update, sums
         else:
-            update = self.mlp(*self._before(self.mlp_norm, reads))
+            read = self._before(self.mlp_norm, hidden, entered, self.mlp.up)
+            update = self.mlp(read.normed, read.norm)
         if self.mlp_adapter is not None:
             update = self.mlp_adapter(update)
-        return self._add(hidden, update, self.mlp_norm), sums
-
-    def _read(self, hidden: Tensor, entered: Tensor) -> Tensor:
-        """What the parts after the self-attention read: the stream, or the stream as it entered the layer."""
-        return entered if self.block == "parallel_ln" else hidden
+        return self._add(read.stream, update, self.mlp_norm), sums
 
     def _before(
-        self, norm: LayerNorm | RMSNorm, hidden: Tensor, *, read_often: bool = False
-    ) -> tuple[Tensor, LayerNorm | RMSNorm | None]:
-        """What a part reads, and the norm that it does itself, so that the backward can run it again.
+        self,
+        norm: LayerNorm | RMSNorm,
+        hidden: Tensor,
+        entered: Tensor,
+        first: nn.Linear | None,
+        *,
+        read_often: bool = False,
+    ) -> Read:
+        """What a part reads, of a stream that goes on.
 
         Args:
             norm: of the part.
             hidden: the stream.
+            entered: the stream as it entered the layer.
+            first: the projection that reads the norm; None where there are several.
             read_often: several operations of the part keep what it reads: it is kept whoever does the norm.
         """
         if self.block == "post_ln":
-            return hidden, None
-        if self.recompute_norms and not read_often and recomputes(self):
-            return hidden, norm
-        return norm(hidden), None
+            return Read(hidden, hidden)
+        reads = entered if self.block == "parallel_ln" else hidden
+        spared = first is not None and spares(first, norm)
+        if (self.recompute_norms or spared) and not read_often and recomputes(self):
+            return Read(hidden, reads, norm=norm)
+        # what a layer is given is kept anyway; a sum of it is not where its summands are, or where one is narrower
+        kept = hidden is entered or (self.block == "pre_ln" and not torch.is_autocast_enabled(hidden.device.type))
+        if isinstance(norm, RMSNorm) and kept:
+            return norm.forked(hidden, read_often)
+        return Read(hidden, norm(reads))
 
     def _add(
         self,

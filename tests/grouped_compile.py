@@ -116,7 +116,7 @@ def by_row(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     elif variant.kind == "gather":
         constants |= {"WEIGHTED": True}
     elif variant.kind == "combine":
-        constants |= {"WEIGHTED": True, "TOPK": 8}
+        constants |= {"WEIGHTED": True, "ADDED": True, "TOPK": 8}
     elif variant.kind == "gate_gradient":
         constants |= {"TOPK": 8}
     else:

@@ -18,7 +18,7 @@ CAPABILITIES = (80, 90, 100, 120)
 
 def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
     """For a GPU: name, kernel, types of its arguments, constants, launch options."""
-    from stoker.kernels import lora_gated_mlp, narrow_products
+    from stoker.kernels import forked_norm, lora_gated_mlp, narrow_products
     from stoker.kernels.adamw import _adamw_kernel
     from stoker.kernels.cross_entropy import _loss_and_gradient_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
@@ -63,12 +63,23 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     narrow = {f"{name}_pointer": "*bf16" for name in ("gradient", "up", "low")}
     narrow |= {f"{name}_pointer": "*fp32" for name in ("of_low", "of_up")}
     narrow |= dict.fromkeys(("rows", "columns", "piece", "gradient_stride", "low_stride"), "i32")
-    lora = {f"{name}_pointer": "*bf16" for name in ("gate_up", "up_low", "up_b")}
+    narrow |= {f"{place}_{of}": "i32" for place in ("second", "third") for of in ("column", "block")}
+    lora = {f"{name}_pointer": "*bf16" for name in ("gate_up", "up_low", "up_b", "down_a")}
     sizes = {"rows": "i32", "width": "i32"}
-    lora_forward = lora | {f"{name}_pointer": "*bf16" for name in ("down_a", "product", "down_low")}
+    lora_forward = lora | {f"{name}_pointer": "*bf16" for name in ("product", "down_low")}
     lora_forward |= sizes | {"scale": "fp32"}
     lora_backward = lora | {f"{name}_pointer": "*bf16" for name in ("of_product", "of_down_low", "of_gate_up")}
     lora_backward |= {"of_down_a_pointer": "*fp32"} | sizes | {"piece": "i32", "scale": "fp32"}
+
+    forked = ("inputs", "weight", "stream_gradient", "first_gradient", "second_gradient", "gradient")
+    forked_norm_types = {f"{name}_pointer": "*bf16" for name in forked} | {"partial_pointer": "*fp32"}
+    forked_norm_types |= dict.fromkeys(("rows", "width", "piece"), "i32") | {"epsilon": "fp32"}
+
+    def forked_norm_of(width: int) -> Any:
+        constants: dict[str, Any] = {"SECOND": True, "ZERO_CENTERED": True} | forked_norm.tile_options(width)
+        launch = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+        kernel = forked_norm.forked_norm_backward_kernel
+        return f"forked_norm_{width}", kernel, forked_norm_types, constants, launch
 
     def launched(tile: narrow_products.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         given = tile.options(rank)
@@ -84,20 +95,22 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         return f"narrow_products_{rank}", narrow_products.narrow_products_kernel, narrow, constants, launch
 
     tile = lora_gated_mlp.backward_tile(divmod(capability, 10))
-    summed = {"partial_pointer": "*fp32", "sum_pointer": "*bf16", "pieces": "i32", "size": "i32", "scale": "fp32"}
+    summed = {"partial_pointer": "*fp32", "sum_pointer": "*bf16", "scale": "fp32"}
+    summed |= dict.fromkeys(("pieces", "size", "second", "third", "width"), "i32")
     sort = {"experts_pointer": "*i64", "kept_pointer": "*i1", **dict.fromkeys(("size", "experts", "blocks"), "i32")}
     sort |= {f"{name}_pointer": "*i32" for name in ("counts", "sums", "order", "places")}
     sorting = {"HAS_KEPT": True, "BLOCK": counting_sort.BLOCK}
     return [
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
+        *(forked_norm_of(width) for width in (256, 1024, forked_norm.WIDEST)),
         *(narrow_of(rank) for rank in (16, narrow_products.WIDEST_RANK)),
-        ("scaled_sum", narrow_products.sum_kernel, summed, {"PIECES": 32, "BLOCK": 128}, {"num_warps": 4}),
+        ("scaled_sum", narrow_products.sum_kernel, summed, {"PARTS": 3, "PIECES": 32, "BLOCK": 128}, {"num_warps": 4}),
         *(
             lora_mlp(*which, rank)
             for rank in (16, lora_gated_mlp.WIDEST_RANK)
             for which in (
-                ("forward", lora_gated_mlp.forward_kernel, lora_forward, lora_gated_mlp.FORWARD_TILE),
+                ("forward", lora_gated_mlp.forward_kernel, lora_forward, lora_gated_mlp.forward_tile(rank)),
                 ("backward", lora_gated_mlp.backward_kernel, lora_backward, tile),
             )
         ),
@@ -163,7 +176,9 @@ def compiled(capabilities: Sequence[int] = CAPABILITIES) -> list[dict[str, Any]]
             order = {p: signature.get(p, "constexpr") for p in kernel.arg_names}
             # as at a launch with usual widths; the other kernels keep their budgets for any
             multiples = [n for n, p in enumerate(order) if signature.get(p, "fp32") != "fp32"]
-            attributes = {(n,): [["tt.divisibility", 16]] for n in multiples if name.startswith(("lora", "narrow"))}
+            attributes = {
+                (n,): [["tt.divisibility", 16]] for n in multiples if name.startswith(("forked", "lora", "narrow"))
+            }
             source = ASTSource(fn=kernel, signature=order, constexprs=constants, attrs=attributes)
             program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             row = {"kernel": name, "capability": capability, "triton": triton.__version__}

@@ -24,7 +24,6 @@ MODEL = [
     "trainer.accelerator=gpu",
     "trainer.precision=32",
     "model.global_batch_size=8",
-    "model.micro_batch_size=2",
     "trainer.limit_val_batches=0",
     "trainer.log_every_n_steps=1",
     "exp_manager.checkpoint_callback_params.save_last=true",
@@ -38,9 +37,10 @@ LAYOUTS = {
 }
 
 
-def train(directory, *overrides, devices=1, steps=3):
+def train(directory, *overrides, devices=1, steps=3, micro_batch=2):
     command = [sys.executable, "-m", "stoker", "train", *MODEL, f"trainer.max_steps={steps}"]
-    command += [f"trainer.devices={devices}", f"exp_manager.explicit_log_dir={directory}", *overrides]
+    command += [f"trainer.devices={devices}", f"model.micro_batch_size={micro_batch}", *overrides]
+    command.append(f"exp_manager.explicit_log_dir={directory}")
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -66,11 +66,10 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("micro_batch", [2, 4])
 def test_two_gpus_train_what_one_trains_and_one_goes_on(tmp_path, alone, layout, micro_batch):
     directory = tmp_path / "run"
-    size = f"model.micro_batch_size={micro_batch}"
-    losses = train(directory, size, *LAYOUTS[layout], devices=2)
+    losses = train(directory, *LAYOUTS[layout], devices=2, micro_batch=micro_batch)
     _, expected = alone
     assert losses == pytest.approx({step: expected[step] for step in losses}, rel=2e-5)
-    going_on = train(directory, size, devices=1, steps=6)
+    going_on = train(directory, devices=1, steps=6, micro_batch=micro_batch)
     assert going_on[6] == pytest.approx(expected[6], rel=1e-4)
     for name, weight in weights(directory, 6).items():
         torch.testing.assert_close(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels import lora_gated_mlp as module
@@ -14,6 +14,7 @@ from stoker.kernels import lora_linear as linear_module
 from stoker.kernels.gated_activation import GATES
 from stoker.kernels.lora_gated_mlp import lora_gated_mlp, lora_gated_mlp_runs_on, reference_lora_gated_mlp
 from stoker.kernels.narrow_products import triton_narrow_products
+from stoker.models.norms import RMSNorm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEARNT = ("inputs", "up_a", "up_b", "down_a", "down_b")
@@ -82,14 +83,29 @@ def test_function_equals_plain_torch_in_fp64(device: str, kind: str, size: dict[
 def test_many_rows_are_summed_in_pieces() -> None:
     """More tiles than programs, so that a program has several tiles of rows and the sums several pieces."""
     generator = torch.Generator().manual_seed(0)
-    rows, columns, rank = 64 * 300 + 1, 20, 5
+    rows, columns, rank = 32 * 300 + 1, 20, 5
     gradient, low = (torch.randn(rows, width, generator=generator) for width in (columns + 9, 2 * rank))
     up = torch.randn(columns, rank, generator=generator)
-    # columns of wider tensors, as the parts of a fused projection are
-    found = triton_narrow_products(gradient[:, 4 : 4 + columns], up, low[:, rank:], 0.5)
+    found = triton_narrow_products(gradient[:, 4 : 4 + columns], up, low[:, rank:], 0.5, [columns])
     wanted = 0.5 * gradient[:, 4 : 4 + columns] @ up, 0.5 * gradient[:, 4 : 4 + columns].t() @ low[:, rank:]
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parts", [[300], [512, 130], [257, 3, 256]])
+def test_parts_of_a_fused_projection_have_products_of_their_own(device: str, parts: list[int]) -> None:
+    torch.manual_seed(0)
+    rows, rank = 70, 4
+    gradient, up = torch.randn(rows, sum(parts), device=device), torch.randn(sum(parts), rank, device=device)
+    low = torch.randn(rows, len(parts) * rank, device=device)
+    found = triton_narrow_products(gradient, up, low, 0.5, parts)
+    pieces = list(zip(gradient.split(parts, 1), up.split(parts), low.split(rank, 1), strict=True))
+    of_low = torch.cat([0.5 * part @ matrix for part, matrix, _ in pieces], 1)
+    of_up = torch.cat([0.5 * part.t() @ columns for part, _, columns in pieces])
+    for one, other in zip(found, (of_low, of_up), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -104,6 +120,31 @@ def test_neither_the_product_nor_the_updated_projection_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_norm_before_it_is_not_kept(device: str) -> None:
+    norm = RMSNorm(32, 1e-5).to(device)
+    norm.weight = nn.Parameter(torch.linspace(0.5, 2, 32, device=device), requires_grad=False)
+    given = drawn(67, 32, 130, 4, device=device)
+    given["inputs"] *= torch.linspace(0.1, 9, 67, device=device)[:, None]
+    kept: list[Tensor] = []
+
+    def of_norm(inputs: Tensor, *matrices: Tensor, scale: float, kind: str) -> Tensor:
+        normed = norm(inputs)
+        with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+            output = lora_gated_mlp(normed, *matrices, scale=scale, kind=kind, norm=norm.parts(inputs))
+        assert all(tensor.data_ptr() != normed.data_ptr() for tensor in kept)
+        return output
+
+    def reference(inputs: Tensor, *matrices: Tensor, scale: float, kind: str) -> Tensor:
+        return reference_lora_gated_mlp(norm(inputs), *matrices, scale=scale, kind=kind)
+
+    expected = results(reference, wide(given))
+    for name, one in results(of_norm, given).items():
+        assert (one.double() - expected[name]).norm() <= 2e-6 * expected[name].norm(), name
+    assert len(kept) == 12
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_inputs_that_need_no_gradient_get_none() -> None:
     given = {name: tensor.requires_grad_(name in LEARNT[1:]) for name, tensor in drawn(6, 8, 24, 2).items()}
     lora_gated_mlp(*given.values(), scale=1.0, kind="silu").sum().backward()
@@ -114,7 +155,9 @@ def test_inputs_that_need_no_gradient_get_none() -> None:
 def test_the_operation_is_well_formed_and_compiles_whole() -> None:
     given = drawn(6, 8, 24, 2)
     arguments = [tensor.requires_grad_(name in LEARNT) for name, tensor in given.items()]
-    torch.library.opcheck(torch.ops.stoker.lora_gated_mlp.default, (*arguments, 0.5, "silu"))
+    inputs, *matrices = arguments
+    for norm in ((None, None, None), (torch.randn(6, 8), torch.rand(6, 1), torch.randn(8))):
+        torch.library.opcheck(torch.ops.stoker.lora_gated_mlp.default, (inputs, *norm, *matrices, 0.5, "silu"))
     compiled = torch.compile(lora_gated_mlp, fullgraph=True, backend="aot_eager")
     for one, other in zip(*(results(f, given).values() for f in (compiled, lora_gated_mlp)), strict=True):
         assert torch.equal(one, other)

@@ -12,7 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.activations import NONLINEARITIES
 from stoker.kernels.gated_activation import GATES
+from stoker.kernels.moe.assignments import sorted_assignments
 from stoker.kernels.moe.experts import expert_mlp
+from stoker.kernels.moe.fused import _experts
+from stoker.kernels.moe.rows import reference_combine, triton_combine
 
 FLOATS = ("hidden", "gates", "up", "down", "up_bias", "down_bias")
 
@@ -247,8 +250,55 @@ def test_compiles_as_one_graph_with_dropout(implementation):
     assert torch.autograd.grad(loss(up), up)[0].isfinite().all()
 
 
-def test_keeps_tokens_and_first_projection_only():
-    case = make(24, 3, 2, 16, 40)
+@pytest.mark.parametrize("implementation", ["triton", "sequential", "padded"])
+def test_adds_to_a_stream_as_a_sum_would(implementation):
+    case = make(13, 3, 2, 18, 20, bias=True, dropped=0.3)
+    options: dict[str, Any] = {"nonlinearity": "silu", "gated": True, "implementation": implementation}
+    options |= {"capacity": 13} if implementation == "padded" else {}
+    stream, outer = torch.randn(2, 13, 18, generator=torch.Generator().manual_seed(2)).unbind()
+    leaves = [case[name].requires_grad_() for name in ("hidden", "gates", "down")] + [stream.requires_grad_()]
+    alone = stream + expert_mlp(**case, **options)
+    together = expert_mlp(**case, **options, onto=stream)
+    torch.testing.assert_close(together, alone)
+    got, expected = (torch.autograd.grad(out, leaves, outer) for out in (together, alone))
+    torch.testing.assert_close(got, expected)
+    assert torch.equal(got[-1], outer)
+    frozen = expert_mlp(**case, **options, onto=stream.detach())
+    torch.testing.assert_close(torch.autograd.grad(frozen, leaves[:1], outer)[0], expected[0])
+
+
+def test_one_operation_sums_onto_a_stream():
+    case = make(13, 3, 2, 18, 20)
+    stream = torch.randn(13, 18)
+    assignments = sorted_assignments(case["experts"], 3)
+    shapes = ("hidden", "gates", "up", "down", "up_bias", "down_bias", "experts")
+    given = *(case[name] for name in shapes), *assignments, "silu", True, "triton"
+    alone, together = (_experts(*given, onto)[0] for onto in (None, stream))
+    torch.testing.assert_close(together, stream + alone)
+    # one rounding, of the sum, in the dtype of the stream
+    rows, places = torch.randn(3, 18), torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
+    gates, narrow = torch.rand(2, 2), torch.randn(2, 18).bfloat16()
+    exact = narrow.double() + reference_combine(rows.double(), gates.double(), places)
+    got = triton_combine(rows, gates, places, narrow)
+    assert got.dtype == torch.bfloat16
+    assert (got.double() - exact).norm() <= 1.001 * (exact.bfloat16().double() - exact).norm()
+    wide = triton_combine(rows.bfloat16(), gates, places, narrow.float())
+    assert wide.dtype == torch.float32
+
+
+def test_the_custom_operation_is_well_formed():
+    case = make(5, 3, 2, 16, 16)
+    leaves = [case[name].requires_grad_() for name in ("hidden", "gates", "up", "down")]
+    stream = torch.randn(5, 16, requires_grad=True)
+    assignments = sorted_assignments(case["experts"], 3)
+    given = *leaves, None, None, case["experts"], *assignments, "silu", True, "triton", stream
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(_experts, given, test_utils=checks)
+
+
+@pytest.mark.parametrize("onto", [None, torch.zeros(24, 16)])
+def test_keeps_tokens_and_first_projection_only(onto):
+    case = make(24, 3, 2, 16, 40) | {"onto": onto}
     for name in ("hidden", "gates", "up", "down"):
         case[name].requires_grad_()
     saved: list[torch.Tensor] = []

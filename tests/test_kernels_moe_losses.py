@@ -7,6 +7,7 @@ import pytest
 import torch
 from routing_cases import random_logits
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.moe.routing import (
@@ -18,6 +19,19 @@ from stoker.kernels.moe.routing import (
     with_loss_gradient,
     z_loss,
 )
+
+
+class Operations(TorchDispatchMode):
+    """Lists the operations within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
 
 # ---------------------------------------------------------------- losses
 
@@ -92,6 +106,16 @@ def test_entropy_is_in_nats_and_carries_no_gradient() -> None:
 
 def test_counts_are_exact_where_half_precision_would_not_be() -> None:
     assert tokens_per_expert(torch.ones(70_001, 1, dtype=torch.int64), 3).tolist() == [0, 70_001, 0]
+
+
+def test_counts_need_no_atomics() -> None:
+    """All of a scatter's go to as many addresses as there are experts."""
+    experts = torch.tensor([[0, 2], [2, 1], [3, 0]])
+    with Operations() as made:
+        counts = tokens_per_expert(experts, 5, real=torch.tensor([True, True, False]))
+    assert counts.tolist() == [1, 1, 2, 0, 0]
+    assert counts.dtype == torch.float32
+    assert not [name for name in made.names if "scatter" in name or "put" in name or "bincount" in name]
 
 
 # ---------------------------------------------------------------- injected gradient

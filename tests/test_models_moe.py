@@ -18,9 +18,11 @@ from stoker.models.config.slices import stack_slice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
 from stoker.models.moe import router as router_module
+from stoker.models.moe.experts import Experts
 from stoker.models.moe.layer import MoE
 from stoker.models.moe.layers import moe_layers
 from stoker.models.moe.router import SUMS
+from stoker.models.norms import Read, RMSNorm
 
 EXPERTS, TOKENS, VOCAB = 4, 16, 100
 STACK: dict[str, Any] = {
@@ -122,6 +124,73 @@ def test_recompute_asks_for_the_state_of_generators_only_where_it_draws(monkeypa
     for noise in noises:
         train(gpt(num_layers=1, moe_layer_recompute=True, **noise))
     assert asked == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("keys", "together"),
+    [
+        ({}, True),
+        ({"transformer_block_type": "normformer"}, True),
+        ({"transformer_block_type": "parallel_ln"}, True),
+        ({"activations_checkpoint_granularity": "full", "activations_checkpoint_method": "uniform"}, True),
+        ({"transformer_block_type": "post_ln"}, False),
+        ({"hidden_dropout": 0.2}, False),
+        ({"moe_shared_expert_intermediate_size": 8}, False),
+        ({"moe_layer_recompute": True}, False),
+    ],
+)
+def test_the_experts_add_to_the_stream_where_nothing_is_between(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], together: bool
+) -> None:
+    """And a step is the same as where the layer adds what they give."""
+    added: list[bool] = []
+    to_stream, run = Experts.added_to, MoE.run
+    monkeypatch.setattr(Experts, "added_to", lambda self, *given: added.append(True) or to_stream(self, *given))
+    ours = gpt(normalization="rmsnorm", **keys)
+    told = train(ours)
+    assert bool(added) == together
+    apart = gpt(normalization="rmsnorm", **keys)
+
+    def runs_apart(self: MoE, *given: Any, onto: Tensor | None = None, **more: Any) -> tuple[Tensor, Tensor]:
+        output, sums = run(self, *given, **more)
+        return (output if onto is None else onto + output), sums
+
+    monkeypatch.setattr(MoE, "run", runs_apart)
+    torch.testing.assert_close(told, train(apart), rtol=1e-12, atol=0.0)
+    expected = gradients(apart)
+    for name, gradient in gradients(ours).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("keys", "autocast", "forked"),
+    [
+        ({}, False, ["attention", "mlp, twice"]),
+        ({}, True, ["attention"]),
+        ({"moe_layer_recompute": True}, False, ["attention", "mlp"]),
+        ({"transformer_block_type": "normformer"}, False, ["attention"]),
+        ({"transformer_block_type": "parallel_ln"}, False, ["attention"]),
+        ({"transformer_block_type": "post_ln"}, False, []),
+        ({"activations_checkpoint_modules": ["norm"]}, False, ["mlp, twice"]),
+    ],
+)
+def test_norms_fork_where_the_stream_is_kept_anyway(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], autocast: bool, forked: list[str]
+) -> None:
+    model = gpt(torch.float32, num_layers=1, normalization="rmsnorm", **keys)
+    (layer,) = model.decoder.layers
+    names = {id(layer.attention_norm): "attention", id(layer.mlp_norm): "mlp"}
+    seen: list[str] = []
+    fork = RMSNorm.forked
+
+    def noted(self: RMSNorm, stream: Tensor, twice: bool) -> Read:
+        seen.append(names[id(self)] + ", twice" * twice)
+        return fork(self, stream, twice)
+
+    monkeypatch.setattr(RMSNorm, "forked", noted)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model.loss(texts(), texts(1), 32.0)
+    assert seen == forked
 
 
 def test_recompute_runs_the_experts_again_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:

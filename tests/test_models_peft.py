@@ -8,10 +8,11 @@ import late_copies
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.cross_entropy import linear_cross_entropy
-from stoker.kernels.lora_linear import lora_linear, reference_lora_linear
+from stoker.kernels.lora_linear import lora_linear, reference_lora_linear, rows_of
 from stoker.kernels.moe.experts import expert_mlp
 from stoker.kernels.moe.grouped_matmul import grouped_matmul
 from stoker.kernels.moe.lora_experts import LowRank, lora_expert_mlp
@@ -22,6 +23,7 @@ from stoker.models.config.peft_slice import peft_slice
 from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
 from stoker.models.mlp import MLP
+from stoker.models.norms import RMSNorm
 from stoker.models.peft import lora_mlp
 from stoker.models.peft.adapt import trained_parameters
 from stoker.models.peft.added import added_parameters
@@ -120,7 +122,8 @@ def test_the_operation_is_its_reference(parts: tuple[int, ...], with_bias: bool)
     if not with_bias or len(parts) == 1:
         return
     rows = inputs.detach().flatten(0, 1).requires_grad_()
-    arguments = (rows, weight, bias, down.detach().requires_grad_(), up.detach().requires_grad_(), 0.7, list(parts))
+    low = down.detach().requires_grad_(), up.detach().requires_grad_()
+    arguments = (rows, None, None, None, weight, bias, *low, 0.7, list(parts))
     torch.library.opcheck(torch.ops.stoker.lora_linear.default, arguments)
 
 
@@ -130,6 +133,27 @@ def test_inputs_that_need_no_gradient_get_none() -> None:
     assert down.grad is not None
     assert up.grad is not None
     assert inputs.grad is None
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_norm_before_the_operation_is_not_kept(zero_centered: bool) -> None:
+    torch.manual_seed(0)
+    hidden, down, up = drawn(2, 3, 5), drawn(2, 5), drawn(7, 2)
+    weight, norm = torch.randn(7, 5, dtype=F64), RMSNorm(5, 1e-5, zero_centered=zero_centered).double()
+    norm.weight = nn.Parameter(torch.randn(5, dtype=F64), requires_grad=False)
+    found, kept = [], []
+    for parts in (None, norm.parts(hidden)):
+        with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+            normed = norm(hidden)
+            kept.clear()
+            output = lora_linear(normed, weight, None, down, up, scale=0.7, parts=(7,), norm=parts)
+        assert any(tensor.data_ptr() == normed.data_ptr() for tensor in kept) == (parts is None)
+        found.append([output.detach(), *torch.autograd.grad(output.sin().sum(), (hidden, down, up))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+    rows = rows_of(norm.parts(hidden.detach()))
+    arguments = (norm(hidden).detach().flatten(0, 1).requires_grad_(), *rows, weight, None, down, up, 0.7, [7])
+    torch.library.opcheck(torch.ops.stoker.lora_linear.default, arguments)
 
 
 def test_dropout_is_of_the_update_alone() -> None:

@@ -1,7 +1,7 @@
 """Micro batches by recordings: the same losses and gradients, whatever is accumulated, on a GPU bit for bit."""
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -86,12 +86,22 @@ def test_every_shape_has_its_recording_after_its_own_warm_up():
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("tried to allocate"), UserError("it waits")])
 def test_a_recording_that_fails_is_given_up_once_where_nobody_asked_for_it(error):
+    """However many errors stand between the line that fails and the one that is told."""
     computed = []
 
-    def fails(*_):
+    def waits() -> NoReturn:
         loss = torch.ones(())
         computed.append(weakref.ref(loss))
-        raise error
+        raise RuntimeError("it waits")
+
+    def fails(*_) -> NoReturn:
+        try:
+            try:
+                waits()
+            except RuntimeError:
+                raise RuntimeError("so the end of the recording fails")  # noqa: B904
+        except RuntimeError as end:
+            raise error from end
 
     plain, line, said = Line(), Line(), []
     run = RecordedMicroBatches(line.run, line.parameters, said.append, fails)

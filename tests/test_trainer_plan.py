@@ -513,15 +513,27 @@ def test_what_the_host_has_not_does_not_fit():
     assert best.plan.on_host < plan.on_host
 
 
-@pytest.mark.parametrize(("targets", "told"), [("all", True), ("attention", False)])
-def test_activations_that_lora_does_not_keep_are_told(
-    capsys: pytest.CaptureFixture[str], targets: str, told: bool
+@pytest.mark.parametrize(
+    ("targets", "normalization", "told"),
+    [
+        ("all", "rmsnorm", {"mlp_activation", "norm"}),
+        ("all", "layernorm", {"mlp_activation", "saves memory"}),
+        ("attention", "rmsnorm", {"norm"}),
+        ("attention", "layernorm", set()),
+    ],
+)
+def test_what_lora_does_not_keep_is_told(
+    capsys: pytest.CaptureFixture[str], targets: str, normalization: str, told: set[str]
 ) -> None:
-    asked = [
-        "model.activations_checkpoint_modules=[mlp_activation]",
-        f"model.peft.lora_tuning.target_modules=[{targets}]",
-    ]
-    assert main(["plan", "experiment=llama_1b_lora", "--device", "h100", *asked]) == 0
-    said = capsys.readouterr().out
-    assert ("recomputing mlp_activation has no effect where LoRA updates both projections" in said) == told
-    assert ("activations_checkpoint_modules=[norm] saves memory" in said) == told
+    common = [f"model.normalization={normalization}", f"model.peft.lora_tuning.target_modules=[{targets}]"]
+    lines = {
+        "mlp_activation": "recomputing mlp_activation has no effect where LoRA updates both projections",
+        "norm": "recomputing norm has no effect where LoRA",
+        "saves memory": "activations_checkpoint_modules=[norm] saves memory",
+    }
+    said = ""
+    for module in ("mlp_activation", "norm"):
+        asked = [*common, f"model.activations_checkpoint_modules=[{module}]"]
+        assert main(["plan", "experiment=llama_1b_lora", "--device", "h100", *asked]) == 0
+        said += capsys.readouterr().out
+    assert {name for name, line in lines.items() if line in said} == told

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from config_helpers import load
 
-from stoker.trainer.config.load import load_run_config
 from stoker.trainer.plan.plan import make_plan, target_here
 from stoker.trainer.run import run_training
 
@@ -44,7 +44,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_peak_is_met(name: str, tmp_path: Path) -> None:
-    config = load_run_config(None, None, [*RUNS[name], f"exp_manager.explicit_log_dir={tmp_path / 'run'}"])
+    config = load(*RUNS[name], f"exp_manager.explicit_log_dir={tmp_path / 'run'}")
     device = torch.device("cuda", 0)
     gc.collect()
     torch.cuda.empty_cache()

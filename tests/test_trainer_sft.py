@@ -192,7 +192,7 @@ def test_docstrings_are_for_a_gpt_too(tmp_path: Path, capsys: pytest.CaptureFixt
     """The shipped experiment trains and is scored beside the copied name."""
     run = tmp_path / "run"
     small = ["model.encoder_seq_length=256", "trainer.max_steps=2", "trainer.limit_val_batches=1"]
-    changes = [*RUN, *small, f"exp_manager.explicit_log_dir={run}"]
+    changes = last_of_each([*RUN, *small, f"exp_manager.explicit_log_dir={run}"])
     assert cli.main(["train", "experiment=docstring_gpt", *changes]) == 0
     assert "packed sequences of 256" in capsys.readouterr().out
     found = evaluated(run, capsys, "--split", "test", "--limit-batches", "1", "--batch-size", "2")
@@ -297,8 +297,8 @@ def test_packed_answers_are_learnt_on_a_gpu(experts: bool, tmp_path: Path, capsy
     size = ["model.hidden_size=128", "model.ffn_hidden_size=256", "model.encoder_seq_length=256"]
     more = ["model.num_moe_experts=4", "model.moe_router_topk=2", "model.moe_aux_loss_coeff=0.01"] if experts else []
     steps = ["trainer.max_steps=150", "trainer.val_check_interval=150", f"exp_manager.explicit_log_dir={run}"]
-    others = [one for one in RUN if one not in ("trainer=cpu", "model.compile=false")]
-    on_gpu = ["trainer=gpu", "model.enable_cuda_graph=null", *others, *size, *more, *steps]
+    fast = ["trainer=gpu", "model.compile=null", "model.enable_cuda_graph=null"]
+    on_gpu = last_of_each([*RUN, *fast, *size, *more, *steps])
     assert cli.main(["train", "data=chat", f"model.data.path={path}", *on_gpu]) == 0
     assert "micro batches run as a CUDA graph" in capsys.readouterr().out
     assert cli.main(["evaluate", "--checkpoint", str(run), "--json"]) == 0

@@ -139,9 +139,11 @@ class RecordedMicroBatches:
         except (UserError, RuntimeError) as error:
             if self._give_up is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
                 raise
-            for cause in (error, error.__cause__, error.__context__):
+            cause: BaseException | None = error
+            while cause is not None:
                 # what was computed hangs on the frames: its autograd nodes would be used again, on the wrong stream
-                traceback.clear_frames(cause.__traceback__ if cause is not None else None)
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__cause__ or cause.__context__
             self._given_up = True
             self._recordings.clear()  # their memory may be what is missing
             why = error.lines[0] if isinstance(error, UserError) else "out of memory while a CUDA graph was recorded"

@@ -38,6 +38,7 @@ def expert_mlp(
     capacity: int | None = None,
     dropout: float = 0.0,
     implementation: Implementation = "auto",
+    onto: Tensor | None = None,
 ) -> Tensor:
     """Sum over the kept experts e of a token of gate * down_e(dropout(act(up_e(hidden)))).
 
@@ -60,10 +61,13 @@ def expert_mlp(
             on the host; `padded`, batched matmuls of `capacity` rows, neither; `sequential`, a loop over the experts,
             the reference, reads counts on the host. `auto`: `grouped_mm` where it runs on CUDA, which is the fastest
             there, else `triton` where that runs, else `sequential`.
+        onto: (T, h), no narrower than `hidden`: what the sum is added to, before it is rounded where one operation
+            makes all of this; None for nothing.
 
     Returns:
-        (T, h) in the dtype of `hidden`; products are summed over the k experts in fp32 (fp64 with fp64).
-        Differentiable once in `hidden`, `gates`, the weights and the biases; unused experts have zero gradients.
+        (T, h) in the dtype of `hidden`, with `onto` in the wider of both; products are summed over the k experts in
+        fp32 (fp64 with fp64). Differentiable once in `hidden`, `gates`, `onto`, the weights and the biases; unused
+        experts have zero gradients.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or an argument breaks its rule.
@@ -84,18 +88,20 @@ def expert_mlp(
         "down_bias": down_bias,
     }
     if capacity is not None:
-        return padded_experts(hidden, experts, gates, up, down, **shared, kept=kept, noise=noise, capacity=capacity)
+        output = padded_experts(hidden, experts, gates, up, down, **shared, kept=kept, noise=noise, capacity=capacity)
     # the loop's counts cannot be read in a compiled graph: there it is within an operation
-    if implementation == "sequential" and not torch.compiler.is_compiling():
-        return sequential_experts(hidden, experts, gates, up, down, **shared, kept=kept, noise=noise)
-    backend = _BACKENDS[implementation]
-    reason = why_not(backend, hidden, *up.shape[1:], down.shape[2])
-    if reason:
-        raise ValueError(f"`implementation` ({implementation}) {reason}; `sequential` runs everywhere.")
-    assignments = sorted_assignments(experts, len(up), kept)
-    if backend == "loop" or noise is not None or not by_triton(hidden):
-        return written_out_experts(hidden, gates, up, down, assignments, **shared, noise=noise, backend=backend)
-    return fused_experts(hidden, experts, gates, up, down, assignments, **shared, backend=backend)
+    elif implementation == "sequential" and not torch.compiler.is_compiling():
+        output = sequential_experts(hidden, experts, gates, up, down, **shared, kept=kept, noise=noise)
+    else:
+        backend = _BACKENDS[implementation]
+        reason = why_not(backend, hidden, *up.shape[1:], down.shape[2])
+        if reason:
+            raise ValueError(f"`implementation` ({implementation}) {reason}; `sequential` runs everywhere.")
+        assignments = sorted_assignments(experts, len(up), kept)
+        if backend != "loop" and noise is None and by_triton(hidden):
+            return fused_experts(hidden, experts, gates, up, down, assignments, **shared, backend=backend, onto=onto)
+        output = written_out_experts(hidden, gates, up, down, assignments, **shared, noise=noise, backend=backend)
+    return output if onto is None else onto + output
 
 
 def _check_shapes(

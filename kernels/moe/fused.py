@@ -90,6 +90,7 @@ def _experts(
     nonlinearity: str,
     gated: bool,
     backend: str,
+    onto: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     hidden = hidden.contiguous()
     rows = _rows(order, ends, places.shape[1], up, down, backend)
@@ -110,7 +111,7 @@ def _experts(
         )
         assert inner is not None
     result = rows.sorted_times(inner, down.transpose(1, 2), down_bias)
-    return triton_combine(result, gates, places), projected
+    return triton_combine(result, gates, places, onto), projected
 
 
 @_experts.register_fake
@@ -128,8 +129,10 @@ def _(
     nonlinearity: str,
     gated: bool,
     backend: str,
+    onto: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), hidden.new_empty(order.shape[0], up.shape[1])
+    output = (hidden if onto is None else onto).new_empty(hidden.shape)
+    return output, hidden.new_empty(order.shape[0], up.shape[1])
 
 
 @torch.library.custom_op("stoker::moe_experts_backward", mutates_args=())
@@ -220,18 +223,19 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, *ctx.how = inputs
+    hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, *ctx.how, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places)
 
 
 def _backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
-        return (None,) * 13
+        return (None,) * 14
     saved = ctx.saved_tensors  # once: a checkpoint unpacks each of them a single time
-    gradients = _experts_backward(gradient, *saved, *ctx.how, not any(ctx.needs_input_grad[2:6]))
+    frozen = not any(ctx.needs_input_grad[2:6])
+    gradients = _experts_backward(gradient.to(saved[0].dtype), *saved, *ctx.how, frozen)
     present = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad[:6], strict=True))
-    return *present, *(None,) * 7
+    return *present, *(None,) * 7, gradient if ctx.needs_input_grad[13] else None
 
 
 _experts.register_autograd(_backward, setup_context=_save)
@@ -250,9 +254,10 @@ def fused_experts(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     backend: Backend,
+    onto: Tensor | None,
 ) -> Tensor:
     """`expert_mlp` without dropout where Triton runs, its matmuls by a `backend` of `grouped_matmul` but `loop`."""
     order, ends, places = assignments
     return _experts(
-        hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, nonlinearity, gated, backend
+        hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, nonlinearity, gated, backend, onto
     )[0]

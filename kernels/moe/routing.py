@@ -236,14 +236,17 @@ def within_capacity(
 def tokens_per_expert(experts: Tensor, number: int, *, real: Tensor | None = None) -> Tensor:
     """How many tokens chose each expert, fp32 (E,): exact to 2**24.
 
+    Comparisons are summed: atomics, as a scatter has them, would all wait for the same few numbers.
+
     Args:
         experts: int64 (T, k).
         number: E.
         real: bool (T,); padding is not counted. None where all tokens are real.
     """
-    ones = torch.ones_like(experts, dtype=torch.float32) if real is None else real[:, None].expand_as(experts).float()
-    counts = torch.zeros(number, dtype=torch.float32, device=experts.device)
-    return counts.scatter_add(0, experts.flatten(), ones.flatten())
+    chosen = experts[:, :, None] == torch.arange(number, device=experts.device)
+    if real is not None:
+        chosen = chosen & real[:, None, None]
+    return chosen.sum(dim=(0, 1)).float()
 
 
 def router_probabilities(logits: Tensor, score: Score) -> Tensor:

@@ -69,14 +69,19 @@ def gather_kernel(
 
 @jit
 def combine_kernel(
-    rows_pointer, gates_pointer, places_pointer, out_pointer, width, WEIGHTED: tl.constexpr, TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rows_pointer, gates_pointer, places_pointer, onto_pointer, out_pointer, width, WEIGHTED: tl.constexpr,
+    ADDED: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK columns of one token of out_pointer (T, width), the sum of its rows times their gates."""
+    """One program: BLOCK columns of one token of out_pointer (T, width), the sum of its rows times their gates.
+
+    ADDED to what is in onto_pointer (T, width).
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.zeros((BLOCK,), tl.float32)
+    if ADDED:
+        total += tl.load(onto_pointer + token * width + column, mask=inside, other=0.0).to(tl.float32)
     for slot in tl.static_range(TOPK):  # pyright: ignore[reportGeneralTypeIssues]
         place = tl.load(places_pointer + token * TOPK + slot).to(tl.int64)
         value = tl.load(
@@ -162,18 +167,19 @@ def triton_gather(hidden: Tensor, order: Tensor, topk: int, gates: Tensor | None
     return rows
 
 
-def triton_combine(rows: Tensor, gates: Tensor | None, places: Tensor) -> Tensor:
-    """`reference_combine` on the device."""
+def triton_combine(rows: Tensor, gates: Tensor | None, places: Tensor, onto: Tensor | None = None) -> Tensor:
+    """`reference_combine` on the device, added to `onto` (T, h), in its dtype, before it is rounded."""
     rows, places = rows.contiguous(), places.contiguous()
     gates = None if gates is None else gates.contiguous()
+    onto = None if onto is None else onto.contiguous()
     tokens, topk = places.shape
     width = rows.shape[1]
-    total = rows.new_empty(tokens, width)
+    total = (rows if onto is None else onto).new_empty(tokens, width)
     if total.numel():
         block = _block(width)
-        constants = {"WEIGHTED": gates is not None, "TOPK": topk, "BLOCK": block}
+        constants = {"WEIGHTED": gates is not None, "ADDED": onto is not None, "TOPK": topk, "BLOCK": block}
         grid = (tokens, triton.cdiv(width, block))
-        combine_kernel[grid](rows, gates, places, total, width, **constants, **_LAUNCH)
+        combine_kernel[grid](rows, gates, places, onto, total, width, **constants, **_LAUNCH)
     return total
 
 

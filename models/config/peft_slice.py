@@ -62,6 +62,10 @@ class LoRASlice:
         """The factor of updates."""
         return self.alpha / self.rank
 
+    def spares_norms(self, stack: StackSlice) -> bool:
+        """Whether projections with updates keep the stream, which is kept anyway, and not the norm that they read."""
+        return stack.norm.kind == "rmsnorm" and stack.block != "post_ln" and not self.dropout
+
     def mlp_is_one_operation(self, stack: StackSlice) -> bool:
         """Whether nothing stands between both projections of an MLP, with their updates, but a gated activation."""
         mlp, both = stack.mlp, {"mlp_fc1", "mlp_fc2"} <= self.targets

@@ -56,6 +56,15 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, routed: Routed) -> Tensor:
         """(tokens, hidden_size) to the same shape; a token that no expert takes gets 0."""
+        return self._mlp(tokens, routed, None)
+
+    def added_to(self, stream: Tensor, tokens: Tensor, routed: Routed) -> Tensor:
+        """The stream (tokens, hidden_size) plus what the experts give, in one pass where they are fused."""
+        if type(self) is not Experts:  # one with another forward
+            return stream + self(tokens, routed)
+        return self._mlp(tokens, routed, stream)
+
+    def _mlp(self, tokens: Tensor, routed: Routed, onto: Tensor | None) -> Tensor:
         weights = (self.up, self.down, self.up_bias, self.down_bias)
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
@@ -78,4 +87,5 @@ class Experts(nn.Module):
             capacity=routed.capacity if self.pad_to_capacity else None,
             dropout=self.dropout if self.training else 0.0,
             implementation="padded" if self.pad_to_capacity and routed.capacity is not None else self.implementation,
+            onto=onto,
         )

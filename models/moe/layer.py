@@ -67,6 +67,8 @@ class MoE(nn.Module):
         norm: Callable[[Tensor], Tensor] | None = None,
         *,
         limited: bool = True,
+        again: Tensor | None = None,
+        onto: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer without an effect on its buffers, so that it may run twice.
 
@@ -76,14 +78,17 @@ class MoE(nn.Module):
             norm: a norm of `hidden` that the backward runs again with the layer; None without.
             limited: experts have a capacity, where they have one in training; a text that is generated must not depend
                 on what else is in the call.
+            again: `hidden` once more, which the router reads, so that its gradient comes apart; None without.
+            onto: a stream like `hidden` that the result is added to; None without.
 
         Returns:
             (batch, tokens, hidden_size), and what `count` takes.
         """
         real = None if padding is None else padding.flatten()
         if self.recompute and recomputes(self):
-            return run_again(self._run, self.draws, hidden, real, norm, limited)
-        return self._run(hidden, real, norm, limited)
+            output, sums = run_again(self._run, self.draws, hidden, real, norm, limited)
+            return (output if onto is None else onto + output), sums
+        return self._run(hidden, real, norm, limited, again, onto)
 
     def count(self, sums: Tensor) -> None:
         """Add the sums of a run in training."""
@@ -93,14 +98,24 @@ class MoE(nn.Module):
                 self.step_counts.add_(sums[: len(self.step_counts)])
 
     def _run(
-        self, hidden: Tensor, real: Tensor | None, norm: Callable[[Tensor], Tensor] | None, limited: bool
+        self,
+        hidden: Tensor,
+        real: Tensor | None,
+        norm: Callable[[Tensor], Tensor] | None,
+        limited: bool,
+        again: Tensor | None = None,
+        onto: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens = (hidden if norm is None else norm(hidden)).flatten(0, 1)
-        routed = self.router(tokens, self.expert_bias, self.loss_share, real, limited=limited)
+        seen = tokens if again is None else again.flatten(0, 1)
+        routed = self.router(seen, self.expert_bias, self.loss_share, real, limited=limited)
+        if onto is not None and self.shared is None:
+            return self.experts.added_to(onto.flatten(0, 1), tokens, routed).view_as(hidden), routed.sums
         output = self.experts(tokens, routed)
         if self.shared is not None:
             output = output + self.shared(tokens)
-        return output.view_as(hidden), routed.sums
+        output = output.view_as(hidden)
+        return (output if onto is None else onto + output), routed.sums
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Counts begin anew: a cast loses some, and a move from the meta device leaves them empty. The bias is kept."""

@@ -10,13 +10,16 @@ from torch import Tensor, nn
 
 from ...kernels.lora_linear import lora_linear
 from ...kernels.moe.lora_experts import LowRank, lora_expert_mlp
+from ...kernels.norms import NormParts
 from ..config.peft_slice import LoRASlice
 from ..moe.experts import Experts
 from ..moe.router import Routed
+from ..normed_linear import NormedLinear
+from ..norms import LayerNorm, RMSNorm
 from .added import Added, drawn
 
 
-class LoRALinear(nn.Linear, Added):
+class LoRALinear(NormedLinear, Added):
     """A frozen linear layer with a low-rank update, x W^T + b + scale (x A^T) B^T.
 
     A fused weight has a pair of matrices for each of its projections: the rows of `lora_a`, (parts * rank, in), are
@@ -40,8 +43,20 @@ class LoRALinear(nn.Linear, Added):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
+        return self._product(input, None)
+
+    def spares(self, norm: LayerNorm | RMSNorm) -> bool:
+        """That of RMS, which is a product, unless what the first matrix reads is dropped."""
+        return isinstance(norm, RMSNorm) and not self.lora.dropout
+
+    def of_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
+        """As in `NormedLinear`."""
+        assert isinstance(norm, RMSNorm)
+        return self._product(norm(hidden), norm.parts(hidden))
+
+    def _product(self, inputs: Tensor, norm: NormParts | None) -> Tensor:
         return lora_linear(
-            input,
+            inputs,
             self.weight,
             self.bias,
             self.lora_a,
@@ -49,6 +64,7 @@ class LoRALinear(nn.Linear, Added):
             scale=self.lora.scale,
             parts=self.parts,
             dropout=self.lora.dropout if self.training else 0.0,
+            norm=norm,
         )
 
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from ...kernels.lora_gated_mlp import WIDEST_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
+from ...kernels.norms import NormParts
 from ..checkpointing import product_of, recomputes
 from ..config.peft_slice import LoRASlice, PeftSlice
 from ..config.slices import StackSlice
 from ..mlp import MLP
+from ..norms import LayerNorm, RMSNorm
 from .lora import LoRALinear
 
 
@@ -42,15 +42,19 @@ class LoRAMLP(MLP):
         if "mlp_fc2" in lora.targets:
             self.down = LoRALinear(base.down, lora, (base.down.out_features,))
 
-    def forward(self, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None) -> Tensor:
         """As that of `MLP`."""
         if self.is_one_operation and recomputes(self) and lora_gated_mlp_runs_on(hidden, self.rank):
-            return self._run(hidden) if norm is None else product_of(norm, self._run, False, hidden)
+            if norm is None:
+                return self._run(hidden)
+            if isinstance(norm, RMSNorm):
+                return self._run(norm(hidden), norm.parts(hidden))
+            return product_of(norm, self._run, False, hidden)
         return super().forward(hidden, norm)
 
-    def _run(self, hidden: Tensor) -> Tensor:
+    def _run(self, hidden: Tensor, norm: NormParts | None = None) -> Tensor:
         up, down = self.up, self.down
         assert isinstance(up, LoRALinear)
         assert isinstance(down, LoRALinear)
         matrices = up.weight, up.lora_a, up.lora_b, down.weight, down.lora_a, down.lora_b
-        return lora_gated_mlp(hidden, *matrices, scale=up.lora.scale, kind=self.nonlinearity)
+        return lora_gated_mlp(hidden, *matrices, scale=up.lora.scale, kind=self.nonlinearity, norm=norm)

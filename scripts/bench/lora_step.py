@@ -157,10 +157,6 @@ def write_pairs(file: Path) -> None:
 
 STOKER: dict[str, tuple[str, list[str]]] = {
     "stoker": ("stoker: `stoker train experiment=llama_1b_lora`", []),
-    "stoker_norms": (
-        "stoker, norms run again",
-        ["model.activations_checkpoint_modules=[norm]"],
-    ),
     "stoker_no_graph": ("stoker, `model.enable_cuda_graph=False`", ["model.enable_cuda_graph=False"]),
     "stoker_packed": (
         "stoker, packed: `data=sft`",

@@ -101,7 +101,7 @@ def draw(random_numbers: random.Random, mode: str) -> Drawn:
     words = [family, mode, f"{layers}x{hidden}", "gqa" if grouped else "mha", f"{micro} x {length}"]
     if family == "t5":
         answer = length // 4
-        relative = {"kv_channels": width, "position_embedding_type": "relative"}
+        relative = {"kv_channels": width, "position_embedding_type": "relative", "openai_gelu": False}
         stacks = {f"{part}.{key}": v for part in ("encoder", "decoder") for key, v in {**of_stack, **relative}.items()}
         more = {"seq_length": length, "data.seq_length_dec": answer, **stacks}
         return Drawn(" ".join(words), _overrides("t5_v1_1_base", {**of_model, **more}))

@@ -89,6 +89,7 @@ class StackFacts:
         widths: bytes of its numbers.
         compiled: whether its layers run through torch.compile.
         learnt: projections of a layer whose matrices, or updates of them, are trained, and so keep what they read.
+        spares_norms: these projections keep the stream and not its norm, see `models.normed_linear`.
         low_rank_mlp: its MLPs with low-rank updates are one operation, see `kernels.lora_gated_mlp`.
     """
 
@@ -103,6 +104,7 @@ class StackFacts:
     widths: Widths
     compiled: bool
     learnt: frozenset[Projection]
+    spares_norms: bool
     low_rank_mlp: bool
 
     @property
@@ -266,6 +268,7 @@ def _stacks(
                 widths=widths,
                 compiled=compiled,
                 learnt=_learnt(peft),
+                spares_norms=isinstance(peft, LoRASlice) and peft.spares_norms(stack),
                 low_rank_mlp=is_one_operation(peft, stack, call.device, call.dtype),
             )
         )

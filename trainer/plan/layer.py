@@ -14,6 +14,7 @@ from ...kernels.moe.routing import capacity_of
 from ...models.config.counting import count_cross_attention, count_experts, count_layer, count_mlp, count_norm
 from ...models.config.memory import RecomputeModule
 from ...models.config.moe_slice import MoESlice
+from ...models.config.peft_slice import Projection
 from ...models.config.slices import MLPSlice
 from .attention import Kept, Sides, attention_memory
 from .facts import StackFacts
@@ -134,7 +135,7 @@ def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
         norm_inputs=0 if keeps_boundary else _sublayers(facts) * wide * s,
         mlp=tuple(each for each in mlp if each.size),
         rest=tuple(each for each in kept if each.size),
-        normed=wide * e,
+        normed=wide * e if _learns(facts, "mlp_fc1") or moe is not None else 0,
         parts=_sublayers(facts),
         mlp_working=comes_and_goes + mlp_working + down,
         attention_working=2 * stream + attention_working + parameters * widths.weights,
@@ -173,7 +174,8 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
     normed = parts if stack.block != "post_ln" else parts - 1
     if moe is not None and _is_written_out(moe) and not moe.shared_ffn_hidden_size:
         normed -= 1  # experts that gather rows keep those
-    normed -= (parts - 1) * ("attention_qkv" not in facts.learnt) + ("mlp_fc1" not in facts.learnt and moe is None)
+    learns = [_learns(facts, "attention_qkv")] * (parts - 1) + [_learns(facts, "mlp_fc1") or moe is not None]
+    normed -= learns.count(False)
     found = [Kept("norm", normed * wide * e, "norm" if stack.block != "post_ln" else None)]
     statistics = facts.tokens * 4 * (2 if stack.norm.kind == "layernorm" else 1)
     norms = parts + (parts if stack.block == "normformer" else 0)
@@ -184,7 +186,10 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
         found += [Kept("stream", wide * s)] if stack.block == "post_ln" else []
     else:
         inputs = parts if stack.block == "post_ln" else parts - 1
-        found += [Kept("stream", inputs * wide * s)] if norm_keeps_input(facts) else []
+        if norm_keeps_input(facts):
+            found.append(Kept("stream", inputs * wide * s))
+        elif facts.spares_norms:  # the projections keep it in place of the norms
+            found.append(Kept("stream", parts * wide * s))
         found.append(Kept("norm", parts * norm_extra(facts, wide), "norm" if stack.block != "post_ln" else None))
         if stack.block == "normformer":
             outputs = parts - 1
@@ -192,6 +197,11 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
     if stack.hidden_dropout:
         found.append(Kept("dropout", parts * wide))
     return found
+
+
+def _learns(facts: StackFacts, projection: Projection) -> bool:
+    """Whether a projection keeps what it reads of a norm."""
+    return projection in facts.learnt and not facts.spares_norms
 
 
 # ---------------------------------------------------------------- feed-forward part

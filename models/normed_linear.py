@@ -1,0 +1,32 @@
+"""Projections of a normed stream that need the stream itself for the backward, and not its norm."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .checkpointing import product_of
+from .norms import LayerNorm, RMSNorm
+
+
+class NormedLinear(nn.Linear):
+    """A linear layer that may keep the source of a norm in place of the norm."""
+
+    def spares(self, norm: LayerNorm | RMSNorm) -> bool:
+        """Whether `of_norm` keeps nothing of this norm but factors of its rows."""
+        raise NotImplementedError
+
+    def of_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
+        """The layer over `norm(hidden)`, where it `spares` the norm."""
+        raise NotImplementedError
+
+
+def spares(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
+    """Whether the backward of a linear layer can do without the norm before it, for nothing."""
+    return isinstance(linear, NormedLinear) and linear.spares(norm)
+
+
+def product_of_norm(norm: LayerNorm | RMSNorm, linear: nn.Linear, hidden: Tensor) -> Tensor:
+    """`linear(norm(hidden))`, of which `hidden` is kept: the norm is spared, or run again in the backward."""
+    if isinstance(linear, NormedLinear) and linear.spares(norm):
+        return linear.of_norm(norm, hidden)
+    return product_of(norm, linear, False, hidden)
