@@ -3,9 +3,8 @@
     y = p (D + s B_d A_d)^T,  p = act(g) * u,  [g | u] = x (U + s B_u A_u)^T
 
 The update of a projection as wide as [g | u] costs more passes over it than the activation. Here the activation adds
-it to what it reads, forward and backward, and sums p A_d^T and the gradient of A_d from the tiles it has at hand; so it
-does with the update of the gradient of p. Neither p nor the updated [g | u] is kept for the backward, which makes them
-again for nothing.
+it to what it reads, forward and backward, and sums p A_d^T and the gradient of A_d from the tiles it has at hand.
+Neither p nor the updated [g | u] is kept for the backward, which makes them again for nothing.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def forward_kernel(
 
 @jit
 def backward_kernel(
-    gate_up_pointer, up_low_pointer, up_b_pointer, down_a_pointer, of_product_pointer, of_down_low_pointer,
+    gate_up_pointer, up_low_pointer, up_b_pointer, of_product_pointer, of_down_low_pointer,
     of_gate_up_pointer, of_down_a_pointer,
     rows, width, piece, scale,
     KIND: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
@@ -113,9 +112,8 @@ def backward_kernel(
 ):  # fmt: skip
     """One program: BLOCK_N columns of gate and of value, in a piece of the rows.
 
-    of_product (rows, width) without update, of_down_low (rows, RANK), the others as in the forward. It writes
-    of_gate_up (rows, 2 width), and of_down_a, partial sums in fp32 of the transposed gradient of A_d, (pieces, width,
-    RANK).
+    of_product (rows, width), of_down_low (rows, RANK), the others as in the forward. It writes of_gate_up
+    (rows, 2 width), and of_down_a, partial sums in fp32 of the transposed gradient of A_d, (pieces, width, RANK).
     """
     element = of_gate_up_pointer.dtype.element_ty
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -125,9 +123,6 @@ def backward_kernel(
     place = column[:, None] * RANK + rank[None, :]
     gate_b = tl.load(up_b_pointer + place, mask=matrix, other=0.0)
     value_b = tl.load(up_b_pointer + width * RANK + place, mask=matrix, other=0.0)
-    down_a = tl.load(
-        down_a_pointer + rank[:, None] * width + column[None, :], mask=in_rank[:, None] & inside[None, :], other=0.0
-    )
     of_down_a = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     number = tl.program_id(1)
     first = number * piece
@@ -147,7 +142,7 @@ def backward_kernel(
         product = rounded(active * value, element)
         of_down_a = tl.dot(tl.trans(product), of_down_low, of_down_a, input_precision="ieee")
         of_product = tl.load(of_product_pointer + row[:, None] * width + column[None, :], mask=tile, other=0.0)
-        of_product = of_product.to(tl.float32) + tl.dot(of_down_low, down_a, input_precision="ieee")
+        of_product = of_product.to(tl.float32)
         tl.store(of_gate_up_pointer + wide, rounded(of_product * value * slope, element), mask=tile)
         tl.store(of_gate_up_pointer + wide + width, rounded(of_product * active, element), mask=tile)
     tl.store(of_down_a_pointer + number * width * RANK + place, of_down_a, mask=matrix)
@@ -168,9 +163,8 @@ def triton_forward(
 
 
 def triton_backward(
-    gate_up: Tensor, up_low: Tensor, up_b: Tensor, down_a: Tensor, of_product: Tensor, of_down_low: Tensor,
-    scale: float, kind: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    gate_up: Tensor, up_low: Tensor, up_b: Tensor, of_product: Tensor, of_down_low: Tensor, scale: float, kind: str
+) -> tuple[Tensor, Tensor]:
     """Launch the backward kernels on contiguous tensors: gradients of gate_up with its update, and of A_d."""
     (rows, double), rank = gate_up.shape, up_b.shape[1]
     width = double // 2
@@ -180,7 +174,7 @@ def triton_backward(
     of_gate_up = torch.empty_like(gate_up)
     of_down_a = gate_up.new_empty(pieces, width, rank, dtype=torch.float32)
     backward_kernel[(blocks, pieces)](
-        gate_up, up_low, up_b, down_a, of_product, of_down_low, of_gate_up, of_down_a, rows, width, size, scale,
+        gate_up, up_low, up_b, of_product, of_down_low, of_gate_up, of_down_a, rows, width, size, scale,
         KIND=kind, PARTS=up_low.shape[1] // rank, **tile.options(rank),
     )  # fmt: skip
     return of_gate_up, scaled_sum(of_down_a, 1.0, gate_up.dtype).t()
@@ -191,18 +185,18 @@ def triton_backward(
 
 @torch.library.custom_op("stoker::lora_gated_mlp", mutates_args=())
 def _lora_gated_mlp(
-    inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None,
+    inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None, onto: Tensor | None,
     up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor, scale: float, kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output (n, out), and what is kept: gate_up without update, up_low and down_low."""
     gate_up, up_low = inputs @ up.t(), inputs @ up_a.t()
     product, down_low = triton_forward(gate_up, up_low, up_b, down_a, scale, kind)
-    return updated_product(product, down, None, down_low, down_b, scale, [len(down)]), gate_up, up_low, down_low
+    return updated_product(product, down, onto, down_low, down_b, scale, [len(down)]), gate_up, up_low, down_low
 
 
 @_lora_gated_mlp.register_fake
 def _(
-    inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None,
+    inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None, onto: Tensor | None,
     up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor, scale: float, kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     widths = (len(down), len(up), len(up_a), len(down_a))
@@ -220,14 +214,13 @@ def _lora_gated_mlp_backward(
 
     For `inputs` see `gradient_of_down`.
     """
-    of_down_low, of_down_b = narrow_gradients(gradient, down_b, down_low, scale, [len(down)])
-    of_product = gradient @ down
-    of_gate_up, of_down_a = triton_backward(gate_up, up_low, up_b, down_a, of_product, of_down_low, scale, kind)
+    of_down_low, of_down_b, _ = narrow_gradients(gradient, down_b, down_low, scale, [len(down)])
+    of_product = (of_down_low @ down_a).addmm_(gradient, down)
+    of_gate_up, of_down_a = triton_backward(gate_up, up_low, up_b, of_product, of_down_low, scale, kind)
     parts = len(up_a) // up_b.shape[1]
-    of_up_low, of_up_b = narrow_gradients(of_gate_up, up_b, up_low, scale, [len(up) // parts] * parts)
+    of_up_low, of_up_b, scaled = narrow_gradients(of_gate_up, up_b, up_low, scale, [len(up) // parts] * parts, factors)
     of = (of_up_low @ up_a).addmm_(of_gate_up, up) if of_inputs else gradient.new_empty(0)
-    of_up_a = gradient_of_down(of_up_low, inputs, factors, gain)
-    return of, of_up_a, of_up_b, of_down_a.contiguous(), of_down_b
+    return of, gradient_of_down(scaled, inputs, gain), of_up_b, of_down_a.contiguous(), of_down_b
 
 
 @_lora_gated_mlp_backward.register_fake
@@ -241,18 +234,19 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, source, *tensors, scale, kind = inputs
-    ctx.save_for_backward(hidden if source is None else source, *tensors, *output[1:])
+    hidden, source, factors, gain, _, *matrices, scale, kind = inputs
+    ctx.save_for_backward(hidden if source is None else source, factors, gain, *matrices, *output[1:])
     ctx.scale, ctx.kind = scale, kind
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    of_inputs = ctx.needs_input_grad[0]
+    of_inputs, of_onto = ctx.needs_input_grad[0], gradient if ctx.needs_input_grad[4] else None
     of, of_up_a, of_up_b, of_down_a, of_down_b = _lora_gated_mlp_backward(
         gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.kind, of_inputs
     )
-    return of if of_inputs else None, None, None, None, None, of_up_a, of_up_b, None, of_down_a, of_down_b, None, None
+    learnt = None, of_up_a, of_up_b, None, of_down_a, of_down_b
+    return of if of_inputs else None, None, None, None, of_onto, *learnt, None, None
 
 
 _lora_gated_mlp.register_autograd(_backward, setup_context=_save)
@@ -268,7 +262,7 @@ def lora_gated_mlp_runs_on(inputs: Tensor, rank: int) -> bool:
 
 def lora_gated_mlp(
     inputs: Tensor, up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
-    *, scale: float, kind: str, norm: NormParts | None = None,
+    *, scale: float, kind: str, norm: NormParts | None = None, onto: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`lora_linear`, gated activation and `lora_linear`, where `lora_gated_mlp_runs_on`.
 
@@ -283,10 +277,11 @@ def lora_gated_mlp(
         scale: alpha / r.
         kind: one of `GATES`.
         norm: as in `lora_linear`.
+        onto: (..., out), what the result is added to, before it is rounded where the dtypes are one; None for nothing.
 
     Returns:
-        (..., out), differentiable once in `inputs` and LoRA's matrices. For the backward are kept `inputs` or the
-        source of their norm, (..., 2 f) and what is as narrow as r.
+        (..., out), differentiable once in `inputs`, `onto` and LoRA's matrices. For the backward are kept `inputs` or
+        the source of their norm, (..., 2 f) and what is as narrow as r.
 
     Raises:
         ValueError: the shapes do not fit, or `kind` is unknown.
@@ -309,5 +304,9 @@ def lora_gated_mlp(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         inputs, *tensors = inputs.to(dtype), *(tensor.to(dtype) for tensor in tensors)
-    rows = inputs.flatten(0, -2).contiguous()
-    return _lora_gated_mlp(rows, *rows_of(norm), *tensors, scale, kind)[0].unflatten(0, inputs.shape[:-1])
+    rows, start = inputs.flatten(0, -2).contiguous(), None
+    if onto is not None and onto.dtype == inputs.dtype:
+        start, onto = onto.flatten(0, -2), None
+    output, *_ = _lora_gated_mlp(rows, *rows_of(norm), start, *tensors, scale, kind)
+    output = output.unflatten(0, inputs.shape[:-1])
+    return output if onto is None else onto + output

@@ -51,9 +51,11 @@ def _places(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice]]:
 
 
 def updated_product(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, up: Tensor, scale: float, parts: Sequence[int]
+    inputs: Tensor, weight: Tensor, start: Tensor | None, low: Tensor, up: Tensor, scale: float, parts: Sequence[int]
 ) -> Tensor:
-    """`inputs @ weight^T + bias + scale * update`, (n, out), from the low-rank product (n, parts * rank).
+    """`start + inputs @ weight^T + scale * update`, (n, out), from the low-rank product (n, parts * rank).
+
+    `start` is a bias (out,), or a tensor like the result, or None.
 
     The update is written first and the large product adds to it: a matrix product that is busy computing reads what is
     there for nothing, a narrow one would take a pass over the output more.
@@ -61,36 +63,43 @@ def updated_product(
     output = inputs.new_empty(len(inputs), len(weight))
     for wide, narrow in _places(parts, up.shape[1]):
         part, columns = low[:, narrow], output[:, wide]
-        if bias is None:
+        if start is None:
             torch.addmm(columns, part, up[wide].t(), beta=0, alpha=scale, out=columns)
         else:
-            torch.addmm(bias[wide], part, up[wide].t(), alpha=scale, out=columns)
+            torch.addmm(start[..., wide], part, up[wide].t(), alpha=scale, out=columns)
     return output.addmm_(inputs, weight.t())
 
 
 def narrow_gradients(
-    gradient: Tensor, up: Tensor, low: Tensor, scale: float, parts: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the low-rank product (n, parts * rank) and of `up`, from that of the output (n, out)."""
+    gradient: Tensor,
+    up: Tensor,
+    low: Tensor,
+    scale: float,
+    parts: Sequence[int],
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the low-rank product (n, parts * rank) and of `up`, from that of the output (n, out).
+
+    The third is the first times `factors` (n, 1), or the first.
+    """
     if triton_runs_on(gradient) and up.shape[1] <= WIDEST_RANK and len(parts) <= MOST_PARTS:
-        return triton_narrow_products(gradient, up, low, scale, parts)
+        return triton_narrow_products(gradient, up, low, scale, parts, factors)
     of_low, of_up = torch.empty_like(low), torch.empty_like(up)
     for wide, narrow in _places(parts, up.shape[1]):
         part = gradient[:, wide]
         torch.mul(part @ up[wide], scale, out=of_low[:, narrow])
         torch.mul(part.t() @ low[:, narrow], scale, out=of_up[wide])
-    return of_low, of_up
+    return of_low, of_up, of_low if factors is None else (of_low * factors).to(low.dtype)
 
 
-def gradient_of_down(of_low: Tensor, inputs: Tensor, factors: Tensor | None, gain: Tensor | None) -> Tensor:
+def gradient_of_down(of_low: Tensor, inputs: Tensor, gain: Tensor | None) -> Tensor:
     """Gradient of the first matrix, l^T x, from that of the low-rank product l (n, r) and the inputs x (n, in).
 
-    Where x = f * source * gain is a norm, `inputs` are its source: l^T x = ((f * l)^T source) * gain.
+    Where x = f * source * gain is a norm, `inputs` are its source and `of_low` is f * l: l^T x = ((f * l)^T source) *
+    gain.
     """
-    if factors is None or gain is None:
-        return of_low.t() @ inputs
-    scaled = (of_low * factors).to(of_low.dtype)
-    return ((scaled.t() @ inputs.to(of_low.dtype)) * gain).to(of_low.dtype)
+    product = of_low.t() @ inputs.to(of_low.dtype)
+    return product if gain is None else (product * gain).to(of_low.dtype)
 
 
 @torch.library.custom_op("stoker::lora_linear", mutates_args=())
@@ -142,9 +151,9 @@ def _lora_linear_backward(
     of_inputs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the inputs (empty unless `of_inputs`), `down` and `up`; for `inputs` see `gradient_of_down`."""
-    of_low, of_up = narrow_gradients(gradient, up, low, scale, parts)
+    of_low, of_up, scaled = narrow_gradients(gradient, up, low, scale, parts, factors)
     of = (of_low @ down).addmm_(gradient, weight) if of_inputs else gradient.new_empty(0)
-    return of, gradient_of_down(of_low, inputs, factors, gain), of_up
+    return of, gradient_of_down(scaled, inputs, gain), of_up
 
 
 @_lora_linear_backward.register_fake

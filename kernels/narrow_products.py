@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .interpreted import rounded
 from .launch import jit, next_power_of_2, tl, triton
 
 WIDEST_RANK = 64
@@ -28,15 +29,15 @@ class Tile(NamedTuple):
         columns: likewise.
         warps: of the program.
         stages: tiles that are on their way.
-        programs: about as many are launched, where rows are cut into pieces: a large GPU runs 256 to 528 at once, and
-            each piece has partial sums to add.
+        programs: at most as many are launched, where rows are cut into pieces: 2 or 4 for each of 132 multiprocessors,
+            for each piece has partial sums to add.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
-    programs: int = 256
+    programs: int = 264
 
     def options(self, rank: int) -> dict[str, int]:
         """Of a launch, with matrices of a rank."""
@@ -106,13 +107,13 @@ def narrow_products_kernel(
 
 @jit
 def sum_kernel(
-    partial_pointer, sum_pointer, pieces, size, scale, second, third, width,
-    PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    partial_pointer, factors_pointer, sum_pointer, scaled_pointer, pieces, size, scale, second, third, width,
+    FACTORS: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: scale times the sum over the pieces of one part of partial (pieces, size), of BLOCK columns.
 
     The pieces of the second part begin at `second`, those of the third at `third`. Sums are (size / width, PARTS,
-    width).
+    width); with FACTORS, one for each of the first, scaled is their product.
     """
     part = tl.program_id(1)
     first, end = _of_part(part, 0, second, third), _of_part(part, second, third, pieces)
@@ -125,7 +126,11 @@ def sum_kernel(
     place = column
     if PARTS > 1:
         place = (column // width * PARTS + part) * width + column % width
-    tl.store(sum_pointer + place, total.to(sum_pointer.dtype.element_ty), mask=inside)
+    element = sum_pointer.dtype.element_ty
+    tl.store(sum_pointer + place, rounded(total, element), mask=inside)
+    if FACTORS:
+        total = total * tl.load(factors_pointer + column // width, mask=inside, other=0.0)
+        tl.store(scaled_pointer + place, rounded(total, element), mask=inside)
 
 
 def _begins(sizes: Sequence[int]) -> tuple[int, int]:
@@ -133,33 +138,41 @@ def _begins(sizes: Sequence[int]) -> tuple[int, int]:
     return sizes[0], sum(sizes[:2])
 
 
-def scaled_sum(partial: Tensor, scale: float, dtype: torch.dtype, parts: Sequence[int] | None = None) -> Tensor:
+def scaled_sums(
+    partial: Tensor, scale: float, dtype: torch.dtype, parts: Sequence[int], factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`scale * partial.sum(0)` of a contiguous fp32 tensor, always in the same order, rounded once to `dtype`.
 
     Args:
-        partial: (pieces, ...), with `parts` (pieces, n, width).
+        partial: (pieces, n, width).
         scale: of the sums.
         dtype: of the sums.
-        parts: pieces of each part, up to three, which are summed by themselves; None for one of all.
+        parts: pieces of each part, up to `MOST_PARTS`, which are summed by themselves.
+        factors: fp32 (n, 1), or None.
 
     Returns:
-        (...), with `parts` (n, parts * width).
+        (n, parts * width), and the same times the factors, or the same.
     """
-    parts = [len(partial)] if parts is None else parts
-    pieces, size = next_power_of_2(max(parts)), partial[0].numel()
-    *outer, width = partial.shape[1:]
-    total = partial.new_empty(*outer, len(parts) * width, dtype=dtype)
+    _, rows, width = partial.shape
+    pieces = next_power_of_2(max(parts))
+    total = partial.new_empty(rows, len(parts) * width, dtype=dtype)
+    scaled = total if factors is None else torch.empty_like(total)
     block = max(64, 4096 // pieces)
-    sum_kernel[(triton.cdiv(size, block), len(parts))](
-        partial, total, len(partial), size, scale, *_begins(parts), width,
-        PARTS=len(parts), PIECES=pieces, BLOCK=block, num_warps=4,
+    sum_kernel[(triton.cdiv(rows * width, block), len(parts))](
+        partial, factors, total, scaled, len(partial), rows * width, scale, *_begins(parts), width,
+        FACTORS=factors is not None, PARTS=len(parts), PIECES=pieces, BLOCK=block, num_warps=4,
     )  # fmt: skip
-    return total
+    return total, scaled
+
+
+def scaled_sum(partial: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Likewise over all pieces together, (n, width)."""
+    return scaled_sums(partial, scale, dtype, [len(partial)])[0]
 
 
 def triton_narrow_products(
-    gradient: Tensor, up: Tensor, low: Tensor, scale: float, parts: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+    gradient: Tensor, up: Tensor, low: Tensor, scale: float, parts: Sequence[int], factors: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels.
 
     Args:
@@ -168,10 +181,11 @@ def triton_narrow_products(
         low: (n, parts * r), as `gradient`: r columns for each part.
         scale: of both results.
         parts: columns of `gradient` that belong to each r columns of `low`; up to `MOST_PARTS`.
+        factors: fp32 (n, 1), or None.
 
     Returns:
         For each part `scale * gradient @ up`, (n, parts * r) together, and `scale * gradient^T @ low`, (out, r), in the
-        dtype of `low`.
+        dtype of `low`; and the first times `factors`, or the first.
     """
     (rows, columns), rank = gradient.shape, up.shape[1]
     tile = tile_of(rank)
@@ -183,4 +197,5 @@ def triton_narrow_products(
         gradient, up, low, of_low, of_up, rows, columns, size, gradient.stride(0), low.stride(0),
         *_begins(parts), *_begins(blocks), **tile.options(rank),
     )  # fmt: skip
-    return scaled_sum(of_low, scale, low.dtype, blocks), scaled_sum(of_up, scale, low.dtype)
+    sums, scaled = scaled_sums(of_low, scale, low.dtype, blocks, factors)
+    return sums, scaled_sum(of_up, scale, low.dtype), scaled

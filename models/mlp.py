@@ -51,13 +51,18 @@ class MLP(nn.Module):
         self.inner_norm = inner_norm
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
-    def forward(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
         """(batch, tokens, hidden_size) to the same shape.
 
         Args:
             hidden: normed, but for `norm`.
             norm: a norm of `hidden` that is not kept; None without.
+            onto: a stream like `hidden` that the result is added to; None without.
         """
+        output = self._product(hidden, norm)
+        return output if onto is None else onto + output
+
+    def _product(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None) -> Tensor:
         projected = self.up(hidden) if norm is None else product_of_norm(norm, self.up, hidden)
         if self.recompute and recomputes(self):
             plain = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear

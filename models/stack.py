@@ -158,16 +158,16 @@ class Layer(nn.Module):
             update = self.cross_attention(read.normed, memory, kind, read.norm)
             hidden = self._add(read.stream, update, self.cross_attention_norm, self.cross_attention_output_norm)
         sums = None
+        adds = self.mlp_adapter is None and self.block != "post_ln" and not (self.training and self.dropout)
         if isinstance(self.mlp, MoE):
             read = self._before(self.mlp_norm, hidden, entered, None, read_often=not self.mlp.recompute)
-            adds = self.mlp_adapter is None and self.block != "post_ln" and not (self.training and self.dropout)
             more: Any = {"limited": kind != "generation", "again": read.again, "onto": read.stream if adds else None}
             update, sums = self.mlp.run(read.normed, padding, read.norm, **more)
-            if adds:
-                return update, sums
         else:
             read = self._before(self.mlp_norm, hidden, entered, self.mlp.up)
-            update = self.mlp(read.normed, read.norm)
+            update = self.mlp(read.normed, read.norm, read.stream if adds else None)
+        if adds:
+            return update, sums
         if self.mlp_adapter is not None:
             update = self.mlp_adapter(update)
         return self._add(read.stream, update, self.mlp_norm), sums

@@ -64,9 +64,9 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     narrow |= {f"{name}_pointer": "*fp32" for name in ("of_low", "of_up")}
     narrow |= dict.fromkeys(("rows", "columns", "piece", "gradient_stride", "low_stride"), "i32")
     narrow |= {f"{place}_{of}": "i32" for place in ("second", "third") for of in ("column", "block")}
-    lora = {f"{name}_pointer": "*bf16" for name in ("gate_up", "up_low", "up_b", "down_a")}
+    lora = {f"{name}_pointer": "*bf16" for name in ("gate_up", "up_low", "up_b")}
     sizes = {"rows": "i32", "width": "i32"}
-    lora_forward = lora | {f"{name}_pointer": "*bf16" for name in ("product", "down_low")}
+    lora_forward = lora | {f"{name}_pointer": "*bf16" for name in ("down_a", "product", "down_low")}
     lora_forward |= sizes | {"scale": "fp32"}
     lora_backward = lora | {f"{name}_pointer": "*bf16" for name in ("of_product", "of_down_low", "of_gate_up")}
     lora_backward |= {"of_down_a_pointer": "*fp32"} | sizes | {"piece": "i32", "scale": "fp32"}
@@ -95,7 +95,8 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         return f"narrow_products_{rank}", narrow_products.narrow_products_kernel, narrow, constants, launch
 
     tile = lora_gated_mlp.backward_tile(divmod(capability, 10))
-    summed = {"partial_pointer": "*fp32", "sum_pointer": "*bf16", "scale": "fp32"}
+    summed = {"partial_pointer": "*fp32", "factors_pointer": "*fp32", "scale": "fp32"}
+    summed |= {"sum_pointer": "*bf16", "scaled_pointer": "*bf16"}
     summed |= dict.fromkeys(("pieces", "size", "second", "third", "width"), "i32")
     sort = {"experts_pointer": "*i64", "kept_pointer": "*i1", **dict.fromkeys(("size", "experts", "blocks"), "i32")}
     sort |= {f"{name}_pointer": "*i32" for name in ("counts", "sums", "order", "places")}
@@ -105,7 +106,13 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
         *(forked_norm_of(width) for width in (256, 1024, forked_norm.WIDEST)),
         *(narrow_of(rank) for rank in (16, narrow_products.WIDEST_RANK)),
-        ("scaled_sum", narrow_products.sum_kernel, summed, {"PARTS": 3, "PIECES": 32, "BLOCK": 128}, {"num_warps": 4}),
+        (
+            "scaled_sum",
+            narrow_products.sum_kernel,
+            summed,
+            {"FACTORS": True, "PARTS": 3, "PIECES": 32, "BLOCK": 128},
+            {"num_warps": 4},
+        ),
         *(
             lora_mlp(*which, rank)
             for rank in (16, lora_gated_mlp.WIDEST_RANK)

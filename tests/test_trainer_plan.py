@@ -21,6 +21,7 @@ from stoker.trainer.plan.states import slots_of
 from stoker.trainer.plan.work import (
     CARD_SECONDS_OF_LAYER,
     HOST_SECONDS_OF_LAYER,
+    NARROW,
     core_forward,
     projections_forward,
     recomputed_work,
@@ -184,6 +185,20 @@ def test_a_small_model_takes_the_time_of_its_kernels():
     assert recorded.time.parts["waiting for the host"] == 0
     assert plain.seconds >= 4 * HOST_SECONDS_OF_LAYER
     assert [", as CUDA graphs" in "\n".join(report(plan, [])) for plan in (recorded, plain)] == [True, False]
+
+
+def test_narrow_heads_and_experts_are_slower_than_their_flops():
+    """docs/benchmarks.md: a step with experts, with bf16 and with fp32 main weights, and one of LoRA, on an H100."""
+    wide, narrow = (planned(LLAMA, f"model.num_attention_heads={heads}").time for heads in (16, 32))
+    assert wide is not None
+    assert narrow is not None
+    assert narrow.parts["attention"] == pytest.approx(wide.parts["attention"] / NARROW)
+    for measured, *experiment in (
+        (0.1232, "experiment=moe_bench", "trainer.precision=bf16-true"),
+        (0.1294, "experiment=moe_bench"),
+        (0.2110, "experiment=llama_1b_lora"),
+    ):
+        assert planned(*experiment, card="h100").seconds == pytest.approx(measured, rel=0.06)
 
 
 def test_full_recompute_is_a_forward_pass_without_the_last_product():

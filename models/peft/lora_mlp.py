@@ -42,19 +42,20 @@ class LoRAMLP(MLP):
         if "mlp_fc2" in lora.targets:
             self.down = LoRALinear(base.down, lora, (base.down.out_features,))
 
-    def forward(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
         """As that of `MLP`."""
         if self.is_one_operation and recomputes(self) and lora_gated_mlp_runs_on(hidden, self.rank):
             if norm is None:
-                return self._run(hidden)
+                return self._run(hidden, None, onto)
             if isinstance(norm, RMSNorm):
-                return self._run(norm(hidden), norm.parts(hidden))
-            return product_of(norm, self._run, False, hidden)
-        return super().forward(hidden, norm)
+                return self._run(norm(hidden), norm.parts(hidden), onto)
+            output = product_of(norm, self._run, False, hidden)
+            return output if onto is None else onto + output
+        return super().forward(hidden, norm, onto)
 
-    def _run(self, hidden: Tensor, norm: NormParts | None = None) -> Tensor:
+    def _run(self, hidden: Tensor, norm: NormParts | None = None, onto: Tensor | None = None) -> Tensor:
         up, down = self.up, self.down
         assert isinstance(up, LoRALinear)
         assert isinstance(down, LoRALinear)
         matrices = up.weight, up.lora_a, up.lora_b, down.weight, down.lora_a, down.lora_b
-        return lora_gated_mlp(hidden, *matrices, scale=up.lora.scale, kind=self.nonlinearity, norm=norm)
+        return lora_gated_mlp(hidden, *matrices, scale=up.lora.scale, kind=self.nonlinearity, norm=norm, onto=onto)

@@ -30,6 +30,11 @@ PASSES_OF_SCORES = 10
 """Likewise of the scores of unfused attention: products, softmax and their gradients."""
 SLOW_ATTENTION = 0.63
 """The speed of FlashAttention 2 on Hopper in that of the kernels written for it."""
+NARROW_HEADS, NARROW = 64, 0.75
+"""Heads no wider than the first: what fused attention reaches, in what it does with wider ones. On an H100 in a step
+with experts 325 TFLOP/s, in one of LoRA with heads of 128 434."""
+GROUPED = 0.93
+"""The speed of grouped matrix products in that of whole ones, of the same step with experts."""
 HOST_SECONDS_OF_LAYER, HOST_SECONDS_AS_WRITTEN = 3.6e-3, 4.5e-3
 """What a host needs to launch a layer, forward and backward, compiled and not: T5 base beside an H100, measured as 84
 ms of 24 compiled layers; the other is an estimate from the number of launches."""
@@ -47,24 +52,28 @@ class Work:
 
     Attributes:
         matmul: FLOPs of matrix products.
+        grouped: of those, what experts have.
         attention: FLOPs of fused attention.
         moved: bytes that pointwise kernels read and write.
     """
 
     matmul: float = 0.0
+    grouped: float = 0.0
     attention: float = 0.0
     moved: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
             matmul=self.matmul + other.matmul,
+            grouped=self.grouped + other.grouped,
             attention=self.attention + other.attention,
             moved=self.moved + other.moved,
         )
 
-    def times(self, factor: float) -> Work:
-        """So many times the work."""
-        return Work(matmul=self.matmul * factor, attention=self.attention * factor, moved=self.moved * factor)
+    @property
+    def slow_matmul(self) -> float:
+        """FLOPs that whole matrix products have in the time of these."""
+        return self.matmul + self.grouped * (1 / GROUPED - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +159,13 @@ def _attention_weights(stack: StackSlice, attention: AttentionSlice) -> int:
     return stack.hidden_size * (2 * query + 2 * key)
 
 
+def grouped_forward(facts: StackFacts) -> float:
+    """FLOPs of the grouped matrix products of a layer with experts in a forward pass."""
+    stack, moe = facts.stack, facts.stack.moe
+    assert moe is not None
+    return 2.0 * rows_of(moe, facts.tokens) * (3 if stack.mlp.gated else 2) * stack.hidden_size * moe.ffn_hidden_size
+
+
 def experts_forward(facts: StackFacts) -> float:
     """FLOPs of the experts of a layer, its router and shared expert in a forward pass."""
     with_experts, _ = projections_forward(facts, experts=True)
@@ -183,6 +199,7 @@ def layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
     kept = sum(each.size for each in layer.memory.kept if each.part not in ("scores", "weights"))
     return Work(
         matmul=(2 if frozen else 3) * matmul + 3 * core.matmul,
+        grouped=(2 if frozen else 3) * grouped_forward(facts) if experts else 0.0,
         attention=(1 + BACKWARD_OF_ATTENTION) * core.attention,
         moved=passes * (kept + layer.memory.boundary) + 3 * core.moved,
     )
@@ -196,13 +213,14 @@ def recomputed_work(layer: PlacedLayer) -> Work:
         matmul, last = projections_forward(facts, experts=experts)
         spared = last if facts.compiled and layer.recompute.chunk == 1 else 0.0
         moved = layer_work(layer).moved - 3 * core.moved
-        return Work(matmul=matmul - spared, moved=moved / 3) + core
+        grouped = grouped_forward(facts) if experts else 0.0
+        return Work(matmul=matmul - spared, grouped=grouped, moved=moved / 3) + core
     modules: frozenset[RecomputeModule] = layer.recompute.modules
     again = Work(moved=2.0 * recomputed(layer.memory.kept, modules - {"core_attention"}))
     if "core_attention" in modules:
         again += core_forward(facts, with_scores=True)
     if "moe" in modules and experts:
-        again += Work(matmul=experts_forward(facts))
+        again += Work(matmul=experts_forward(facts), grouped=grouped_forward(facts))
     return again
 
 
@@ -308,7 +326,7 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
     attention = min(1.0, _attention_speed(facts)) * card.attention_part
     products = card.peak * card.matmul_part * _filled(facts)
     parts = {
-        "matrix products": micro * plain.matmul / products,
+        "matrix products": micro * plain.slow_matmul / products,
         "attention": micro * plain.attention / (card.peak * attention),
         "pointwise": micro * plain.moved / (card.bandwidth * card.bandwidth_part),
         "recomputed": micro * _seconds(again, card, products, card.peak * attention),
@@ -346,7 +364,9 @@ def _attention_speed(facts: RunFacts) -> float:
     """The speed of the attention that was chosen, in that of the best for the card."""
     slow = ("sdpa_flash", "sdpa_efficient", "flash_attn")
     capability = facts.target.capability or (0, 0)
-    return SLOW_ATTENTION if capability >= (9, 0) and facts.stacks[-1].attention.backend in slow else 1.0
+    last = facts.stacks[-1]
+    speed = SLOW_ATTENTION if capability >= (9, 0) and last.attention.backend in slow else 1.0
+    return speed * (NARROW if last.stack.attention.head_dim <= NARROW_HEADS else 1.0)
 
 
 def _filled(facts: RunFacts) -> float:
@@ -361,4 +381,4 @@ def _filled(facts: RunFacts) -> float:
 def _seconds(work: Work, card: Card, products: float, attention: float) -> float:
     """Of some work on a card whose matrix products and attention have these FLOP/s."""
     moving = work.moved / (card.bandwidth * card.bandwidth_part)
-    return work.matmul / products + work.attention / attention + moving
+    return work.slow_matmul / products + work.attention / attention + moving
