@@ -56,8 +56,8 @@ class RankRuns:
         Args:
             name: of the run; the second of a name is the first.
             ranks: how many.
-            changes: of `EXACT`, as `tiny_run.tiny_document` takes them; `offloads` pretends that a CPU can offload, and
-                `told` is a rank and a step in which that gets a SIGTERM.
+            changes: of `EXACT`, as `tiny_run.tiny_document` takes them; `offloads` pretends that a CPU can offload,
+                `late` that it runs behind the host, and `told` is a rank and a step in which that gets a SIGTERM.
         """
         directory = self.folder / name
         if not directory.exists():
@@ -140,7 +140,7 @@ class Uneven:
 def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, Any]:
     from dataclasses import replace
 
-    from stoker.trainer import expert_load, run
+    from stoker.trainer import expert_load, loop, run
     from stoker.trainer.module import LanguageModule
 
     build_data, training_step = run.build_data, LanguageModule.training_step
@@ -169,6 +169,8 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         import late_copies
 
         late_copies.install()
+    if changes.pop("late", False):
+        loop.runs_behind = lambda device: True
     expert_load.can_draw = lambda: False  # a picture at the end takes longer than the run
     run.build_data = build_uneven
     module_class.training_step = record

@@ -84,6 +84,10 @@ def test_two_ranks_equal_one_process(runs, layout):
     check_equal(runs.run(f"{layout}-2", 2, **MOE, **LAYOUTS[layout]), runs.run("alone", **MOE))
 
 
+def test_reports_that_are_finished_after_the_next_step_are_the_same(runs):
+    check_equal(runs.run("late-2", 2, late=True, **MOE), runs.run("alone", **MOE))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 4), ("zero1", 2), ("grad", 4), ("full", 4), ("hybrid", 4)])
 def test_every_layout_equals_one_process(runs, layout, ranks):

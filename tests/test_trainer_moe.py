@@ -161,7 +161,7 @@ def test_losses_of_the_router_count_once(micro_batch_size, recompute):
     for name, gradient in gradients.items():
         expected = torch.zeros_like(before[name]) if gradient is None else gradient
         torch.testing.assert_close(before[name] - after[name], expected, rtol=1e-9, atol=1e-12, msg=name)
-    read = ExpertLoad(moe_layers(module.model), ranks=Ranks()).read(1, restart=True)
+    read = ExpertLoad(moe_layers(module.model), ranks=Ranks()).take(1, restart=True)()
     logged = [read[name] for name in ("load_balancing_loss", "z_loss", "router_entropy")]
     assert logged == pytest.approx(figures.tolist(), rel=1e-6)
     shares = [(count / count.sum()).tolist() for count in counts]
@@ -201,9 +201,9 @@ def test_validation_does_not_count_and_a_report_begins_anew():
         module.model.batch_loss({"tokens": batch.tokens, "labels": batch.labels}, torch.ones(()))
     for layer, before in zip(layers.values(), statistics, strict=True):
         assert torch.equal(layer.statistics, before)
-    assert load.read(2, restart=True)["load_cv"] > 0
+    assert load.take(2, restart=True)()["load_cv"] > 0
     assert not any(layer.statistics.any() for layer in layers.values())
-    assert load.read(3, restart=True) == {}
+    assert load.take(3, restart=True)() == {}
 
 
 # ---------------------------------------------------------------- the figures
@@ -224,7 +224,7 @@ UNEVEN = (16.0, 0.0, 0.0, 0.0, 8.0, 10.0, 0.5, 4.0, 16.0, 2.0)
 def test_figures_of_known_counts():
     layers = counted(EVEN, UNEVEN)
     load = ExpertLoad(layers, ranks=Ranks(), per_layer=list(layers)[1:])
-    assert load.read(1, restart=True) == pytest.approx(
+    assert load.take(1, restart=True)() == pytest.approx(
         {
             "load_balancing_loss": 2.5,
             "z_loss": 4.0,
@@ -248,30 +248,30 @@ def test_figures_of_known_counts():
 
 def test_a_mean_goes_on_over_other_reports_and_over_processes():
     whole = ExpertLoad(counted(EVEN, UNEVEN), ranks=Ranks())
-    whole.read(1, restart=False)
+    whole.take(1, restart=False)()
     state = LoopState.model_validate_json(json.dumps({"expert_load": whole.sums})).expert_load
     for name, statistics in zip(whole._layers, (UNEVEN, EVEN), strict=True):
         whole._layers[name].statistics.copy_(torch.tensor(statistics))
     resumed = ExpertLoad(counted(UNEVEN, EVEN), ranks=Ranks(), state=state)
-    figures = whole.read(2, restart=True)
-    assert figures == resumed.read(2, restart=True)
+    figures = whole.take(2, restart=True)()
+    assert figures == resumed.take(2, restart=True)()
     assert figures["load_cv"] == pytest.approx(math.sqrt(3) / 2), "of 20, 4, 4, 4 in both layers"
     assert figures["load_balancing_loss"] == pytest.approx(2.5)
     assert whole.sums == ()
     other = ExpertLoad(counted(EVEN, UNEVEN), ranks=Ranks(), state=((1.0, 2.0),))  # of another model
-    assert other.read(1, restart=True)["load_balancing_loss"] == pytest.approx(2.5)
+    assert other.take(1, restart=True)()["load_balancing_loss"] == pytest.approx(2.5)
 
 
 def test_a_layer_whose_sums_are_not_finite_is_left_out():
     broken = (*EVEN[:5], math.nan, *EVEN[6:])
-    figures = ExpertLoad(counted(broken, UNEVEN), ranks=Ranks()).read(1, restart=True)
+    figures = ExpertLoad(counted(broken, UNEVEN), ranks=Ranks()).take(1, restart=True)()
     assert (figures["z_loss"], figures["load_cv"]) == (pytest.approx(5.0), pytest.approx(math.sqrt(3)))
 
 
 def test_a_layer_that_saw_padding_alone_has_no_figures():
     nothing = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0)
-    assert ExpertLoad(counted(nothing, nothing), ranks=Ranks()).read(1, restart=True) == {}
-    assert ExpertLoad(counted(nothing, UNEVEN), ranks=Ranks()).read(1, restart=True)["z_loss"] == pytest.approx(5.0)
+    assert ExpertLoad(counted(nothing, nothing), ranks=Ranks()).take(1, restart=True)() == {}
+    assert ExpertLoad(counted(nothing, UNEVEN), ranks=Ranks()).take(1, restart=True)()["z_loss"] == pytest.approx(5.0)
 
 
 def test_the_step_line_has_one_short_figure_of_experts():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..models.build import LanguageModel
 from ..models.moe.layer import MoE
@@ -22,6 +23,7 @@ from .config.schema import RootBlock
 from .distributed.ranks import Ranks
 from .errors import EXIT_IO, UserError
 from .expert_balance import stack_keys_of
+from .late_values import LateValues
 from .load_map import LoadMap, can_draw, variation
 
 _PART_FOR_PICTURES = 0.02
@@ -69,21 +71,19 @@ class ExpertLoad:
         sizes = [experts + len(SUMS) for experts in self._experts]
         self.sums: Sums = state if [len(sums) for sums in state] == sizes else ()
 
-    def read(self, step: int, *, restart: bool) -> dict[str, float]:
-        """The figures since the last regular report; the host waits.
+    def take(self, step: int, *, restart: bool) -> Callable[[], dict[str, float]]:
+        """Send what was counted to the host and begin to count anew, without a wait for the device.
 
         Args:
             step: completed steps.
             restart: this is a regular report: begin a new mean.
+
+        Returns:
+            What waits for it and gives the figures since the last regular report; to be called once, before the next
+            call of this.
         """
-        fresh = self._take()
-        if self._load_map is not None:
-            tokens = [sums[:experts] for sums, experts in zip(fresh, self._experts, strict=True)]
-            self._load_map.add(step, tokens, regular=restart)
-        known = self.sums or tuple((0.0,) * len(sums) for sums in fresh)
-        total = tuple(tuple(map(add, old, new)) for old, new in zip(known, fresh, strict=True))
-        self.sums = () if restart else total
-        return self._figures(total)
+        counted = self._send()
+        return lambda: self._add(counted.get(), step, restart=restart)
 
     def keep(self, *, draw: bool, last: bool = False) -> None:
         """Write the load over all steps to its files.
@@ -111,18 +111,30 @@ class ExpertLoad:
             self._say(f"warning: no picture of the load of the experts: {type(error).__name__}: {error}")
 
     @torch.no_grad()
-    def _take(self) -> Sums:
-        """What all ranks have counted since the last call, by one message and one copy to the host.
-
-        The sums of a layer that are not all finite, of a step that was skipped for it, are left out.
-        """
+    def _send(self) -> LateValues:
+        """What all ranks have counted since the last call, one layer after the other: one message and one copy."""
         statistics = [layer.statistics for layer in self._layers.values()]
         together = torch.cat(statistics)
         if together.device.type != "mps":
             together = together.double()  # counts of all ranks may be beyond the integers of fp32
-        values = self._ranks.sum_(together).cpu().split([len(layer) for layer in statistics])
+        counted = LateValues(self._ranks.sum_(together))
         torch._foreach_zero_(statistics)  # pyright: ignore[reportPrivateImportUsage]
-        return tuple(tuple(layer.tolist()) if layer.isfinite().all() else (0.0,) * len(layer) for layer in values)
+        return counted
+
+    def _add(self, counted: Tensor, step: int, *, restart: bool) -> dict[str, float]:
+        """Add up what was counted, and give the figures of all.
+
+        The sums of a layer that are not all finite, of a step that was skipped for it, are left out.
+        """
+        values = counted.split([experts + len(SUMS) for experts in self._experts])
+        fresh = tuple(tuple(layer.tolist()) if layer.isfinite().all() else (0.0,) * len(layer) for layer in values)
+        if self._load_map is not None:
+            tokens = [sums[:experts] for sums, experts in zip(fresh, self._experts, strict=True)]
+            self._load_map.add(step, tokens, regular=restart)
+        known = self.sums or tuple((0.0,) * len(sums) for sums in fresh)
+        total = tuple(tuple(map(add, old, new)) for old, new in zip(known, fresh, strict=True))
+        self.sums = () if restart else total
+        return self._figures(total)
 
     def _figures(self, total: Sums) -> dict[str, float]:
         layers = {

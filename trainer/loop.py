@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,13 @@ from .ema import EMA
 from .errors import UserError
 from .evaluation import EvaluationResult, StoppedError
 from .expert_load import ExpertLoad
+from .late_values import runs_behind
 from .loop_state import LoopState
-from .metrics import Journal, StepReport, peak_memory_gib
+from .metrics import Journal
 from .module import LanguageModule
 from .profiling import Observers
 from .step_policy import DivergedError, StepPolicy
+from .step_reports import Rates, StepReports
 from .stop import SIGNALS, Agree, Flag, StopRequest, alone, seconds_of
 
 Validate = Callable[[int | None, Callable[[], bool] | None], EvaluationResult]
@@ -41,21 +42,6 @@ Validate = Callable[[int | None, Callable[[], bool] | None], EvaluationResult]
 its second argument whether to stop, and raises `evaluation.StoppedError` then."""
 Save = Callable[[int, Mapping[str, float], LoopState], Path]
 """Writes a checkpoint of a step, with the finite figures of that step and the memory of the loop; returns its path."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What turns seconds into rates.
-
-    Attributes:
-        tokens_per_sample: target positions in a sample, padding included.
-        flops_per_token: model FLOPs, forward and backward.
-        peak_flops: of all devices together, or None where it is not known.
-    """
-
-    tokens_per_sample: int
-    flops_per_token: float
-    peak_flops: float | None
 
 
 class RunLoop(pl.Callback):
@@ -113,11 +99,9 @@ class RunLoop(pl.Callback):
         self._interval = self._params.train_time_interval
         self._journal = journal
         self._stop = stop
-        self._rates = rates
         self._validate = validate
         self._save = save
         self._checkpoints = checkpoints
-        self._consumed_samples = consumed_samples
         self._agree = agree
         self._answers_late = answers_late
         self._average = average
@@ -125,12 +109,12 @@ class RunLoop(pl.Callback):
         self._observers = observers or Observers([], journal.say)
         self._expert_load = expert_load
         self._policy = StepPolicy(keys.max_skipped_steps, keys.loss_spike_threshold, state)
+        self._reports = StepReports(journal, self._policy, rates, consumed_samples, self._observers, expert_load)
         self._early: EarlyStopping | None = None
         if manager.create_early_stopping_callback:
             self._early = EarlyStopping(manager.early_stopping_callback_params, state.patience)
         self._is_strict = manager.early_stopping_callback_params.strict
         self._is_verbose = manager.early_stopping_callback_params.verbose
-        self._window: _Window | None = None
         self._saved_at = time.monotonic()
         self._saved_just_now = False
         self._first_step = 0
@@ -186,6 +170,7 @@ class RunLoop(pl.Callback):
         assert isinstance(pl_module, LanguageModule)
         step = pl_module.step
         self._observers.after(step - self._first_step)
+        self._finish_report()  # of the step before, now that the device has this one to do
         if self._average is not None:
             self._average.update(step)
         last = step == self._keys.max_steps
@@ -198,7 +183,11 @@ class RunLoop(pl.Callback):
         )
         # What an unbroken run reports too: clocks, signals and ends of this process are not among it.
         regular = step % self._keys.log_every_n_steps == 0 or checks or self._is_save_due(step)
-        if self._window is None or regular or saves or last:
+        first = not self._reports.has_window
+        others = validates or saves or last or reason is not None or (checks and self._early is not None)
+        if regular and not (first or others) and runs_behind(pl_module.device):
+            self._reports.begin(pl_module, restart=True)  # nothing is decided by it, so the device need not wait
+        elif first or regular or saves or last:
             figures = self._report(pl_module, restart=regular)
             if validates:
                 validation = self._run_validation(step, told)
@@ -215,13 +204,14 @@ class RunLoop(pl.Callback):
             if saves:
                 self._write(pl_module, figures)
             if validates or saves:
-                self._window = self._new_window(step)
+                self._reports.restart_clock(pl_module)
         if reason is not None:
             self.stopped_by = reason
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have the profilers and the load of the experts written."""
+        """Have the report of the last step, the profilers and the load of the experts written."""
+        self._finish_report()
         self._observers.close()
         self._keep_load(draw=True, last=True)
 
@@ -247,45 +237,18 @@ class RunLoop(pl.Callback):
         return self._params.save_last or (self._params.every_n_train_steps is None and self._interval is None)
 
     def _report(self, module: LanguageModule, *, restart: bool) -> dict[str, float]:
-        """Read the steps since the last report and write their figures; returns those that others go by."""
-        step = module.step
-        with self._observers.phase("report"):
-            values = module.read_unread()
-            try:
-                warnings = self._policy.read(step - len(values) + 1, values)
-            except DivergedError as error:
-                raise self._diverged(str(error)) from None
-            for warning in warnings:
-                self._journal.say(f"warning: {warning}")
-            loss, grad_norm = self._policy.mean_loss(restart=restart), values[-1][1]
-            seconds, tokens_per_second = None, None
-            if self._window is not None:
-                seconds = self._window.seconds / (step - self._window.step)
-                samples = self._consumed_samples(step) - self._consumed_samples(self._window.step)
-                tokens_per_second = samples * self._rates.tokens_per_sample / self._window.seconds
-            peak = self._rates.peak_flops
-            self._journal.report(
-                StepReport(
-                    step=step,
-                    loss=loss,
-                    grad_norm=grad_norm,
-                    lr=module.lr,
-                    consumed_samples=self._consumed_samples(step),
-                    skipped_steps=self._policy.skipped_steps,
-                    step_seconds=seconds,
-                    tokens_per_second=tokens_per_second,
-                    mfu=tokens_per_second * self._rates.flops_per_token / peak if tokens_per_second and peak else None,
-                    memory_gib=peak_memory_gib(module.device),
-                    experts=self._expert_load.read(step, restart=restart) if self._expert_load is not None else {},
-                )
-            )
-        # The first step of a process compiles and allocates, so the clock starts after it.
-        self._window = self._new_window(step)
-        return {"loss": loss, "grad_norm": grad_norm}
+        """Report this step at once; returns the figures that others go by."""
+        try:
+            return self._reports.report(module, restart=restart)
+        except DivergedError as error:
+            raise self._diverged(str(error)) from None
 
-    def _new_window(self, step: int) -> _Window:
-        """A window from now on, by a clock that stands still while a profile is written."""
-        return _Window(step, lambda: time.perf_counter() - self._observers.aside)
+    def _finish_report(self) -> None:
+        """Finish the report of the step before, if that was left to this one."""
+        try:
+            self._reports.finish()
+        except DivergedError as error:
+            raise self._diverged(str(error)) from None
 
     def _run_validation(self, step: int, told: int) -> dict[str, float] | None:
         """The figures of a validation, or None where a signal leaves no time for it; a limit on time does.
@@ -369,22 +332,3 @@ def _is_finite(module: LanguageModule) -> bool:
     parameters = [local_tensor(parameter) for parameter in module.model.parameters()]
     bad = torch.stack([~torch.isfinite(parameter).all() for parameter in parameters]).any()
     return not module.ranks.sum_(bad.float()).item()
-
-
-class _Window:
-    """Time since a step, with nothing but steps in it.
-
-    Args:
-        step: that step.
-        clock: seconds.
-    """
-
-    def __init__(self, step: int, clock: Callable[[], float]) -> None:
-        self.step = step
-        self._clock = clock
-        self._start = clock()
-
-    @property
-    def seconds(self) -> float:
-        """Since then."""
-        return self._clock() - self._start

@@ -35,7 +35,7 @@ class StepReport:
         tokens_per_second: the same as a rate.
         mfu: model FLOPs over the dense bf16 peak of all cards of the run.
         memory_gib: peak memory of the device, or of the process on a CPU.
-        experts: the load of the experts since the last regular report (`ExpertLoad.read`); empty without experts.
+        experts: the load of the experts since the last regular report (`ExpertLoad.take`); empty without experts.
     """
 
     step: int

@@ -23,6 +23,7 @@ from .distributed.data_parallel import DataParallel
 from .distributed.ranks import Ranks
 from .expert_balance import ExpertBalance
 from .feed import BatchFeed, GlobalBatch
+from .late_values import LateValues
 from .optim.base import Optimizer
 from .precision import PrecisionPlan
 from .schedule import Schedule
@@ -138,16 +139,24 @@ class LanguageModule(pl.LightningModule):
         loss.backward()
         return loss.detach()
 
-    def read_unread(self) -> list[tuple[float, float]]:
-        """Loss and gradient norm of the steps since the last call, oldest first: the one place the host waits."""
+    def take_unread(self) -> Callable[[], list[tuple[float, float]]]:
+        """Send loss and gradient norm of the steps since the last call to the host, oldest first, without a wait.
+
+        Returns:
+            What gives them and waits for them: with `ExpertLoad.take`, the one place the host waits.
+        """
         if not self.unread:
-            return []
+            return list
         # Every rank has its own part of the loss, and the norm of the gradients of all.
         losses = self.ranks.sum_(torch.stack([loss.float() for loss, _ in self.unread]))
         norms = torch.stack([norm.float() for _, norm in self.unread])
         self.unread.clear()
-        values = torch.stack([losses, norms]).tolist()
-        return list(zip(*values, strict=True))
+        values = LateValues(torch.stack([losses, norms]))
+        return lambda: list(zip(*values.get().tolist(), strict=True))
+
+    def read_unread(self) -> list[tuple[float, float]]:
+        """Loss and gradient norm of the steps since the last call, oldest first; waits for the device."""
+        return self.take_unread()()
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:

@@ -32,7 +32,7 @@ from .ema import EMA
 from .errors import UserError
 from .evaluation import EvaluationResult, evaluate, summed_loss
 from .flops import bf16_peak, training_flops_per_sample
-from .loop import Rates, Save, Validate
+from .loop import Save, Validate
 from .loop_state import LoopState
 from .manifest import device_name
 from .memory import check_memory
@@ -43,6 +43,7 @@ from .precision import PrecisionPlan
 from .recordable import uses_cuda_graph
 from .sample_form import sample_form
 from .saving import Saver
+from .step_reports import Rates
 from .stop import StopRequest
 
 

@@ -39,7 +39,8 @@ class TrainerBlock(Block):
     max_time: str | None = Field(None, pattern=r"^\d{1,4}:\d\d:\d\d:\d\d$", examples=["00:04:00:00"])
     """Stop (with a checkpoint) after this long: `DD:HH:MM:SS`, quoted."""
     log_every_n_steps: int = Field(10, ge=1)
-    """Steps between two log lines; metrics stay on the device in between."""
+    """Steps between two log lines; metrics stay on the device in between. On a GPU the line of a step is printed while
+    the next one runs."""
     val_check_interval: int = Field(100, ge=1)
     """Optimizer steps between two validations."""
     limit_val_batches: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = 50
