@@ -120,6 +120,24 @@ def test_a_recording_that_fails_is_given_up_once_where_nobody_asked_for_it(error
         asked(*batch)
 
 
+def test_errors_that_are_each_others_cause_are_given_up_too():
+    """As where a recording raises the error again that its end was raised from."""
+    first, end = torch.OutOfMemoryError("tried to allocate"), RuntimeError("the end of the recording fails")
+    end.__cause__ = first
+
+    def fails(*_) -> NoReturn:
+        try:
+            raise end
+        except RuntimeError:
+            raise first from None
+
+    said, line = [], Line()
+    run = RecordedMicroBatches(line.run, line.parameters, said.append, fails)
+    for fields, denominator in batches(WARM_UP + 1):
+        run(fields, denominator)
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("wish", [None, True])
 def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, wish):
     monkeypatch.setattr(parts, "uses_cuda_graph", lambda *_: True)

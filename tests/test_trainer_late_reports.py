@@ -140,6 +140,18 @@ def test_a_stop_in_the_next_step_loses_no_line(
     assert find_checkpoint(tmp_path)[0].state.loop.recent_losses == tuple(row["loss"] for row in lines(tmp_path))
 
 
+def test_a_line_is_told_though_the_next_step_fails(
+    tmp_path: Path, told: list[str], late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(module: LanguageModule) -> None:
+        raise ZeroDivisionError
+
+    in_step(monkeypatch, 3, fail)
+    with pytest.raises(ZeroDivisionError):
+        run_training(tiny_config(tmp_path, **EVERY_STEP))
+    assert told == ["step 1", "line 1", "step 2", "step 3", "line 2"]
+
+
 def test_a_stop_without_a_checkpoint_reports_at_once(
     tmp_path: Path, told: list[str], late: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

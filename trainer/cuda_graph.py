@@ -140,7 +140,9 @@ class RecordedMicroBatches:
             if self._give_up is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
                 raise
             cause: BaseException | None = error
-            while cause is not None:
+            seen: set[int] = set()
+            while cause is not None and id(cause) not in seen:  # raised again as its own cause, it is in a circle
+                seen.add(id(cause))
                 # what was computed hangs on the frames: its autograd nodes would be used again, on the wrong stream
                 traceback.clear_frames(cause.__traceback__)
                 cause = cause.__cause__ or cause.__context__

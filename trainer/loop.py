@@ -215,6 +215,18 @@ class RunLoop(pl.Callback):
         self._observers.close()
         self._keep_load(draw=True, last=True)
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Have the report of the step before told, if it was left to the one that failed.
+
+        Not with several processes, one of which may have failed before it sent its part.
+        """
+        assert isinstance(pl_module, LanguageModule)
+        if pl_module.ranks.world_size == 1:
+            try:
+                self._reports.finish()
+            except Exception as error:  # a broken device gives no values, and the first error says more
+                self._journal.note(f"the report of the step before: {error}")
+
     def _ask(self, step: int) -> int:
         """What all processes know together; another process's knowledge may come a step late."""
         flags = self._stop.flags

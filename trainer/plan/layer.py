@@ -189,7 +189,8 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
         if norm_keeps_input(facts):
             found.append(Kept("stream", inputs * wide * s))
         elif facts.spares_norms:  # the projections keep it in place of the norms
-            found.append(Kept("stream", parts * wide * s))
+            keeping = (parts - 1) * ("attention_qkv" in facts.learnt) + ("mlp_fc1" in facts.learnt and moe is None)
+            found.append(Kept("stream", keeping * wide * s))
         found.append(Kept("norm", parts * norm_extra(facts, wide), "norm" if stack.block != "post_ln" else None))
         if stack.block == "normformer":
             outputs = parts - 1
