@@ -277,7 +277,7 @@ def lora_gated_mlp(
         scale: alpha / r.
         kind: one of `GATES`.
         norm: as in `lora_linear`.
-        onto: (..., out), what the result is added to, before it is rounded where the dtypes are one; None for nothing.
+        onto: (..., out), what the result is added to; None for nothing.
 
     Returns:
         (..., out), differentiable once in `inputs`, `onto` and LoRA's matrices. For the backward are kept `inputs` or

@@ -385,7 +385,10 @@ def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision], peft: 
         call = decisions[labels[0]].call
         spared = isinstance(peft, LoRASlice) and peft.spares_norms(stack)
         if "norm" in stack.recompute.modules and spared:
-            yield "recomputing norm has no effect where LoRA updates what reads an RMS norm: the norm is not kept"
+            yield (
+                "recomputing norm has no effect in compiled layers where LoRA updates what reads an RMS norm: they do "
+                "not keep the norm"
+            )
         if "mlp_activation" in stack.recompute.modules and is_one_operation(peft, stack, call.device, call.dtype):
             why = "where LoRA updates both projections of an MLP: it keeps no activated rows"
             more = "; activations_checkpoint_modules=[norm] saves memory"

@@ -156,6 +156,25 @@ def test_a_norm_before_the_operation_is_not_kept(zero_centered: bool) -> None:
     torch.library.opcheck(torch.ops.stoker.lora_linear.default, arguments)
 
 
+def test_norms_before_updates_are_run_again_as_written_too() -> None:
+    """Where nothing is compiled a norm keeps copies in fp32, unless it is run again."""
+    kept = {}
+    for modules in (None, ["norm"]):
+        changes: dict[str, Any] = {"normalization": "rmsnorm", "activations_checkpoint_modules": modules}
+        model = model_of("gpt", "lora", dtype=torch.bfloat16, **changes).train()
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model.batch_loss(batch_of("gpt"), 10.0)
+        kept[modules is None] = sum(sizes.values())
+        loss.backward()
+    assert kept[False] < 0.9 * kept[True]
+
+
 def test_dropout_is_of_the_update_alone() -> None:
     torch.manual_seed(0)
     inputs, weight, down, up = drawn(400, 50), torch.randn(7, 50, dtype=F64), drawn(2, 50), drawn(7, 2)

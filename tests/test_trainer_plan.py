@@ -543,7 +543,7 @@ def test_what_lora_does_not_keep_is_told(
     common = [f"model.normalization={normalization}", f"model.peft.lora_tuning.target_modules=[{targets}]"]
     lines = {
         "mlp_activation": "recomputing mlp_activation has no effect where LoRA updates both projections",
-        "norm": "recomputing norm has no effect where LoRA",
+        "norm": "recomputing norm has no effect in compiled layers where LoRA",
         "saves memory": "activations_checkpoint_modules=[norm] saves memory",
     }
     said = ""

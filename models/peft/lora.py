@@ -46,8 +46,11 @@ class LoRALinear(NormedLinear, Added):
         return self._product(input, None)
 
     def spares(self, norm: LayerNorm | RMSNorm) -> bool:
-        """That of RMS, which is a product, unless what the first matrix reads is dropped."""
-        return isinstance(norm, RMSNorm) and not self.lora.dropout
+        """That of RMS, which is a product, unless what the first matrix reads is dropped.
+
+        In compiled layers: as written, the norm itself would keep copies in fp32.
+        """
+        return torch.compiler.is_compiling() and isinstance(norm, RMSNorm) and not self.lora.dropout
 
     def of_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
         """As in `NormedLinear`."""

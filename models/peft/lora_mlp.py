@@ -10,6 +10,7 @@ from ..checkpointing import product_of, recomputes
 from ..config.peft_slice import LoRASlice, PeftSlice
 from ..config.slices import StackSlice
 from ..mlp import MLP
+from ..normed_linear import spares
 from ..norms import LayerNorm, RMSNorm
 from .lora import LoRALinear
 
@@ -47,7 +48,7 @@ class LoRAMLP(MLP):
         if self.is_one_operation and recomputes(self) and lora_gated_mlp_runs_on(hidden, self.rank):
             if norm is None:
                 return self._run(hidden, None, onto)
-            if isinstance(norm, RMSNorm):
+            if isinstance(norm, RMSNorm) and spares(self.up, norm):
                 return self._run(norm(hidden), norm.parts(hidden), onto)
             output = product_of(norm, self._run, False, hidden)
             return output if onto is None else onto + output

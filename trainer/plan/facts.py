@@ -268,7 +268,7 @@ def _stacks(
                 widths=widths,
                 compiled=compiled,
                 learnt=_learnt(peft),
-                spares_norms=isinstance(peft, LoRASlice) and peft.spares_norms(stack),
+                spares_norms=compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack),
                 low_rank_mlp=is_one_operation(peft, stack, call.device, call.dtype),
             )
         )

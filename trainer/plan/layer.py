@@ -186,11 +186,7 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
         found += [Kept("stream", wide * s)] if stack.block == "post_ln" else []
     else:
         inputs = parts if stack.block == "post_ln" else parts - 1
-        if norm_keeps_input(facts):
-            found.append(Kept("stream", inputs * wide * s))
-        elif facts.spares_norms:  # the projections keep it in place of the norms
-            keeping = (parts - 1) * ("attention_qkv" in facts.learnt) + ("mlp_fc1" in facts.learnt and moe is None)
-            found.append(Kept("stream", keeping * wide * s))
+        found += [Kept("stream", inputs * wide * s)] if norm_keeps_input(facts) else []
         found.append(Kept("norm", parts * norm_extra(facts, wide), "norm" if stack.block != "post_ln" else None))
         if stack.block == "normformer":
             outputs = parts - 1
