@@ -63,7 +63,7 @@ class LoRASlice:
         return self.alpha / self.rank
 
     def spares_norms(self, stack: StackSlice) -> bool:
-        """Whether compiled projections with updates keep the stream, which is kept anyway, and not what they read of it."""
+        """Whether compiled projections with updates keep the stream, as is done anyway, and no norm of it."""
         return stack.norm.kind == "rmsnorm" and stack.block != "post_ln" and not self.dropout
 
     def mlp_is_one_operation(self, stack: StackSlice) -> bool:
