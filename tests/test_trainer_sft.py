@@ -290,13 +290,14 @@ def test_packed_answers_are_learnt_on_a_gpu(experts: bool, tmp_path: Path, capsy
     messages = [{"role": role, "content": text} for role, text in turns]
     path.write_text(
         "".join(
-            json.dumps({"messages": [{"role": "system", "content": "so " * (n % 9)}, *messages]}) + "\n"
+            json.dumps({"messages": [{"role": "system", "content": "so " * (n % 9) + str(n)}, *messages]}) + "\n"
             for n in range(200)
         )
     )
     size = ["model.hidden_size=128", "model.ffn_hidden_size=256", "model.encoder_seq_length=256"]
     more = ["model.num_moe_experts=4", "model.moe_router_topk=2", "model.moe_aux_loss_coeff=0.01"] if experts else []
-    steps = ["trainer.max_steps=150", "trainer.val_check_interval=150", f"exp_manager.explicit_log_dir={run}"]
+    steps = ["trainer.max_steps=150", "trainer.val_check_interval=150", "model.optim.lr=5e-3"]
+    steps += [f"exp_manager.explicit_log_dir={run}"]
     fast = ["trainer=gpu", "model.compile=null", "model.enable_cuda_graph=null"]
     on_gpu = last_of_each([*RUN, *fast, *size, *more, *steps])
     assert cli.main(["train", "data=chat", f"model.data.path={path}", *on_gpu]) == 0

@@ -214,20 +214,33 @@ def within_capacity(
         raise ValueError(f"`policy` must be probs or position, but is {policy!r}.")
     if capacity < 0:
         raise ValueError(f"`capacity` must be at least 0, but is {capacity}.")
-    chosen = choice.experts
+    return _room(choice.experts, choice.gates.detach(), experts, capacity, policy, real)
+
+
+@torch.library.custom_op("stoker::moe_within_capacity", mutates_args=())
+def _room(chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, real: Tensor | None) -> Tensor:
+    """`within_capacity` as an operation that the compiler does not look into.
+
+    It would sort up to 512 assignments within a kernel of its own making, which takes Triton minutes to compile.
+    """
     if real is not None:
         chosen = chosen.masked_fill(~real[:, None], experts)  # an expert of its own, of which nothing is kept
     chosen = chosen.flatten()
     # the assignments, those of one expert together, each expert's in the order in which it takes them
     if policy == "probs":
-        by_gate = choice.gates.detach().flatten().sort(descending=True, stable=True).indices
+        by_gate = gates.flatten().sort(descending=True, stable=True).indices
         order = by_gate[chosen[by_gate].sort(stable=True).indices]
     else:
         order = chosen.sort(stable=True).indices
     grouped = chosen[order]
     place = torch.arange(len(grouped), device=grouped.device) - torch.searchsorted(grouped, grouped)
     kept = (place < capacity) & (grouped < experts)
-    return torch.zeros_like(kept).scatter(0, order, kept).view(choice.experts.shape)
+    return torch.zeros_like(kept).scatter(0, order, kept).view(gates.shape)
+
+
+@_room.register_fake
+def _(chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, real: Tensor | None) -> Tensor:
+    return torch.empty_like(chosen, dtype=torch.bool)
 
 
 # ---------------------------------------------------------------- load, losses, statistics
