@@ -1,17 +1,24 @@
 """One AdamW step over a list of tensors, with fp32 main weights and the clip coefficient folded in.
 
 On a GPU one pass reads the gradient, the main weight and both moments, and writes back the three and the 16-bit weight:
-28 bytes a parameter instead of 40 for cast, update and copy. Decoupled weight decay as in arXiv 1711.05101.
+28 bytes a parameter instead of 40 for cast, update and copy. All tensors of the same dtypes take one launch, which is
+most of the time where they are small. Decoupled weight decay as in arXiv 1711.05101.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .launch import jit, tl, triton, triton_runs_on
+from .interpreted import rounded
+from .launch import jit, tl, triton_runs_on
+from .tensor_table import array_of_tensor, elements_of_program, is_aligned, table_of, tensor_of_program, triton_dtype
+
+BLOCK = 1024
+"""Elements of a program."""
 
 # ---------------------------------------------------------------- reference
 
@@ -55,13 +62,11 @@ def reference_adamw_step(
 # ---------------------------------------------------------------- Triton
 
 
-@jit
+@jit(do_not_specialize=["tensors", "halvings"])
 def _adamw_kernel(
-    param_pointer,
-    main_pointer,
-    grad_pointer,
-    exp_avg_pointer,
-    exp_avg_sq_pointer,
+    table_pointer,
+    tensors,
+    halvings,
     grad_scale_pointer,
     step_size_pointer,
     correction2_root_pointer,
@@ -70,17 +75,31 @@ def _adamw_kernel(
     beta2,
     one_minus_beta2,
     eps,
-    size,
+    PARAM: tl.constexpr,
+    MAIN: tl.constexpr,
+    GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
     SEPARATE_MAIN: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program updates BLOCK elements; every pointer is a flat array of `size` elements, or of one for a scalar.
+    """One program updates BLOCK elements of one tensor.
+
+    Shapes: table (8, tensors) int64, after the size which of the step sizes is the tensor's, then the addresses of its
+    five arrays; step size (of different ones,); the others one element.
 
     1 - beta comes from the host: formed here in fp32 it would be off by 5e-5 for beta2 = 0.999.
     """
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tensor = tensor_of_program(table_pointer, tensors, halvings)
+    offsets, size = elements_of_program(table_pointer, tensors, tensor, BLOCK, ALIGNED)
+    rate = tl.load(table_pointer + 2 * tensors + tensor)
+    main_pointer = array_of_tensor(table_pointer, tensors, tensor, 4, MAIN, ALIGNED)
+    grad_pointer = array_of_tensor(table_pointer, tensors, tensor, 5, GRAD, ALIGNED)
+    exp_avg_pointer = array_of_tensor(table_pointer, tensors, tensor, 6, EXP_AVG, ALIGNED)
+    exp_avg_sq_pointer = array_of_tensor(table_pointer, tensors, tensor, 7, EXP_AVG_SQ, ALIGNED)
     grad_scale = tl.load(grad_scale_pointer)
-    step_size = tl.load(step_size_pointer)
+    step_size = tl.load(step_size_pointer + rate)
     correction2_root = tl.load(correction2_root_pointer)
     inside = offsets < tl.where(grad_scale >= 0, size, 0)
     grad = tl.load(grad_pointer + offsets, mask=inside).to(tl.float32) * grad_scale
@@ -91,11 +110,12 @@ def _adamw_kernel(
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
     denominator = tl.sqrt(exp_avg_sq) / correction2_root + eps
     weight = weight * decay_factor - step_size * exp_avg / denominator
-    tl.store(main_pointer + offsets, weight.to(main_pointer.dtype.element_ty), mask=inside)
-    tl.store(exp_avg_pointer + offsets, exp_avg.to(exp_avg_pointer.dtype.element_ty), mask=inside)
-    tl.store(exp_avg_sq_pointer + offsets, exp_avg_sq.to(exp_avg_sq_pointer.dtype.element_ty), mask=inside)
+    tl.store(main_pointer + offsets, rounded(weight, MAIN), mask=inside)
+    tl.store(exp_avg_pointer + offsets, rounded(exp_avg, EXP_AVG), mask=inside)
+    tl.store(exp_avg_sq_pointer + offsets, rounded(exp_avg_sq, EXP_AVG_SQ), mask=inside)
     if SEPARATE_MAIN:
-        tl.store(param_pointer + offsets, weight.to(param_pointer.dtype.element_ty), mask=inside)
+        param_pointer = array_of_tensor(table_pointer, tensors, tensor, 3, PARAM, ALIGNED)
+        tl.store(param_pointer + offsets, rounded(weight, PARAM), mask=inside)
 
 
 def triton_adamw_step(
@@ -114,32 +134,40 @@ def triton_adamw_step(
     grad_scale: Tensor,
     rates: Tensor | None = None,
 ) -> None:
-    """The kernel over each tensor in turn; contiguous tensors only."""
-    block = 1024
+    """The kernel over all tensors of the same dtypes at once; contiguous tensors only, but for the gradients.
+
+    Tensors for which vector instructions do not serve are a launch of their own, lest the others do without them.
+    """
     step_size = (lr / (1 - beta1**step)).float()
-    step_sizes = [step_size] * len(params) if rates is None else (step_size * rates.float()).unbind()
+    if rates is not None:
+        step_size = step_size * rates.float()
     correction2_root = (1 - beta2**step).sqrt().float()
-    for param, weight, grad, exp_avg, exp_avg_sq, size in zip(
-        params, main, grads, exp_avgs, exp_avg_sqs, step_sizes, strict=True
-    ):
-        grad = grad.contiguous()
-        _adamw_kernel[(triton.cdiv(weight.numel(), block),)](
-            param,
-            weight,
-            grad,
-            exp_avg,
-            exp_avg_sq,
+    grads = [grad.contiguous() for grad in grads]  # copies must live until the kernel is launched
+    rows: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    for index, arrays in enumerate(zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True)):
+        size, addresses = arrays[1].numel(), [tensor.data_ptr() for tensor in arrays]
+        if size:
+            dtypes = tuple([tensor.dtype for tensor in arrays])
+            kind = (dtypes, addresses[0] != addresses[1], is_aligned(size, *addresses))
+            rows.setdefault(kind, []).append((size, 0 if rates is None else index, *addresses))
+    for (dtypes, separate, aligned), of_kind in rows.items():
+        table = table_of(of_kind, BLOCK, main[0].device)
+        _adamw_kernel[(table.programs,)](
+            table.columns,
+            table.tensors,
+            table.halvings,
             grad_scale,
-            size,
+            step_size,
             correction2_root,
             1 - lr * weight_decay,
             1 - beta1,
             beta2,
             1 - beta2,
             eps,
-            weight.numel(),
-            SEPARATE_MAIN=param is not weight,
-            BLOCK=block,
+            *(triton_dtype(dtype) for dtype in dtypes),
+            SEPARATE_MAIN=separate,
+            ALIGNED=aligned,
+            BLOCK=BLOCK,
             num_warps=4,
             enable_fp_fusion=True,
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .launch import triton_runs_on
 from .narrow_products import MOST_PARTS, WIDEST_RANK, triton_narrow_products
+from .narrow_updates import reference_narrow_update, triton_narrow_update
 from .norms import NormParts
 
 # ---------------------------------------------------------------- reference
@@ -50,6 +51,11 @@ def _places(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice]]:
         yield slice(end - rows, end), slice(number * rank, (number + 1) * rank)
 
 
+def _has_kernels(wide: Tensor, up: Tensor, parts: Sequence[int]) -> bool:
+    """Whether those of updates and their gradients serve."""
+    return triton_runs_on(wide) and up.shape[1] <= WIDEST_RANK and len(parts) <= MOST_PARTS
+
+
 def updated_product(
     inputs: Tensor, weight: Tensor, start: Tensor | None, low: Tensor, up: Tensor, scale: float, parts: Sequence[int]
 ) -> Tensor:
@@ -60,13 +66,10 @@ def updated_product(
     The update is written first and the large product adds to it: a matrix product that is busy computing reads what is
     there for nothing, a narrow one would take a pass over the output more.
     """
-    output = inputs.new_empty(len(inputs), len(weight))
-    for wide, narrow in _places(parts, up.shape[1]):
-        part, columns = low[:, narrow], output[:, wide]
-        if start is None:
-            torch.addmm(columns, part, up[wide].t(), beta=0, alpha=scale, out=columns)
-        else:
-            torch.addmm(start[..., wide], part, up[wide].t(), alpha=scale, out=columns)
+    if _has_kernels(inputs, up, parts):
+        output = triton_narrow_update(low, up, scale, parts, start)
+    else:
+        output = reference_narrow_update(low, up, scale, parts, start)
     return output.addmm_(inputs, weight.t())
 
 
@@ -82,7 +85,7 @@ def narrow_gradients(
 
     The third is the first times `factors` (n, 1), or the first.
     """
-    if triton_runs_on(gradient) and up.shape[1] <= WIDEST_RANK and len(parts) <= MOST_PARTS:
+    if _has_kernels(gradient, up, parts):
         return triton_narrow_products(gradient, up, low, scale, parts, factors)
     of_low, of_up = torch.empty_like(low), torch.empty_like(up)
     for wide, narrow in _places(parts, up.shape[1]):
@@ -109,15 +112,18 @@ def _lora_linear(
     factors: Tensor | None,
     gain: Tensor | None,
     weight: Tensor,
-    bias: Tensor | None,
+    start: Tensor | None,
     down: Tensor,
     up: Tensor,
     scale: float,
     parts: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Output (n, out) and low-rank product (n, parts * rank) of inputs (n, in), which may be a norm of `source`."""
+    """Output (n, out) and low-rank product (n, parts * rank) of inputs (n, in), which may be a norm of `source`.
+
+    For `start` see `updated_product`.
+    """
     low = inputs @ down.t()
-    return updated_product(inputs, weight, bias, low, up, scale, parts), low
+    return updated_product(inputs, weight, start, low, up, scale, parts), low
 
 
 @_lora_linear.register_fake
@@ -127,7 +133,7 @@ def _(
     factors: Tensor | None,
     gain: Tensor | None,
     weight: Tensor,
-    bias: Tensor | None,
+    start: Tensor | None,
     down: Tensor,
     up: Tensor,
     scale: float,
@@ -186,7 +192,8 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | No
     of_hidden, of_down, of_up = _lora_linear_backward(
         gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.parts, of_inputs
     )
-    return of_hidden if of_inputs else None, None, None, None, None, None, of_down, of_up, None, None
+    of_start = gradient if ctx.needs_input_grad[5] else None
+    return of_hidden if of_inputs else None, None, None, None, None, of_start, of_down, of_up, None, None
 
 
 _lora_linear.register_autograd(_backward, setup_context=_save)
@@ -206,6 +213,7 @@ def lora_linear(
     parts: Sequence[int],
     dropout: float = 0.0,
     norm: NormParts | None = None,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """`inputs @ (weight + scale * update)^T + bias`, the update being the low-rank product of each part.
 
@@ -223,9 +231,10 @@ def lora_linear(
         dropout: probability of dropping an input of `down`; 0 outside training.
         norm: what `inputs` are the product of, kept for the backward in their place (its gain is frozen); None keeps
             them.
+        onto: (..., out), what the result is added to; None for nothing.
 
     Returns:
-        (..., out), differentiable once in `inputs`, `down` and `up`.
+        (..., out), differentiable once in `inputs`, `onto`, `down` and `up`.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -245,10 +254,14 @@ def lora_linear(
         inputs, weight, down, up = inputs.to(dtype), weight.to(dtype), down.to(dtype), up.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if dropout:
-        return reference_lora_linear(inputs, weight, bias, down, up, scale=scale, parts=parts, dropout=dropout)
-    rows = inputs.flatten(0, -2).contiguous()
-    output, _ = _lora_linear(rows, *rows_of(norm), weight, bias, down, up, scale, list(parts))
-    return output.unflatten(0, inputs.shape[:-1])
+        output = reference_lora_linear(inputs, weight, bias, down, up, scale=scale, parts=parts, dropout=dropout)
+        return output if onto is None else onto + output
+    rows, start = inputs.flatten(0, -2).contiguous(), bias
+    if onto is not None and bias is None and onto.dtype == inputs.dtype:
+        start, onto = onto.flatten(0, -2), None
+    output, _ = _lora_linear(rows, *rows_of(norm), weight, start, down, up, scale, list(parts))
+    output = output.unflatten(0, inputs.shape[:-1])
+    return output if onto is None else onto + output
 
 
 def rows_of(norm: NormParts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

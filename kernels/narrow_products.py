@@ -51,8 +51,10 @@ class Tile(NamedTuple):
         return triton.cdiv(rows, size), size
 
 
-def tile_of(rank: int) -> Tile:
-    """Of `narrow_products_kernel`."""
+def tile_of(rank: int, columns: int) -> Tile:
+    """Of `narrow_products_kernel`; for many columns a wider one, as each block of them has partial sums to add."""
+    if rank <= 16 and columns >= 8192:
+        return Tile(16, 512, 4, 3)
     return Tile(32, 256, 8, 3) if rank <= 32 else Tile(64, 128, 4, 2)
 
 
@@ -60,7 +62,7 @@ def tile_of(rank: int) -> Tile:
 
 
 @jit
-def _of_part(part, first, second, third):
+def of_part(part, first, second, third):
     """The number that belongs to part 0, 1 or 2."""
     return tl.where(part == 0, first, tl.where(part == 1, second, third))
 
@@ -79,9 +81,9 @@ def narrow_products_kernel(
     """
     block, number = tl.program_id(0), tl.program_id(1)
     part = (block >= second_block).to(tl.int32) + (block >= third_block).to(tl.int32)
-    begin = _of_part(part, 0, second_column, third_column)
-    end = _of_part(part, second_column, third_column, columns)
-    column = begin + (block - _of_part(part, 0, second_block, third_block)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = of_part(part, 0, second_column, third_column)
+    end = of_part(part, second_column, third_column, columns)
+    column = begin + (block - of_part(part, 0, second_block, third_block)) * BLOCK_N + tl.arange(0, BLOCK_N)
     rank = tl.arange(0, BLOCK_R)
     inside, in_rank = column < end, rank < RANK
     matrix = inside[:, None] & in_rank[None, :]
@@ -116,7 +118,7 @@ def sum_kernel(
     width); with FACTORS, one for each of the first, scaled is their product.
     """
     part = tl.program_id(1)
-    first, end = _of_part(part, 0, second, third), _of_part(part, second, third, pieces)
+    first, end = of_part(part, 0, second, third), of_part(part, second, third, pieces)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     piece = first + tl.arange(0, PIECES)
     inside = column < size
@@ -133,7 +135,7 @@ def sum_kernel(
         tl.store(scaled_pointer + place, rounded(total, element), mask=inside)
 
 
-def _begins(sizes: Sequence[int]) -> tuple[int, int]:
+def begins(sizes: Sequence[int]) -> tuple[int, int]:
     """Where the second and the third part begin, at the end those that are not there."""
     return sizes[0], sum(sizes[:2])
 
@@ -159,7 +161,7 @@ def scaled_sums(
     scaled = total if factors is None else torch.empty_like(total)
     block = max(64, 4096 // pieces)
     sum_kernel[(triton.cdiv(rows * width, block), len(parts))](
-        partial, factors, total, scaled, len(partial), rows * width, scale, *_begins(parts), width,
+        partial, factors, total, scaled, len(partial), rows * width, scale, *begins(parts), width,
         FACTORS=factors is not None, PARTS=len(parts), PIECES=pieces, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return total, scaled
@@ -188,14 +190,14 @@ def triton_narrow_products(
         dtype of `low`; and the first times `factors`, or the first.
     """
     (rows, columns), rank = gradient.shape, up.shape[1]
-    tile = tile_of(rank)
+    tile = tile_of(rank, columns)
     blocks = [triton.cdiv(part, tile.columns) for part in parts]
     pieces, size = tile.pieces(rows, sum(blocks))
     of_low = gradient.new_empty(sum(blocks), rows, rank, dtype=torch.float32)
     of_up = gradient.new_empty(pieces, columns, rank, dtype=torch.float32)
     narrow_products_kernel[(sum(blocks), pieces)](
         gradient, up, low, of_low, of_up, rows, columns, size, gradient.stride(0), low.stride(0),
-        *_begins(parts), *_begins(blocks), **tile.options(rank),
+        *begins(parts), *begins(blocks), **tile.options(rank),
     )  # fmt: skip
     sums, scaled = scaled_sums(of_low, scale, low.dtype, blocks, factors)
     return sums, scaled_sum(of_up, scale, low.dtype), scaled

@@ -15,7 +15,7 @@ from ..kernels.rope import apply_rotary
 from ..kernels.rotary_split import rotary_split
 from .attention_calls import CallKind
 from .kv_cache import LayerCache
-from .normed_linear import product_of_norm
+from .normed_linear import added_to, product_of_norm
 from .norms import LayerNorm, RMSNorm
 from .positions import Rotation
 from .score_positions import ScoreTerms
@@ -92,6 +92,7 @@ class SelfAttention(nn.Module):
         padding: Tensor | None = None,
         norm: LayerNorm | RMSNorm | None = None,
         cache: LayerCache | None = None,
+        onto: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -106,6 +107,7 @@ class SelfAttention(nn.Module):
             norm: a norm of `hidden` that is not kept; None without.
             cache: takes in keys and values of texts that begin, or of the one token that each goes on with, which then
                 sees what is there; None without.
+            onto: a stream like `hidden` that the result is added to; None without.
 
         Returns:
             (batch, tokens, hidden_size).
@@ -113,7 +115,7 @@ class SelfAttention(nn.Module):
         projected = self.qkv(hidden) if norm is None else product_of_norm(norm, self.qkv, hidden)
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
         if cache is not None and hidden.shape[1] == 1:
-            return self._projected(self._step(projected[:, 0], rotary, terms, cache)[:, None])
+            return self._projected(self._step(projected[:, 0], rotary, terms, cache)[:, None], onto)
         query, key, value = self._parts(projected, rotary)
         if cache is not None:
             cache.begin(key, value)
@@ -131,13 +133,13 @@ class SelfAttention(nn.Module):
             packed=packed,
             key_padding_mask=None if self.causal else padding,
         )
-        return self._projected(context)
+        return self._projected(context, onto)
 
-    def _projected(self, context: Tensor) -> Tensor:
-        """What the layer adds to the stream, from what each head gives."""
+    def _projected(self, context: Tensor, onto: Tensor | None) -> Tensor:
+        """What the layer adds to the stream, from what each head gives; with the stream, where it is given."""
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
-        return self.output(context.flatten(2))
+        return added_to(onto, self.output, context.flatten(2))
 
     def _step(self, projected: Tensor, rotary: Rotation | None, terms: ScoreTerms | None, cache: LayerCache) -> Tensor:
         """One token of each text, (rows, heads + 2 groups, head_dim), over all that the cache holds of it."""

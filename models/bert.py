@@ -131,15 +131,15 @@ class BERT(nn.Module):
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
         """
-        total = token_loss(
+        return token_loss(
             self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents),
             self.output_weight,
             labels,
             vocab_size=self.vocab_size,
             bias=self.head_bias,
             label_smoothing=self.label_smoothing if self.training else 0.0,
+            denominator=denominator,
         )
-        return total / denominator
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
         """The loss of a batch of named tensors, those of `loss`."""

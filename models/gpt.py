@@ -123,15 +123,15 @@ class GPT(nn.Module):
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
         """
-        total = token_loss(
+        return token_loss(
             self.hidden_states(tokens, documents, padding),
             self.output_weight,
             labels,
             vocab_size=self.vocab_size,
             label_smoothing=self.label_smoothing if self.training else 0.0,
+            denominator=denominator,
             softcap=self.logits_softcap,
         )
-        return total / denominator
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
         """The loss of a batch of named tensors, those of `loss`."""

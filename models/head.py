@@ -74,10 +74,11 @@ def token_loss(
     *,
     vocab_size: int,
     label_smoothing: float,
+    denominator: Tensor | float,
     bias: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Sum of the cross-entropies of all labels, without ever holding all logits.
+    """Sum of the cross-entropies of all labels, divided by `denominator`, without ever holding all logits.
 
     Args:
         hidden: (batch, tokens, hidden_size).
@@ -85,6 +86,7 @@ def token_loss(
         labels: int64 (batch, tokens); -100 counts nothing.
         vocab_size: real tokens.
         label_smoothing: share of a label that the other tokens get.
+        denominator: of the sum; a scalar on the device, or a number.
         bias: (padded_vocab_size,), or None.
         softcap: as in `token_logits`.
 
@@ -92,6 +94,9 @@ def token_loss(
         A scalar in fp32 (fp64 for an fp64 model).
     """
     dtype = dtype_of_products(hidden)  # the fused operation is opaque to autocast
+    if not isinstance(denominator, Tensor):
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        denominator = torch.full((), denominator, dtype=exact, device=hidden.device)
     return linear_cross_entropy(
         hidden.flatten(0, 1).to(dtype),
         weight.to(dtype),
@@ -100,4 +105,5 @@ def token_loss(
         bias=None if bias is None else bias.to(dtype),
         softcap=softcap,
         label_smoothing=label_smoothing,
+        denominator=denominator,
     )

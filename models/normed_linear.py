@@ -1,4 +1,4 @@
-"""Projections of a normed stream that need the stream itself for the backward, and not its norm."""
+"""Projections beside a stream: of its norm, keeping the stream in place of it, and onto it, in one pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from .norms import LayerNorm, RMSNorm
 
 
 class NormedLinear(nn.Linear):
-    """A linear layer that may keep the source of a norm in place of the norm."""
+    """A linear layer that may keep the source of a norm in place of the norm, and adds to a stream as it multiplies."""
+
+    def onto(self, stream: Tensor, hidden: Tensor) -> Tensor:
+        """The stream (..., out) plus the layer over `hidden` (..., in)."""
+        raise NotImplementedError
 
     def spares(self, norm: LayerNorm | RMSNorm) -> bool:
         """Whether `of_norm` keeps nothing of this norm but factors of its rows."""
@@ -23,6 +27,13 @@ class NormedLinear(nn.Linear):
 def spares(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
     """Whether the backward of a linear layer can do without the norm before it, for nothing."""
     return isinstance(linear, NormedLinear) and linear.spares(norm)
+
+
+def added_to(stream: Tensor | None, linear: nn.Linear, hidden: Tensor) -> Tensor:
+    """`linear(hidden)`, added to a stream where there is one."""
+    if stream is None:
+        return linear(hidden)
+    return linear.onto(stream, hidden) if isinstance(linear, NormedLinear) else stream + linear(hidden)
 
 
 def product_of_norm(norm: LayerNorm | RMSNorm, linear: nn.Linear, hidden: Tensor) -> Tensor:

@@ -147,21 +147,25 @@ class Layer(nn.Module):
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
         entered = hidden
+        # a part adds to the stream as it multiplies, where nothing comes between
+        plain = self.block != "post_ln" and not (self.training and self.dropout)
         read = self._before(self.attention_norm, hidden, entered, self.attention.qkv)
-        update = self.attention(read.normed, rotary, kind, packed, terms, padding, read.norm, cache)
+        adds = plain and self.attention_adapter is None and self.attention_output_norm is None
+        more: Any = {"norm": read.norm, "cache": cache, "onto": read.stream if adds else None}
+        update = self.attention(read.normed, rotary, kind, packed, terms, padding, **more)
         if self.attention_adapter is not None:
             update = self.attention_adapter(update)
-        hidden = self._add(read.stream, update, self.attention_norm, self.attention_output_norm)
+        hidden = update if adds else self._add(read.stream, update, self.attention_norm, self.attention_output_norm)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             assert memory is not None
             read = self._before(self.cross_attention_norm, hidden, entered, self.cross_attention.query)
             update = self.cross_attention(read.normed, memory, kind, read.norm)
             hidden = self._add(read.stream, update, self.cross_attention_norm, self.cross_attention_output_norm)
         sums = None
-        adds = self.mlp_adapter is None and self.block != "post_ln" and not (self.training and self.dropout)
+        adds = plain and self.mlp_adapter is None
         if isinstance(self.mlp, MoE):
             read = self._before(self.mlp_norm, hidden, entered, None, read_often=not self.mlp.recompute)
-            more: Any = {"limited": kind != "generation", "again": read.again, "onto": read.stream if adds else None}
+            more = {"limited": kind != "generation", "again": read.again, "onto": read.stream if adds else None}
             update, sums = self.mlp.run(read.normed, padding, read.norm, **more)
         else:
             read = self._before(self.mlp_norm, hidden, entered, self.mlp.up)

@@ -183,15 +183,15 @@ class T5(nn.Module):
             decoder_documents=decoder_documents,
             decoder_padding=labels >= 0 if self._experts_see_padding else None,  # only padding has no label
         )
-        total = token_loss(
+        return token_loss(
             hidden,
             self.output_weight,
             labels,
             vocab_size=self.vocab_size,
             bias=self.head_bias,
             label_smoothing=self.label_smoothing if self.training else 0.0,
+            denominator=denominator,
         )
-        return total / denominator
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
         """The loss of a batch of named tensors, those of `loss`."""

@@ -18,24 +18,35 @@ CAPABILITIES = (80, 90, 100, 120)
 
 def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
     """For a GPU: name, kernel, types of its arguments, constants, launch options."""
-    from stoker.kernels import forked_norm, lora_gated_mlp, narrow_products
+    import torch
+
+    from stoker.kernels import (
+        forked_norm,
+        lora_gated_mlp,
+        narrow_products,
+        narrow_updates,
+        sum_of_squares,
+        tensor_table,
+    )
     from stoker.kernels.adamw import _adamw_kernel
-    from stoker.kernels.cross_entropy import _loss_and_gradient_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
     from stoker.kernels.gated_projection import _backward_kernel as _projection_backward_kernel
+    from stoker.kernels.loss_gradient import _loss_and_gradient_kernel
     from stoker.kernels.moe import counting_sort
     from stoker.kernels.rotary_split import rotary_split_kernel
+    from stoker.kernels.scale_in_place import scale_kernel
 
-    scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32") | {
-        "size": "i32"
-    }
+    table = {"table_pointer": "*i64", "tensors": "i32", "halvings": "i32"}
+    scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32")
     on_device = dict.fromkeys(("grad_scale_pointer", "step_size_pointer", "correction2_root_pointer"), "*fp32")
-    pointers = {"param": "*bf16", "main": "*fp32", "grad": "*bf16", "exp_avg": "*fp32", "exp_avg_sq": "*fp32"}
-    adamw = {f"{k}_pointer": v for k, v in pointers.items()} | on_device | scalars
+    adamw = table | on_device | scalars
+    fp32, bf16 = (tensor_table.triton_dtype(dtype) for dtype in (torch.float32, torch.bfloat16))
+    arrays = {"PARAM": bf16, "MAIN": fp32, "GRAD": bf16, "EXP_AVG": fp32, "EXP_AVG_SQ": fp32}
     loss = {
         "logits_pointer": "*bf16",
         "labels_pointer": "*i64",
         "losses_pointer": "*fp32",
+        "denominator_pointer": "*fp32",
         "row_stride": "i32",
         "valid_vocab": "i32",
         "padded_vocab": "i32",
@@ -43,6 +54,8 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         "smoothing": "fp32",
         "softcap": "fp32",
     }
+    scaled_in_place = {"tensor_pointer": "*bf16", "factor_pointer": "*fp32"}
+    scaled_in_place |= dict.fromkeys(("size", "rounds", "stride"), "i32")
     gated_forward = {"gate_up_pointer": "*bf16", "product_pointer": "*bf16", "width": "i32"}
     gated_backward = {"gate_up_pointer": "*bf16", "product_gradient_pointer": "*bf16", "gradient_pointer": "*bf16"}
     gated_backward |= {"width": "i32"}
@@ -90,10 +103,19 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         constants, launch = launched(tile, rank)
         return f"lora_mlp_{name}_{rank}", kernel, signature, constants | {"KIND": "gelu_tanh", "PARTS": 2}, launch
 
-    def narrow_of(rank: int) -> Any:
-        constants, launch = launched(narrow_products.tile_of(rank), rank)
-        return f"narrow_products_{rank}", narrow_products.narrow_products_kernel, narrow, constants, launch
+    def narrow_of(rank: int, columns: int = 2048) -> Any:
+        constants, launch = launched(narrow_products.tile_of(rank, columns), rank)
+        name = f"narrow_products_{rank}" + ("_wide" if columns > 2048 else "")
+        return name, narrow_products.narrow_products_kernel, narrow, constants, launch
 
+    def update_of(rank: int) -> Any:
+        constants, launch = launched(narrow_updates.TILE, rank)
+        kernel = narrow_updates.narrow_update_kernel
+        return f"narrow_update_{rank}", kernel, update, constants | {"STARTS": True}, launch
+
+    update = {f"{name}_pointer": "*bf16" for name in ("low", "up", "start", "out")} | {"scale": "fp32"}
+    sizes = "rows columns low_stride start_stride second_column third_column second_block third_block"
+    update |= dict.fromkeys(sizes.split(), "i32")
     tile = lora_gated_mlp.backward_tile(divmod(capability, 10))
     summed = {"partial_pointer": "*fp32", "factors_pointer": "*fp32", "scale": "fp32"}
     summed |= {"sum_pointer": "*bf16", "scaled_pointer": "*bf16"}
@@ -105,7 +127,8 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
         *(forked_norm_of(width) for width in (256, 1024, forked_norm.WIDEST)),
-        *(narrow_of(rank) for rank in (16, narrow_products.WIDEST_RANK)),
+        narrow_of(16, 8192),
+        *(of(rank) for of in (narrow_of, update_of) for rank in (16, narrow_products.WIDEST_RANK)),
         (
             "scaled_sum",
             narrow_products.sum_kernel,
@@ -140,13 +163,33 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
             {"BLOCK": 1024, "KIND": "gelu_tanh"},
             options,
         ),
-        ("adamw", _adamw_kernel, adamw, {"SEPARATE_MAIN": True, "BLOCK": 1024}, options),
+        ("scale", scale_kernel, scaled_in_place, {"BLOCK": 2048}, {"num_warps": 8}),
+        *(
+            (
+                f"adamw{'_aligned' * aligned}",
+                _adamw_kernel,
+                adamw,
+                arrays | {"SEPARATE_MAIN": True, "ALIGNED": aligned, "BLOCK": 1024},
+                options,
+            )
+            for aligned in (False, True)
+        ),
+        *(
+            (
+                f"sum_of_squares{'_aligned' * aligned}",
+                sum_of_squares.sum_of_squares_kernel,
+                table | {"partial_pointer": "*fp32"},
+                {"DTYPE": bf16, "ALIGNED": aligned, "BLOCK": sum_of_squares.BLOCK},
+                options | {"num_warps": 8},
+            )
+            for aligned in (False, True)
+        ),
         *(
             (
                 name,
                 _loss_and_gradient_kernel,
                 loss,
-                {"WITH_GRADIENT": True, "SMOOTHED": smoothed, "CAPPED": capped, "BLOCK": 4096},
+                {"WITH_GRADIENT": True, "SMOOTHED": smoothed, "CAPPED": capped, "DIVIDED": True, "BLOCK": 4096},
                 options | {"num_warps": 8},
             )
             for name, smoothed, capped in (

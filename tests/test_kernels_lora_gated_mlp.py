@@ -94,7 +94,7 @@ def test_many_rows_are_summed_in_pieces() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("parts", [[300], [512, 130], [257, 3, 256]])
+@pytest.mark.parametrize("parts", [[300], [512, 130], [257, 3, 256], [8200, 130]])
 def test_parts_of_a_fused_projection_have_products_of_their_own(device: str, parts: list[int]) -> None:
     torch.manual_seed(0)
     rows, rank = 70, 4

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(
 # registers at most; nothing may spill. Recorded with Triton 3.9.0 and 3.6.0.
 REGISTERS = {
     "adamw": 128,
+    "adamw_aligned": 64,
     "count_assignments": 32,
     "cross_entropy": 128,
     "cross_entropy_smoothed": 128,
@@ -27,11 +28,17 @@ REGISTERS = {
     "lora_mlp_backward_16": 255,
     "lora_mlp_backward_32": 255,
     "narrow_products_16": 168,
+    "narrow_products_16_wide": 255,
     "narrow_products_64": 255,
+    "narrow_update_16": 128,
+    "narrow_update_64": 128,
     "place_assignments": 64,
     "rotary_split": 96,
     "rotary_split_backward": 96,
+    "scale": 64,
     "scaled_sum": 64,
+    "sum_of_squares": 80,
+    "sum_of_squares_aligned": 32,
 }
 
 

@@ -57,7 +57,11 @@ class LoRALinear(NormedLinear, Added):
         assert isinstance(norm, RMSNorm)
         return self._product(norm(hidden), norm.parts(hidden))
 
-    def _product(self, inputs: Tensor, norm: NormParts | None) -> Tensor:
+    def onto(self, stream: Tensor, hidden: Tensor) -> Tensor:
+        """As in `NormedLinear`."""
+        return self._product(hidden, None, stream)
+
+    def _product(self, inputs: Tensor, norm: NormParts | None, onto: Tensor | None = None) -> Tensor:
         return lora_linear(
             inputs,
             self.weight,
@@ -68,6 +72,7 @@ class LoRALinear(NormedLinear, Added):
             parts=self.parts,
             dropout=self.lora.dropout if self.training else 0.0,
             norm=norm,
+            onto=onto,
         )
 
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.launch import triton_runs_on
+from ...kernels.sum_of_squares import sum_of_squares
 from ...models.offload_copies import Copies
 from ..distributed.pieces import Piece, local_tensor, piece_of, place_among_all
 from .buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
@@ -358,10 +360,15 @@ def write_weight(weight: Tensor, main: Tensor, new: Tensor, live: Tensor) -> Non
 def global_norm(gradients: list[Tensor], sum_over_shards: Callable[[Tensor], Tensor] = no_shards) -> Tensor:
     """L2 norm of all gradients together, a scalar tensor: squares are summed in fp32, or in fp64 for fp64 gradients.
 
+    A number that is not finite makes the norm so too. On a GPU one kernel reads all gradients (`sum_of_squares`), and
+    the same gradients give the same bits.
+
     Args:
         gradients: this rank's rows of each gradient.
         sum_over_shards: adds up over the ranks that hold the other rows.
     """
+    if all(map(triton_runs_on, gradients)):
+        return sum_over_shards(sum_of_squares(gradients)).sqrt()
     dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
     norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
     if sum_over_shards is no_shards:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...kernels.cross_entropy import default_chunk_tokens
+from ...kernels.cross_entropy import default_chunk_tokens, sums_in_matmul
 from ...models.config.bert_slice import BertSlice
 from ...models.config.t5_slice import T5Slice
 from .facts import RunFacts, StackFacts
@@ -18,7 +18,7 @@ class LossMemory:
     Attributes:
         forward: bytes there are at most while it runs: chunks of logits, the gradient of the head, that of its input.
         kept: bytes it leaves for the backward pass: both gradients.
-        backward: bytes there are at most when the backward pass scales them.
+        backward: bytes there are at most when the backward pass scales them, on a GPU where they are.
         logits: bytes of one chunk of logits.
         parameters: of the head, which have their gradient from then on.
     """
@@ -35,7 +35,8 @@ def loss_memory(facts: RunFacts) -> LossMemory:
     widths, vocab = facts.widths, facts.family.padded_vocab_size
     hidden = facts.stacks[-1].stack.hidden_size
     tokens, e = facts.out_tokens, widths.compute
-    chunk = min(default_chunk_tokens(vocab, cuda=facts.target.device == "cuda"), tokens)
+    cuda = facts.target.device == "cuda"
+    chunk = min(default_chunk_tokens(vocab, cuda=cuda), tokens)
     logits, rows = chunk * vocab * e, vocab * hidden
     wide = widths.stream if widths.casts_weights else 0  # of which the operation reads a narrow copy
     read, read_gradient = tokens * hidden * (e + wide), tokens * hidden * e
@@ -47,15 +48,17 @@ def loss_memory(facts: RunFacts) -> LossMemory:
         chunks = -(-tokens // chunk)
         last = (tokens - (chunks - 1) * chunk) * vocab * e
         after_first = logits if chunks > 2 else last
-        narrow = e < 4  # else the sums are the first product, and the gradient in the end
-        # logits and product of the chunk before are given back when their successors are there
-        running = max(
-            logits + after_first + sums + product * (narrow or chunks > 2),
-            after_first + sums + product * (2 if narrow or chunks > 2 else 1),
-        )
+        # the logits of the chunk before are given back when their successors are there
+        if sums_in_matmul(vocab, hidden, width=e, cuda=cuda):
+            beside = last  # there is no product but the sums, which are rounded in the end
+        elif e < 4:
+            beside = logits  # each product is narrow, the first one too
+        else:
+            beside = after_first  # the first product is the sums, and the gradient in the end
+        running = max(logits + after_first + sums, beside + sums + product)
     cast = rows * e if widths.casts_weights else 0
     kept = read_gradient + product
-    scaled = 2 * kept + (rows * widths.weights if widths.casts_weights and not frozen else 0)
+    scaled = kept * (1 if cuda and e < 8 else 2) + (rows * widths.weights if widths.casts_weights and not frozen else 0)
     return LossMemory(
         forward=read + read_gradient + running + cast,
         kept=kept,

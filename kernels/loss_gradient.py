@@ -1,0 +1,189 @@
+"""Losses of logits, which become their own gradient in place: by a Triton kernel, and in plain torch.
+
+What `cross_entropy.py` does with each chunk of logits; there is the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .launch import jit, next_power_of_2, tl
+
+# ---------------------------------------------------------------- Triton
+
+
+@jit
+def _capped(logit, softcap):
+    """The bounded logit, softcap * tanh(logit / softcap), and its slope; tanh needs no library and ends at -1 and 1."""
+    tanh = 1.0 - 2.0 / (tl.exp(logit * (2.0 / softcap)) + 1.0)
+    return softcap * tanh, 1.0 - tanh * tanh
+
+
+@jit
+def _loss_and_gradient_kernel(
+    logits_pointer,
+    labels_pointer,
+    losses_pointer,
+    denominator_pointer,
+    row_stride,
+    valid_vocab,
+    padded_vocab,
+    ignore_index,
+    smoothing,
+    softcap,
+    WITH_GRADIENT: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program turns one row of logits (tokens, padded_vocab) into softmax minus target, in place.
+
+    The target is 1 - smoothing at the label, and smoothing spread over the valid columns. With CAPPED the softmax is
+    that of softcap * tanh(logit / softcap), and its slope a factor of the gradient. With DIVIDED the gradient, not the
+    loss, is divided by the scalar at denominator_pointer, before it is rounded.
+
+    losses_pointer: (tokens,) fp32, logsumexp minus the logits weighted with the target; 0 where the label is ignored,
+    whose gradient row is 0.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    row_pointer = logits_pointer + row * row_stride
+    label = tl.load(labels_pointer + row)
+    offsets = tl.arange(0, BLOCK)
+    if label == ignore_index:
+        tl.store(losses_pointer + row, 0.0)
+        if WITH_GRADIENT:
+            for start in range(0, padded_vocab, BLOCK):
+                inside = start + offsets < padded_vocab
+                zeros = tl.zeros((BLOCK,), tl.float32).to(logits_pointer.dtype.element_ty)
+                tl.store(row_pointer + start + offsets, zeros, mask=inside)
+    else:
+        maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, valid_vocab, BLOCK):
+            inside = start + offsets < valid_vocab
+            logit = tl.load(row_pointer + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+            if CAPPED:
+                logit = tl.where(inside, _capped(logit, softcap)[0], float("-inf"))
+            if SMOOTHED:
+                sums += tl.where(inside, logit, 0.0)
+            higher = tl.maximum(maximum, logit)
+            # a lane that has seen no valid column yet holds -inf, and exp(-inf - -inf) would be NaN
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(maximum - shift) + tl.exp(logit - shift)
+            maximum = higher
+        row_maximum = tl.max(maximum, 0)
+        row_total = tl.sum(total * tl.exp(maximum - row_maximum), 0)
+        logsumexp = row_maximum + tl.log(row_total)
+        # a label that is no token makes the loss NaN: the host, which would raise, does not look at labels
+        is_token = (label >= 0) & (label < valid_vocab)
+        target = tl.load(row_pointer + label, mask=is_token, other=float("nan")).to(tl.float32)
+        if CAPPED:
+            target = _capped(target, softcap)[0]
+        spread = 0.0
+        if SMOOTHED:
+            spread = smoothing / valid_vocab
+            target = (1.0 - smoothing) * target + spread * tl.sum(sums, 0)
+        tl.store(losses_pointer + row, logsumexp - target)
+        if WITH_GRADIENT:
+            share = 1.0
+            if DIVIDED:
+                share = 1.0 / tl.load(denominator_pointer).to(tl.float32)
+            for start in range(0, padded_vocab, BLOCK):
+                column = start + offsets
+                logit = tl.load(row_pointer + column, mask=column < valid_vocab, other=float("-inf")).to(tl.float32)
+                slope = 1.0
+                if CAPPED:
+                    logit, slope = _capped(logit, softcap)
+                    logit = tl.where(column < valid_vocab, logit, float("-inf"))
+                gradient = tl.exp(logit - logsumexp)
+                if SMOOTHED:
+                    gradient -= tl.where(column < valid_vocab, spread, 0.0)
+                    gradient -= tl.where(column == label, 1.0 - smoothing, 0.0)
+                else:
+                    gradient -= tl.where(column == label, 1.0, 0.0)
+                gradient *= slope * share
+                tl.store(
+                    row_pointer + column,
+                    gradient.to(logits_pointer.dtype.element_ty),
+                    mask=column < padded_vocab,
+                )
+
+
+def triton_loss_and_gradient_(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    valid_vocab: int,
+    ignore_index: int,
+    with_gradient: bool,
+    smoothing: float = 0.0,
+    softcap: float = 0.0,
+    denominator: Tensor | None = None,
+) -> Tensor:
+    """Losses (tokens,) in fp32; `logits` (tokens, padded_vocab) become their gradient in place if asked.
+
+    That is divided by `denominator`, a scalar on their device, or None for 1.
+    """
+    tokens, padded_vocab = logits.shape
+    losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    block = min(next_power_of_2(padded_vocab), 4096)
+    _loss_and_gradient_kernel[(tokens,)](
+        logits,
+        labels.contiguous(),
+        losses,
+        denominator,
+        logits.stride(0),
+        valid_vocab,
+        padded_vocab,
+        ignore_index,
+        smoothing,
+        softcap,
+        WITH_GRADIENT=with_gradient,
+        SMOOTHED=smoothing > 0,
+        CAPPED=softcap > 0,
+        DIVIDED=denominator is not None,
+        BLOCK=block,
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+    return losses
+
+
+# ---------------------------------------------------------------- plain torch
+
+
+def torch_loss_and_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    valid_vocab: int,
+    ignore_index: int,
+    with_gradient: bool,
+    smoothing: float,
+    softcap: float,
+    denominator: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What the kernel does, in plain torch and in fp32 (fp64 for fp64 logits)."""
+    logits = logits[:, :valid_vocab].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    tanh = torch.tanh(logits / softcap) if softcap else None
+    logits = logits if tanh is None else softcap * tanh
+    kept = labels != ignore_index
+    safe_labels = torch.where(kept, labels, 0)
+    logsumexp = torch.logsumexp(logits, dim=-1)
+    target = logits.gather(1, safe_labels[:, None])[:, 0]
+    if smoothing:
+        target = (1 - smoothing) * target + smoothing * logits.mean(dim=-1)
+    losses = (logsumexp - target) * kept
+    if not with_gradient:
+        return losses, logits
+    gradient = logits.sub_(logsumexp[:, None]).exp_()
+    gradient.scatter_add_(1, safe_labels[:, None], gradient.new_full((len(labels), 1), smoothing - 1.0))
+    if smoothing:
+        gradient.sub_(smoothing / valid_vocab)
+    if tanh is not None:
+        gradient.mul_(tanh.square_().neg_().add_(1.0))
+    share = kept.to(gradient.dtype)
+    return losses, gradient.mul_((share if denominator is None else share / denominator)[:, None])
