@@ -379,6 +379,8 @@ def layer_table(rows: list[Row]) -> list[str]:
             if name in row["refused"]:
                 lines.append(f"| {row['shape']} | {name} | {row['refused'][name]} | | | | |")
                 continue
+            if name not in row["ms"]:  # skipped
+                continue
             kinds = (("forward", 1.0), ("backward", 2.0), ("both", 3.0))
             cells = [_speed(row, name, what, factor) for what, factor in kinds]
             found = None if name == OURS else ratio(row, OURS, name, "both")
@@ -469,7 +471,8 @@ def main() -> None:
     if arguments.tile:
         set_tiles(arguments.tile)
     if arguments.compile_part:
-        compile_part(*map(int, arguments.compile_part.split("/")))
+        part, parts = map(int, arguments.compile_part.split("/"))
+        compile_part(part, parts, arguments.only)
         return
     until = None if arguments.seconds is None else time.monotonic() + arguments.seconds
     for name in arguments.skip:
@@ -486,7 +489,7 @@ def main() -> None:
             print(f"{section}: {name}: {row['refused'] or 'all agree'}, bitwise {row.get('bitwise', '-')}", flush=True)
         return
     if arguments.compile_ahead:
-        compile_ahead(arguments.compile_ahead)
+        compile_ahead(arguments.compile_ahead, arguments.only)
     measure_all(wanted, arguments.results, arguments.rounds, until)
     text = report(_rows_of(arguments.results))
     print(text)
@@ -494,13 +497,11 @@ def main() -> None:
         arguments.report.write_text(text)
 
 
-def compile_ahead(processes: int) -> None:
+def compile_ahead(processes: int, only: list[str]) -> None:
     """Run this command in several processes that only compile."""
     started = time.monotonic()
-    parts = [
-        subprocess.Popen([sys.executable, __file__, "--compile-part", f"{part}/{processes}"])
-        for part in range(processes)
-    ]
+    command = [sys.executable, __file__, "--only", *only, "--compile-part"]
+    parts = [subprocess.Popen([*command, f"{part}/{processes}"]) for part in range(processes)]
     for part in parts:
         try:
             part.wait(max(0.1, started + 180 - time.monotonic()))
@@ -509,7 +510,7 @@ def compile_ahead(processes: int) -> None:
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def compile_part(part: int, parts: int) -> None:
+def compile_part(part: int, parts: int, only: list[str]) -> None:
     """Run a part of the tiles that Liger's kernels choose from, on fewer experts and tokens: it is the same code."""
     from liger_kernel.ops import fused_moe_kernels  # pyright: ignore[reportMissingImports]
     from triton.runtime.autotuner import Autotuner
@@ -518,7 +519,7 @@ def compile_part(part: int, parts: int) -> None:
         if isinstance(kernel, Autotuner):
             kernel.configs = kernel.configs[part::parts] or kernel.configs[:1]
     for shape in LAYERS:
-        if shape.load == LOADS[0]:
+        if shape.load == LOADS[0] and (not only or f"E{shape.experts}" in only):
             tensors = draw(shape._replace(experts=8, tokens=1024))
             _, reason = usable("compiling", step_of(liger(tensors), tensors))
             if reason is not None:  # a tile that does not fit, perhaps; the measurement tells if nothing runs
