@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .launch import triton_runs_on
 from .narrow_products import MOST_PARTS, WIDEST_RANK, triton_narrow_products
-from .narrow_updates import reference_narrow_update, triton_narrow_update
+from .narrow_updates import triton_narrow_update
 from .norms import NormParts
 
 # ---------------------------------------------------------------- reference
@@ -69,7 +69,11 @@ def updated_product(
     if _has_kernels(inputs, up, parts):
         output = triton_narrow_update(low, up, scale, parts, start)
     else:
-        output = reference_narrow_update(low, up, scale, parts, start)
+        output = inputs.new_empty(len(inputs), len(weight))
+        for wide, narrow in _places(parts, up.shape[1]):
+            columns = output[:, wide]
+            first, share = (columns, 0) if start is None else (start[..., wide], 1)
+            torch.addmm(first, low[:, narrow], up[wide].t(), beta=share, alpha=scale, out=columns)
     return output.addmm_(inputs, weight.t())
 
 
@@ -192,7 +196,7 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | No
     of_hidden, of_down, of_up = _lora_linear_backward(
         gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.parts, of_inputs
     )
-    of_start = gradient if ctx.needs_input_grad[5] else None
+    of_start = gradient if ctx.needs_input_grad[5] else None  # a bias is frozen
     return of_hidden if of_inputs else None, None, None, None, None, of_start, of_down, of_up, None, None
 
 

@@ -21,7 +21,7 @@ TILE = Tile(32, 128, 4, 1)
 @jit
 def narrow_update_kernel(
     low_pointer, up_pointer, start_pointer, out_pointer,
-    rows, columns, scale, low_stride, start_stride, second_column, third_column, second_block, third_block,
+    rows, columns, blocks, scale, low_stride, start_stride, second_column, third_column, second_block, third_block,
     STARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows and BLOCK_N columns of a part of out (rows, columns): start + scale low up^T.
@@ -29,12 +29,12 @@ def narrow_update_kernel(
     low (rows, parts RANK), up (columns, RANK); with STARTS start (rows, columns), whose stride of rows is 0 where all
     are one. Parts as in `narrow_products_kernel`.
     """
-    block = tl.program_id(0)
+    block = tl.program_id(0) % blocks
     part = (block >= second_block).to(tl.int32) + (block >= third_block).to(tl.int32)
     begin = of_part(part, 0, second_column, third_column)
     end = of_part(part, second_column, third_column, columns)
     column = begin + (block - of_part(part, 0, second_block, third_block)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     rank = tl.arange(0, BLOCK_R)
     inside, exists, in_rank = column < end, row < rows, rank < RANK
     row = row.to(tl.int64)
@@ -69,8 +69,10 @@ def triton_narrow_update(low: Tensor, up: Tensor, scale: float, parts: Sequence[
     blocks = [triton.cdiv(part, TILE.columns) for part in parts]
     start = None if start is None else start.contiguous()
     stride = 0 if start is None or start.ndim == 1 else columns
-    narrow_update_kernel[(sum(blocks), triton.cdiv(rows, TILE.rows))](
-        low, up, start, output, rows, columns, scale, low.stride(0), stride, *begins(parts), *begins(blocks),
+    across = sum(blocks)
+    # one dimension: rows may need more programs than the second one of a grid has
+    narrow_update_kernel[(triton.cdiv(rows, TILE.rows) * across,)](
+        low, up, start, output, rows, columns, across, scale, low.stride(0), stride, *begins(parts), *begins(blocks),
         STARTS=start is not None, **TILE.options(rank),
     )  # fmt: skip
     return output

@@ -96,7 +96,7 @@ def table_of(rows: Sequence[tuple[int, ...]], block: int, device: torch.device) 
     return Table(columns, len(rows), (len(rows) - 1).bit_length(), programs)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)  # a state in host memory has a table for each of its buckets
 def _on_device(content: bytes, tensors: int, device: torch.device, stream: int) -> Tensor:
     """A table that is there already is not copied again: weights, moments and mostly gradients stay where they are.
 

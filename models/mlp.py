@@ -10,7 +10,7 @@ from ..kernels.gated_activation import gated_activation
 from ..kernels.gated_projection import gated_projection
 from ..kernels.launch import triton_runs_on
 from .checkpointing import product_of, recomputes
-from .normed_linear import product_of_norm
+from .normed_linear import added_to, product_of_norm
 from .norms import LayerNorm, RMSNorm
 
 
@@ -59,17 +59,15 @@ class MLP(nn.Module):
             norm: a norm of `hidden` that is not kept; None without.
             onto: a stream like `hidden` that the result is added to; None without.
         """
-        output = self._product(hidden, norm)
-        return output if onto is None else onto + output
-
-    def _product(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None) -> Tensor:
         projected = self.up(hidden) if norm is None else product_of_norm(norm, self.up, hidden)
-        if self.recompute and recomputes(self):
-            plain = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
-            if self.gated and plain and triton_runs_on(projected):
-                return gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)
-            return product_of(self._inner, self.down, self.dropout > 0, projected)
-        return self.down(self._inner(projected))
+        if not (self.recompute and recomputes(self)):
+            return added_to(onto, self.down, self._inner(projected))
+        plain = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
+        if self.gated and plain and triton_runs_on(projected):
+            output = gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)
+        else:
+            output = product_of(self._inner, self.down, self.dropout > 0, projected)
+        return output if onto is None else onto + output
 
     def _inner(self, projected: Tensor) -> Tensor:
         """What lies between the projections."""

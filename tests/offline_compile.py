@@ -114,7 +114,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         return f"narrow_update_{rank}", kernel, update, constants | {"STARTS": True}, launch
 
     update = {f"{name}_pointer": "*bf16" for name in ("low", "up", "start", "out")} | {"scale": "fp32"}
-    sizes = "rows columns low_stride start_stride second_column third_column second_block third_block"
+    sizes = "rows columns blocks low_stride start_stride second_column third_column second_block third_block"
     update |= dict.fromkeys(sizes.split(), "i32")
     tile = lora_gated_mlp.backward_tile(divmod(capability, 10))
     summed = {"partial_pointer": "*fp32", "factors_pointer": "*fp32", "scale": "fp32"}

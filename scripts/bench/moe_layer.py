@@ -500,7 +500,7 @@ def main() -> None:
 def compile_ahead(processes: int, only: list[str]) -> None:
     """Run this command in several processes that only compile."""
     started = time.monotonic()
-    command = [sys.executable, __file__, "--only", *only, "--compile-part"]
+    command = [sys.executable, __file__, *(["--only", *only] if only else []), "--compile-part"]
     parts = [subprocess.Popen([*command, f"{part}/{processes}"]) for part in range(processes)]
     for part in parts:
         try:
@@ -518,8 +518,9 @@ def compile_part(part: int, parts: int, only: list[str]) -> None:
     for kernel in vars(fused_moe_kernels).values():
         if isinstance(kernel, Autotuner):
             kernel.configs = kernel.configs[part::parts] or kernel.configs[:1]
+    sizes = {f"E{shape.experts}" for shape in LAYERS}
     for shape in LAYERS:
-        if shape.load == LOADS[0] and (not only or f"E{shape.experts}" in only):
+        if shape.load == LOADS[0] and f"E{shape.experts}" in (sizes.intersection(only) or sizes):
             tensors = draw(shape._replace(experts=8, tokens=1024))
             _, reason = usable("compiling", step_of(liger(tensors), tensors))
             if reason is not None:  # a tile that does not fit, perhaps; the measurement tells if nothing runs
