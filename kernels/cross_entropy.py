@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .launch import next_power_of_2, triton_runs_on
+from .launch import next_power_of_2, sums_wide, triton_runs_on
 from .loss_gradient import torch_loss_and_gradient, triton_loss_and_gradient_
 from .scale_in_place import reference_scaled, scales_in_place, triton_scale_
 
@@ -201,11 +201,8 @@ def default_chunk_tokens(vocab: int, *, cuda: bool) -> int:
 
 
 def sums_in_matmul(vocab: int, hidden_size: int, *, width: int, cuda: bool) -> bool:
-    """Whether the matmul itself adds up the products of chunks in fp32: on a GPU, for numbers of two bytes.
-
-    cuBLAS wants rows of a multiple of 16 bytes for that.
-    """
-    return cuda and width == 2 and vocab % 8 == 0 and hidden_size % 8 == 0
+    """Whether the matmul itself adds up the products of chunks in fp32: on a GPU, for numbers of two bytes."""
+    return cuda and width == 2 and sums_wide(vocab, hidden_size)
 
 
 def linear_cross_entropy(

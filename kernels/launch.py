@@ -41,6 +41,11 @@ def triton_runs_on(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and not INTERPRETED and tensor.is_cuda and tensor.dtype != torch.float64
 
 
+def sums_wide(*widths: int) -> bool:
+    """Whether cuBLAS multiplies 16-bit matrices of these widths into fp32: it wants rows of a multiple of 16 bytes."""
+    return not any(width % 8 for width in widths)
+
+
 def next_power_of_2(n: int) -> int:
     """Smallest power of two that is at least `n` (n >= 1)."""
     return 1 << (n - 1).bit_length()

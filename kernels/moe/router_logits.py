@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..launch import sums_wide
+
 
 def reference_router_logits(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """(T, h) times (E, h) transposed, in `dtype`."""
@@ -74,7 +76,7 @@ def router_logits(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         (T, E), differentiable once.
     """
     narrow = tokens.dtype == weight.dtype and tokens.dtype in (torch.bfloat16, torch.float16)
-    aligned = len(weight) % 8 == 0 and tokens.shape[1] % 8 == 0  # cuBLAS wants rows of a multiple of 16 bytes
+    aligned = sums_wide(*weight.shape)
     if narrow and aligned and dtype == torch.float32 and tokens.is_cuda:
         return _router_logits(tokens, weight)
     return reference_router_logits(tokens, weight, dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...kernels.launch import sums_wide
 from ...kernels.moe.routing import capacity_of
 from ...models.config.counting import count_cross_attention, count_experts, count_layer, count_mlp, count_norm
 from ...models.config.memory import RecomputeModule
@@ -248,7 +249,7 @@ def _copies_for_router(facts: StackFacts, moe: MoESlice) -> bool:
         return True
     if facts.widths.stream >= 4:
         return False
-    aligned = moe.experts % 8 == 0 and facts.stack.hidden_size % 8 == 0
+    aligned = sums_wide(moe.experts, facts.stack.hidden_size)
     return not (facts.attention.call.device == "cuda" and aligned)
 
 
