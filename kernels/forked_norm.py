@@ -3,7 +3,8 @@
 The stream x of such a layer is read by a norm and by the sum with what the part behind the norm gives, and the normed
 may have two readers, such as a router and the experts. A compiler adds these gradients, takes the norm's gradient, and
 sums that of its weight over the rows, in kernels that keep no GPU's memory busy. Here each tensor is read once; of the
-forward pass nothing is kept but x.
+forward pass nothing is kept but x. A projection of the norm keeps the normed for the gradient of its weight; where that
+shall not be kept either, the same kernel writes it again from what it has read in any case.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .interpreted import rounded
@@ -48,13 +50,14 @@ def _tile(
 @jit
 def forked_norm_backward_kernel(
     inputs_pointer, weight_pointer, stream_gradient_pointer, first_gradient_pointer, second_gradient_pointer,
-    gradient_pointer, partial_pointer, rows, width, piece, epsilon,
-    SECOND: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    gradient_pointer, normed_pointer, partial_pointer, rows, width, piece, epsilon,
+    SECOND: tl.constexpr, AGAIN: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a piece of the rows, ROWS of them at a time; the next are on their way meanwhile.
 
-    inputs, the gradients and gradient, which is written: (rows, width); weight (width,). partial (programs, width),
-    fp32: the sum over the piece of the gradient of the normed times the quotient of inputs and root.
+    inputs, the gradients, gradient and normed, which are written, the latter with AGAIN: (rows, width); weight
+    (width,). partial (programs, width), fp32: the sum over the piece of the gradient of the normed times the quotient
+    of inputs and root.
     """
     number = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
@@ -86,7 +89,10 @@ def forked_norm_backward_kernel(
         row = (start + tl.arange(0, ROWS))[:, None]
         place = row.to(tl.int64) * width + column
         element = gradient_pointer.dtype.element_ty
-        tl.store(gradient_pointer + place, rounded(gradient, element), mask=(row < last) & (column < width))
+        mask = (row < last) & (column < width)
+        tl.store(gradient_pointer + place, rounded(gradient, element), mask=mask)
+        if AGAIN:
+            tl.store(normed_pointer + place, rounded(quotient * gain, element), mask=mask)
         inputs, stream, first, second = next_inputs, next_stream, next_first, next_second
     column = tl.arange(0, BLOCK)
     partial = partial_pointer + number.to(tl.int64) * width + column
@@ -114,11 +120,13 @@ def triton_backward(
     weight: Tensor,
     epsilon: float,
     zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
+    *,
+    again: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch the kernel.
 
     Returns:
-        The gradient of `inputs`, and fp32 (pieces, width), whose sum is that of `weight`.
+        The gradient of `inputs`; fp32 (pieces, width), whose sum is that of `weight`; `again`, the norm of `inputs`.
     """
     inputs, stream_gradient, first_gradient = (x.contiguous() for x in (inputs, stream_gradient, first_gradient))
     second_gradient = None if second_gradient is None else second_gradient.contiguous()
@@ -126,15 +134,16 @@ def triton_backward(
     rows = inputs.numel() // width
     pieces, size = _pieces(rows, width)
     gradient = torch.empty_like(inputs)
+    normed = torch.empty_like(inputs) if again else None
     partial = inputs.new_empty(pieces, width, dtype=torch.float32)
     forked_norm_backward_kernel[(pieces,)](
-        inputs, weight, stream_gradient, first_gradient, second_gradient, gradient, partial, rows, width, size,
-        epsilon, SECOND=second_gradient is not None, ZERO_CENTERED=zero_centered, **tile_options(width),
+        inputs, weight, stream_gradient, first_gradient, second_gradient, gradient, normed, partial, rows, width, size,
+        epsilon, SECOND=second_gradient is not None, AGAIN=again, ZERO_CENTERED=zero_centered, **tile_options(width),
     )  # fmt: skip
-    return gradient, partial
+    return gradient, partial, normed
 
 
-# ---------------------------------------------------------------- custom operation and Function
+# ---------------------------------------------------------------- custom operations and Functions
 
 
 @torch.library.custom_op("stoker::forked_norm_backward", mutates_args=())
@@ -148,7 +157,8 @@ def _forked_norm_backward(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
     given = stream_gradient, first_gradient, second_gradient, inputs, weight
-    return triton_backward(*given, epsilon, zero_centered)
+    gradient, partial, _ = triton_backward(*given, epsilon, zero_centered)
+    return gradient, partial
 
 
 @_forked_norm_backward.register_fake
@@ -161,10 +171,44 @@ def _(
     epsilon: float,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
+    return _like(inputs), _partial_like(inputs)
+
+
+@torch.library.custom_op("stoker::forked_norm_backward_with_normed", mutates_args=())
+def _backward_with_normed(
+    stream_gradient: Tensor,
+    normed_gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = stream_gradient, normed_gradient, None, inputs, weight
+    gradient, partial, normed = triton_backward(*given, epsilon, zero_centered, again=True)
+    assert normed is not None
+    return gradient, partial, normed
+
+
+@_backward_with_normed.register_fake
+def _(
+    stream_gradient: Tensor,
+    normed_gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(inputs), _partial_like(inputs), _like(inputs)
+
+
+def _like(inputs: Tensor) -> Tensor:
+    return torch.empty_like(inputs, memory_format=torch.contiguous_format)
+
+
+def _partial_like(inputs: Tensor) -> Tensor:
     width = inputs.shape[-1]
     pieces, _ = _pieces(inputs.numel() // width, width)
-    partial = inputs.new_empty(pieces, width, dtype=torch.float32)
-    return torch.empty_like(inputs, memory_format=torch.contiguous_format), partial
+    return inputs.new_empty(pieces, width, dtype=torch.float32)
 
 
 class _ForkedNorm(torch.autograd.Function):
@@ -189,6 +233,37 @@ class _ForkedNorm(torch.autograd.Function):
             on, first, second[0] if second else None, stream, weight, ctx.epsilon, ctx.zero_centered
         )
         return gradient, partial.sum(dim=0).to(weight.dtype), None, None, None, None
+
+
+class _ForkedNormProjection(torch.autograd.Function):
+    """The norm comes in as `normed`, as above, and is not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stream: Tensor,
+        gain: Tensor,
+        normed: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        epsilon: float,
+        zero_centered: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(stream, gain, weight)
+        ctx.epsilon, ctx.zero_centered = epsilon, zero_centered
+        return stream.view_as(stream), F.linear(normed, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        stream, gain, weight = ctx.saved_tensors
+        on, outer = gradients
+        gradient, partial, normed = _backward_with_normed(
+            on, outer @ weight, stream, gain, ctx.epsilon, ctx.zero_centered
+        )
+        rows = outer.flatten(0, -2)
+        of_weight = rows.t() @ normed.flatten(0, -2) if ctx.needs_input_grad[3] else None
+        of_bias = rows.sum(0) if ctx.needs_input_grad[4] else None
+        return gradient, partial.sum(dim=0).to(gain.dtype), None, of_weight, of_bias, None, None
 
 
 # ---------------------------------------------------------------- public functions
@@ -224,3 +299,25 @@ def forked_rms_norm(
         normed = rms_norm(stream, weight, epsilon=epsilon, zero_centered=zero_centered)
     on, normed, *again = _ForkedNorm.apply(stream, weight, normed, epsilon, zero_centered, twice)  # type: ignore[misc]
     return on, normed, again[0] if again else None
+
+
+def forked_norm_projection(
+    stream: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """The stream, and `F.linear(rms_norm(stream), weight, bias)`, of which the stream is kept and not the norm.
+
+    Args:
+        stream: (..., h).
+        gain: (h,), of the norm.
+        weight: (n, h), in the dtype of the stream.
+        bias: (n,), or None.
+        epsilon: as in `rms_norm`.
+        zero_centered: likewise.
+
+    Returns:
+        Stream, and (..., n), differentiable once; both must be used.
+    """
+    with torch.no_grad():
+        normed = rms_norm(stream, gain, epsilon=epsilon, zero_centered=zero_centered)
+    on, projected = _ForkedNormProjection.apply(stream, gain, normed, weight, bias, epsilon, zero_centered)  # type: ignore[misc]
+    return on, projected

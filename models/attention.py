@@ -112,7 +112,10 @@ class SelfAttention(nn.Module):
         Returns:
             (batch, tokens, hidden_size).
         """
-        projected = self.qkv(hidden) if norm is None else product_of_norm(norm, self.qkv, hidden)
+        if norm is None:
+            projected = self.qkv(hidden)
+        else:
+            projected, onto = product_of_norm(norm, self.qkv, hidden, onto)
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
         if cache is not None and hidden.shape[1] == 1:
             return self._projected(self._step(projected[:, 0], rotary, terms, cache)[:, None], onto)

@@ -104,7 +104,7 @@ class CrossAttention(nn.Module):
         Returns:
             (batch, queries, hidden_size).
         """
-        query = self.query(hidden) if norm is None else product_of_norm(norm, self.query, hidden)
+        query = self.query(hidden) if norm is None else product_of_norm(norm, self.query, hidden)[0]
         query = query.unflatten(-1, (self.heads, self.head_dim))
         if self.query_norm is not None:
             query = self.query_norm(query)

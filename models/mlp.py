@@ -59,7 +59,10 @@ class MLP(nn.Module):
             norm: a norm of `hidden` that is not kept; None without.
             onto: a stream like `hidden` that the result is added to; None without.
         """
-        projected = self.up(hidden) if norm is None else product_of_norm(norm, self.up, hidden)
+        if norm is None:
+            projected = self.up(hidden)
+        else:
+            projected, onto = product_of_norm(norm, self.up, hidden, onto)
         if not (self.recompute and recomputes(self)):
             return added_to(onto, self.down, self._inner(projected))
         plain = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear

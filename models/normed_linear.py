@@ -36,8 +36,23 @@ def added_to(stream: Tensor | None, linear: nn.Linear, hidden: Tensor) -> Tensor
     return linear.onto(stream, hidden) if isinstance(linear, NormedLinear) else stream + linear(hidden)
 
 
-def product_of_norm(norm: LayerNorm | RMSNorm, linear: nn.Linear, hidden: Tensor) -> Tensor:
-    """`linear(norm(hidden))`, of which `hidden` is kept: the norm is spared, or run again in the backward."""
+def product_of_norm(
+    norm: LayerNorm | RMSNorm, linear: nn.Linear, hidden: Tensor, onto: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`linear(norm(hidden))`, of which `hidden` is kept: the norm is spared, or made again in the backward.
+
+    Args:
+        norm: of `hidden`.
+        linear: a projection of the norm.
+        hidden: (..., in).
+        onto: the stream that what follows is added to, which may be `hidden`.
+
+    Returns:
+        (..., out), and the stream to use from here on.
+    """
     if isinstance(linear, NormedLinear) and linear.spares(norm):
-        return linear.of_norm(norm, hidden)
-    return product_of(norm, linear, False, hidden)
+        return linear.of_norm(norm, hidden), onto
+    if onto is hidden and type(linear) is nn.Linear and isinstance(norm, RMSNorm) and norm.forks_projection(hidden):
+        onto, projected = norm.forked_projection(hidden, linear.weight, linear.bias)
+        return projected, onto
+    return product_of(norm, linear, False, hidden), onto

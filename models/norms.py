@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.forked_norm import forked_rms_norm, forks
+from ..kernels.forked_norm import forked_norm_projection, forked_rms_norm, forks
 from ..kernels.norms import NormParts, layer_norm, rms_norm, rms_norm_parts
 
 
@@ -69,6 +69,16 @@ class RMSNorm(nn.Module):
             return Read(stream, self(stream))
         epsilon, centred = self.epsilon, self.zero_centered
         return Read(*forked_rms_norm(stream, self.weight, epsilon=epsilon, zero_centered=centred, twice=twice))
+
+    def forks_projection(self, stream: Tensor) -> bool:
+        """Whether `forked_projection` serves; under autocast the stream, a wide sum, would not be kept anyway."""
+        return forks(stream, self.weight) and not torch.is_autocast_enabled(stream.device.type)
+
+    def forked_projection(self, stream: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The stream that goes on, and a projection of its norm, which is made again in the backward; use both."""
+        return forked_norm_projection(
+            stream, self.weight, weight, bias, epsilon=self.epsilon, zero_centered=self.zero_centered
+        )
 
     def parts(self, inputs: Tensor) -> NormParts:
         """What the norm of these inputs is a product of."""

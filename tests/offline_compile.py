@@ -84,12 +84,13 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     lora_backward = lora | {f"{name}_pointer": "*bf16" for name in ("of_product", "of_down_low", "of_gate_up")}
     lora_backward |= {"of_down_a_pointer": "*fp32"} | sizes | {"piece": "i32", "scale": "fp32"}
 
-    forked = ("inputs", "weight", "stream_gradient", "first_gradient", "second_gradient", "gradient")
+    forked = ("inputs", "weight", "stream_gradient", "first_gradient", "second_gradient", "gradient", "normed")
     forked_norm_types = {f"{name}_pointer": "*bf16" for name in forked} | {"partial_pointer": "*fp32"}
     forked_norm_types |= dict.fromkeys(("rows", "width", "piece"), "i32") | {"epsilon": "fp32"}
 
     def forked_norm_of(width: int) -> Any:
-        constants: dict[str, Any] = {"SECOND": True, "ZERO_CENTERED": True} | forked_norm.tile_options(width)
+        flags: dict[str, Any] = dict.fromkeys(("SECOND", "AGAIN", "ZERO_CENTERED"), True)
+        constants = flags | forked_norm.tile_options(width)
         launch = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
         kernel = forked_norm.forked_norm_backward_kernel
         return f"forked_norm_{width}", kernel, forked_norm_types, constants, launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from stoker.kernels import forked_norm
-from stoker.kernels.forked_norm import _forked_norm_backward, forked_rms_norm
+from stoker.kernels.forked_norm import (
+    _backward_with_normed,
+    _forked_norm_backward,
+    forked_norm_projection,
+    forked_rms_norm,
+)
 from stoker.kernels.norms import rms_norm
+from stoker.models.normed_linear import product_of_norm
 from stoker.models.norms import RMSNorm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -72,8 +79,45 @@ def test_bf16_errors_are_those_of_one_rounding(twice: bool, device: str) -> None
         assert error <= 1.02 * rounding
 
 
-def test_the_custom_operation_is_well_formed() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
+    rows: int, width: int, device: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(forked_norm, "PROGRAMS", 12)
+    zero_centered, out = width == 40, 16
+    stream, gain, (on, *_) = case(rows, width, torch.float32, device)
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(*shape, generator=generator) for shape in ((out, width), (out,), (2, rows // 2, out))]
+    weight, bias, outer = (x.to(device) for x in drawn)
+    leaves = (stream, gain, weight.requires_grad_(), bias.requires_grad_())
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        found = forked_norm_projection(*leaves, epsilon=1e-2, zero_centered=zero_centered)
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in (stream, gain, weight)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    normed = rms_norm(exact[0], exact[1], epsilon=1e-2, zero_centered=zero_centered)
+    expected = exact[0], torch.nn.functional.linear(normed, exact[2], exact[3])
+    truths = torch.autograd.grad(expected, exact, (on.double(), outer.double()))
+    gradients = torch.autograd.grad(found, leaves, (on, outer))
+    for got, truth in zip((*found, *gradients), (*expected, *truths), strict=True):
+        torch.testing.assert_close(got.double(), truth, rtol=1e-5, atol=1e-5 * truth.abs().max().item())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_norm_that_is_made_again_has_one_rounding(device: str) -> None:
+    stream, weight, (on, outer, _) = case(24, 260, torch.bfloat16, device)
+    *_, normed = forked_norm.triton_backward(on, outer, None, stream.detach(), weight.detach(), 1e-2, False, again=True)
+    truth = rms_norm(stream.double(), weight.double(), epsilon=1e-2)
+    assert normed is not None
+    assert normed.dtype == torch.bfloat16
+    error, rounding = ((x.double() - truth).norm() for x in (normed, truth.bfloat16()))
+    assert error <= 1.02 * rounding
+
+
+def test_the_custom_operations_are_well_formed() -> None:
     stream, weight, outer = case(6, 24, torch.float32)
+    torch.library.opcheck(_backward_with_normed, (*outer[:2], stream.detach(), weight.detach(), 1e-5, True))
     for second in (None, outer[2]):
         torch.library.opcheck(_forked_norm_backward, (*outer[:2], second, stream.detach(), weight.detach(), 1e-5, True))
 
@@ -81,8 +125,10 @@ def test_the_custom_operation_is_well_formed() -> None:
 # ---------------------------------------------------------------- when it serves
 
 
-def traced(norm: RMSNorm, stream: Tensor, matrix: Tensor) -> tuple[tuple[Tensor, ...], list[str], int]:
-    """Gradients of a compiled part after a norm, operations of its backward, full tensors that are kept for that."""
+def traced(
+    part: Callable[[Tensor], Tensor], stream: Tensor, leaves: list[Tensor]
+) -> tuple[Any, list[str], list[Tensor]]:
+    """Gradients of a compiled part, operations of its backward, and what is kept for that."""
     graphs: list[tuple[torch.fx.Graph, torch.fx.Graph, int]] = []
 
     def split(*given: Any, **options: Any) -> Any:
@@ -90,22 +136,19 @@ def traced(norm: RMSNorm, stream: Tensor, matrix: Tensor) -> tuple[tuple[Tensor,
         graphs.append((forward.graph, backward.graph, options["num_fwd_outputs"]))
         return forward, backward
 
-    def part(hidden: Tensor) -> Tensor:
-        read = norm.forked(2 * hidden, True)
-        again = read.normed if read.again is None else read.again
-        return read.stream + read.normed @ matrix + again.sin()
-
     torch.compiler.reset()
     compiler = make_boxed_compiler(lambda graph, _: graph.forward)
     backend = aot_autograd(fw_compiler=compiler, partition_fn=split, decompositions=select_decomp_table())
     output = torch.compile(part, backend=backend, fullgraph=True, dynamic=False)(stream)
-    leaves = [x for x in (stream, matrix, norm.weight) if x.requires_grad]
-    gradients = torch.autograd.grad(output.square().sum(), leaves)
+    gradients = torch.autograd.grad(output.square().sum(), [x for x in leaves if x.requires_grad])
     ((forward, backward, outputs),) = graphs
     kept = [x.meta["val"] for x in next(iter(forward.find_nodes(op="output"))).args[0][outputs:]]
-    full = [x for x in kept if x.numel() == stream.numel()]
-    assert all(x.dtype == stream.dtype for x in full)
-    return gradients, [str(node.target) for node in backward.nodes], len(full)
+    return gradients, [str(node.target) for node in backward.nodes], kept
+
+
+def assert_near(found: Any, expected: Any, dtype: torch.dtype) -> None:
+    for got, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, truth, rtol=4 * torch.finfo(dtype).eps, atol=0.01 * truth.abs().max().item())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -117,18 +160,55 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
     matrix = torch.randn(24, 24).to(dtype).requires_grad_()
     norm = RMSNorm(24, 1e-2)
     norm.weight = torch.nn.Parameter(weight.detach())
-    plain, operations, kept = traced(norm, stream, matrix)
+
+    def part(hidden: Tensor) -> Tensor:
+        read = norm.forked(2 * hidden, True)
+        again = read.normed if read.again is None else read.again
+        return read.stream + read.normed @ matrix + again.sin()
+
+    def full(kept: list[Tensor]) -> int:
+        kept = [x for x in kept if x.numel() == stream.numel()]
+        assert all(x.dtype == stream.dtype for x in kept)
+        return len(kept)
+
+    leaves = [stream, matrix, norm.weight]
+    plain, operations, kept = traced(part, stream, leaves)
     assert not any("forked_norm" in name for name in operations)  # on a CPU
     monkeypatch.setattr(forked_norm, "triton_runs_on", lambda tensor: True)
-    ours, operations, ours_kept = traced(norm, stream, matrix)
+    ours, operations, ours_kept = traced(part, stream, leaves)
     assert sum("forked_norm_backward" in name for name in operations) == 1
-    assert ours_kept <= kept
-    for got, expected in zip(ours, plain, strict=True):
-        torch.testing.assert_close(
-            got, expected, rtol=4 * torch.finfo(dtype).eps, atol=0.01 * expected.abs().max().item()
-        )
+    assert full(ours_kept) <= full(kept)
+    assert_near(ours, plain, dtype)
     assert norm.forked(stream, True).stream is stream  # as written
     norm.requires_grad_(False)
-    _, operations, _ = traced(norm, stream, matrix)
+    _, operations, _ = traced(part, stream, leaves)
     assert not any("forked_norm" in name for name in operations)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projection_serves_compiled_norms_that_shall_not_be_kept(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, weight, _ = case(6, 24, dtype)
+    norm, linear = RMSNorm(24, 1e-2), torch.nn.Linear(24, 32, dtype=dtype)
+    norm.weight = torch.nn.Parameter(weight.detach())
+
+    def part(hidden: Tensor) -> Tensor:
+        hidden = hidden + 1.0
+        projected, on = product_of_norm(norm, linear, hidden, hidden)
+        assert on is not None
+        return on + projected[..., :24]
+
+    leaves = [stream, norm.weight, *linear.parameters()]
+    plain, operations, kept = traced(part, stream, leaves)
+    assert not any("forked_norm" in name for name in operations)  # on a CPU
+    monkeypatch.setattr(forked_norm, "triton_runs_on", lambda tensor: True)
+    ours, operations, ours_kept = traced(part, stream, leaves)
+    assert sum("forked_norm_backward_with_normed" in name for name in operations) == 1
+    assert sum(x.numel() for x in ours_kept) <= sum(x.numel() for x in kept)
+    assert_near(ours, plain, dtype)
+    hidden = stream + 1.0
+    assert product_of_norm(norm, linear, hidden, hidden)[1] is hidden  # as written
+    assert product_of_norm(norm, linear, hidden)[1] is None
     torch.compiler.reset()

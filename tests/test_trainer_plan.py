@@ -114,6 +114,20 @@ def test_scores_are_kept_by_unfused_attention_alone():
     assert planned(*fused).allocated == planned(*fused, selective).allocated
 
 
+def test_the_gradient_of_a_decoders_embeddings_waits_for_that_of_the_encoder():
+    """Of one table for both; that of the head, where it is the same table too, waits already."""
+    t5 = ["model=t5_v1_1_base", "data=mock", "model.override_vocab_size=32000", "trainer=gpu"]
+    shared, tied = (
+        {moment.where: moment for moment in planned(*t5, *more).memory.moments}
+        for more in ([], ["model.share_decoder_tokens_head_embeddings=True"])
+    )
+    table = 32000 * 768 * 2
+    encoder = "layer 11 of the encoder, backward"
+    assert shared[encoder].working - tied[encoder].working == table
+    assert shared[encoder].gradients == tied[encoder].gradients
+    assert shared["the embeddings of the decoder, backward"].working >= table
+
+
 def test_offloaded_layers_are_on_the_host_at_the_loss():
     plan, offloaded = planned(LLAMA), planned(LLAMA, *OFFLOAD)
     layer = plan.memory.layers[0]

@@ -178,6 +178,10 @@ PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
         "HF + peft, packed, each layer compiled, FlexAttention",
         partial(hf_lora, compiled="layers", packed=True, attention="flex_attention"),
     ),
+    "hf_layers_flex_liger_packed": (
+        "HF + peft, packed, each layer compiled, FlexAttention, Liger's head and loss",
+        partial(hf_lora, compiled="layers", liger=True, packed=True, attention="flex_attention"),
+    ),
     "hf_layers_liger_packed": (
         "HF + peft, packed, each layer compiled, Liger's head and loss",
         partial(hf_lora, compiled="layers", liger=True, packed=True),

@@ -1,12 +1,15 @@
 """The plan beside the CUDA allocator: runs drawn by a seed, each for some steps in a process of its own.
 
-    python scripts/bench/plan_check.py [--seed 1] [--runs 20] [--seconds 500] [--results FILE.jsonl] [--report FILE.md]
+    python scripts/bench/plan_check.py [--seed 1] [--runs 20] [--together 4] [--seconds 500] [--results FILE.jsonl]
+        [--report FILE.md]
     python scripts/bench/plan_check.py --meta [--device h100]
 
 Runs are GPT, T5 and mixtures of experts; multi-head and grouped-query attention; every mode of recomputation and
 offloading; micro batches; sequences of 1k to 32k tokens. A draw whose plan does not fit the card, or is too small to
 tell anything, is drawn again. Rows are appended to the results file: a run that is there already is not repeated, so a
-table may be made in several sittings. `--meta` prints the drawn runs with their plans; it needs no GPU.
+table may be made in several sittings. `--together` has several on the card at once, as far as their plans say that they
+fit beside each other: an allocator counts its own process alone, but the times of steps are then left out. `--meta`
+prints the drawn runs with their plans; it needs no GPU.
 
 Where micro batches run as a CUDA graph (`recorded`), the graph keeps its memory to itself, which is in the reserved
 memory and not in the allocated one, except while it is recorded.
@@ -18,6 +21,10 @@ import argparse
 import json
 import random
 import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,21 +196,63 @@ def measure(drawn: Drawn) -> Row:
     }
 
 
-def check(seed: int, count: int, results: Path, until: float | None) -> list[Row]:
-    """Run what is not in the results yet, as far as it is done `until` then; all rows of the seed."""
+class Room:
+    """The memory of the card, lent to runs: one that finds too little of it waits for others to end."""
+
+    def __init__(self, size: float) -> None:
+        self.size = size
+        self._free, self._runs, self._changed = size, 0, threading.Condition()
+
+    @contextmanager
+    def taken(self, size: float) -> Iterator[None]:
+        """Hold that many bytes; a run alone is never refused."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size or not self._runs)
+            self._free, self._runs = self._free - size, self._runs + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free, self._runs = self._free + size, self._runs - 1
+                self._changed.notify_all()
+
+
+def check(seed: int, count: int, together: int, results: Path, until: float | None) -> list[Row]:
+    """Run what is not in the results yet, as far as it is done `until` then; all rows of the seed.
+
+    Args:
+        seed: of the drawn runs.
+        count: of them.
+        together: how many are on the card at once, where they fit.
+        results: rows are appended to it.
+        until: by `time.monotonic`.
+    """
+    import torch
+
     done = {row["run"]: row for row in read_rows(results) if row["seed"] == seed}
-    for number, (drawn, _) in enumerate(drawn_runs(seed, count, None)):
-        if number in done:
-            continue
-        row = run_alone([__file__, "--one", json.dumps(drawn)], until)
+    room = Room(MOST * torch.cuda.get_device_properties(0).total_memory)
+
+    def run(number: int, drawn: Drawn, plan: Any) -> None:
+        command = [__file__, "--one", json.dumps(drawn)]
+        with room.taken(plan.needed):
+            row = run_alone(command, until)
+        if together > 1 and row and "refused" in row:  # was it another's memory that was missing?
+            with room.taken(room.size):
+                row = run_alone(command, until)
         if row is None:
             print(f"{number}: {drawn.name}: no time left", flush=True)
-            break
+            return
         row = {"seed": seed, "run": number, "name": drawn.name, "overrides": drawn.overrides, **row}
+        if together > 1:
+            row["seconds"] = None
         said = row.get("refused") or f"{100 * error(row):+.1f} %"
         print(f"{number}: {drawn.name}: {said}; took {row['took']:.0f} s", flush=True)
         done[number] = row
         append_row(results, row)
+
+    left = [(number, *one) for number, one in enumerate(drawn_runs(seed, count, None)) if number not in done]
+    with ThreadPoolExecutor(together) as pool:
+        list(pool.map(lambda one: run(*one), left))  # a list raises what a run has raised
     return [done[number] for number in sorted(done)]
 
 
@@ -239,6 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="as many on the card at once")
     parser.add_argument("--seconds", type=float, help="leave out what would not be done by then")
     parser.add_argument("--results", type=Path, default=Path("plan_check.jsonl"))
     parser.add_argument("--report", type=Path)
@@ -256,7 +306,7 @@ def main() -> None:
             print(f"{number}: {drawn.name}: {plan.allocated / GIB:.1f} GiB at {plan.memory.peak.where}, {time}")
         return
     until = deadline(arguments.seconds)
-    report = table(check(arguments.seed, arguments.runs, arguments.results, until))
+    report = table(check(arguments.seed, arguments.runs, arguments.together, arguments.results, until))
     print(report)
     if arguments.report:
         arguments.report.write_text(report)

@@ -74,6 +74,12 @@ def table_is_read_twice(facts: RunFacts) -> bool:
     return family.tied or (isinstance(family, T5Slice) and family.shared_embeddings)
 
 
+def decoder_table_waits(facts: RunFacts) -> bool:
+    """Whether the gradient of the decoder's embeddings is a table of its own while the encoder runs its backward."""
+    family = facts.family
+    return isinstance(family, T5Slice) and family.shared_embeddings and not family.tied
+
+
 def embedding_kept(facts: RunFacts, stack: StackFacts) -> int:
     """Bytes of what the embeddings of a stack keep: masks of dropout, for BERT the input of a norm."""
     family = facts.family

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ...models.config.memory_slice import RecomputeSlice
 from ...models.offload import LEAST_SIZE
 from .ends import (
+    decoder_table_waits,
     embedding_kept,
     final_norm_kept,
     loss_memory,
@@ -180,7 +181,8 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
             working=gathered + transform_kept(facts),
             away=away,
         )
-    have = gradients.of(loss.parameters)
+    have, waiting = gradients.of(loss.parameters), 0
+    table = 0 if facts.keys.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
     for number in reversed(range(len(stacks))):
         stack, below = stacks[number], stacks[:number]
         reads_memory = number > 0
@@ -195,11 +197,22 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
                 activations=under + stack.during_backward(layer.number),
                 recomputed=again,
                 # the gradient of what cross-attention reads is added up over the layers
-                working=working + gathered + gradients.adding(parameters) + 2 * memory * reads_memory,
+                working=working + gathered + gradients.adding(parameters) + 2 * memory * reads_memory + waiting,
                 away=away_below + stack.weights_away_at(layer.number),
             )
             have += gradients.of(parameters)
-    table = 0 if facts.keys.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
+        if below:
+            yield Moment(
+                where=f"the embeddings of the {stack.layers[0].stack.name}, backward",
+                gradients=max(gradients.before, have),
+                activations=under,
+                working=table * facts.widths.weights + gathered + memory,
+                away=away_below,
+            )
+            if decoder_table_waits(facts):  # for that of the encoder, with which it is added
+                waiting = table * facts.widths.weights
+            elif not facts.family.tied:
+                have += gradients.of(table)
     yield Moment(
         where="the embeddings, backward",
         gradients=gradients.all,
