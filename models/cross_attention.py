@@ -13,7 +13,7 @@ from ..kernels.attention.decode import decode_attention
 from ..kernels.attention.packed import PackedSequences
 from .attention_calls import CallKind
 from .kv_cache import CachedMemory
-from .normed_linear import product_of_norm
+from .normed_linear import added_to, product_of_norm
 from .norms import LayerNorm, RMSNorm
 
 
@@ -92,6 +92,7 @@ class CrossAttention(nn.Module):
         memory: Memory | CachedMemory,
         kind: CallKind,
         norm: LayerNorm | RMSNorm | None = None,
+        onto: Tensor | None = None,
     ) -> Tensor:
         """Attend from each token of the decoder to all real tokens of its memory.
 
@@ -100,11 +101,15 @@ class CrossAttention(nn.Module):
             memory: of the same batch; a cached one is read by one token of each row.
             kind: the kind of call, which selects the backend.
             norm: a norm of `hidden` that is not kept; None without.
+            onto: a stream like `hidden` that the result is added to; None without.
 
         Returns:
             (batch, queries, hidden_size).
         """
-        query = self.query(hidden) if norm is None else product_of_norm(norm, self.query, hidden)[0]
+        if norm is None:
+            query = self.query(hidden)
+        else:
+            query, onto = product_of_norm(norm, self.query, hidden, onto)
         query = query.unflatten(-1, (self.heads, self.head_dim))
         if self.query_norm is not None:
             query = self.query_norm(query)
@@ -126,7 +131,7 @@ class CrossAttention(nn.Module):
             )
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
-        return self.output(context.flatten(2))
+        return added_to(onto, self.output, context.flatten(2))
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """What all queries see of a memory (batch, tokens, hidden_size): each (batch, tokens, groups, head_dim)."""

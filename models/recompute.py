@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.attention.backends import AttentionFunction
 from ..kernels.attention.dispatch import Decision
+from ..kernels.attention.scores_again import attention_with_scores_again, serves
 from ..kernels.attention.unfused import UnfusedAttention
 from .checkpointing import run_again
 from .config.memory_slice import RecomputeSlice
@@ -111,7 +112,8 @@ class CoreAttention:
 class RecomputedAttention:
     """An attention function of which queries, keys and values are kept, and nothing else.
 
-    The product with the values is not made again, but in compiled layers with another backend than `unfused`.
+    The product with the values is not made again, but in compiled layers with another backend than `unfused`. Where its
+    kernels serve a call of `unfused`, the log-sum-exps are kept too, and the scores come again from them.
 
     Args:
         function: what runs again.
@@ -125,6 +127,9 @@ class RecomputedAttention:
         draws, function = dropout > 0, self.function
         if not torch.is_grad_enabled():
             return function(query, key, value, dropout=dropout, **options)
+        in_kernels = isinstance(function, UnfusedAttention) and function.masked_softmax_fusion
+        if in_kernels and serves(query, dropout=dropout, **options):
+            return attention_with_scores_again(query, key, value, scale=options["scale"], causal=options["causal"])
         if torch.compiler.is_compiling() and isinstance(function, UnfusedAttention):
             weights = run_again(function.weights, draws, query, key, dropout=dropout, **options)
             return function.product(weights, value)

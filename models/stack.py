@@ -159,8 +159,10 @@ class Layer(nn.Module):
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             assert memory is not None
             read = self._before(self.cross_attention_norm, hidden, entered, self.cross_attention.query)
-            update = self.cross_attention(read.normed, memory, kind, read.norm)
-            hidden = self._add(read.stream, update, self.cross_attention_norm, self.cross_attention_output_norm)
+            adds = plain and self.cross_attention_output_norm is None
+            update = self.cross_attention(read.normed, memory, kind, read.norm, read.stream if adds else None)
+            output_norm = self.cross_attention_output_norm
+            hidden = update if adds else self._add(read.stream, update, self.cross_attention_norm, output_norm)
         sums = None
         adds = plain and self.mlp_adapter is None
         if isinstance(self.mlp, MoE):

@@ -1,7 +1,8 @@
-"""Compile the LSE-first and masked softmax kernels for GPUs that are not here; prints JSON lines, one per variant.
+"""Compile the LSE-first kernels, those that make scores again and the masked softmax for GPUs that are not here.
 
-`python tests/lse_first_compile.py few` takes a few variants, `all` every width on every architecture. Runs in a process
-of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+`python tests/lse_first_compile.py few` takes a few variants, `all` every width on every architecture; it prints JSON
+lines, one per variant. Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be
+compiled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 
 from offline_compile import CAPABILITIES, resources
 
-TYPES = {"lse_pointer": "*fp32", "mask_pointer": "*u8", "scale": "fp32"}
+WRITTEN = ("weights", "score_gradient")
+"""Stages that write a number for each query and key."""
+TYPES = {"lse_pointer": "*fp32", "delta_pointer": "*fp32", "mask_pointer": "*u8", "scale": "fp32"}
 ALIGNED = ("columns", "queries", "keys", "mask_query_stride")
 
 
@@ -32,11 +35,13 @@ def variants(which: str) -> Iterator[Variant]:
     if which == "few":
         yield Variant("lse", 128, "bf16", 90)
         yield Variant("output", 64, "bf16", 120)
+        yield Variant("weights", 128, "bf16", 90)
+        yield Variant("score_gradient", 128, "bf16", 90)
         yield Variant("softmax_forward", 65536, "bf16", 90)
         yield Variant("softmax_backward", 16384, "bf16", 80)
         return
     for capability in CAPABILITIES:
-        for stage in ("lse", "output"):
+        for stage in ("lse", "output", "weights", "score_gradient"):
             for head_dim in (64, 80, 128, 256):
                 yield Variant(stage, head_dim, "bf16", capability)
             yield Variant(stage, 128, "fp32", capability)
@@ -50,6 +55,7 @@ def attention(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     import torch
     import triton.language as tl
 
+    from stoker.kernels.attention import scores_again_kernels
     from stoker.kernels.attention.lse_first import kernels
     from stoker.kernels.attention.lse_first.configs import stage_config
 
@@ -61,13 +67,18 @@ def attention(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         "BLOCK_M": config.queries,
         "BLOCK_N": config.keys,
         "CAUSAL": True,
-        "MERGE": True,
+        **({"TILES": scores_again_kernels.TILES} if variant.kind in WRITTEN else {"MERGE": True}),
         **({"NEGATIVE": False} if variant.kind == "lse" else {}),
         "ACCUMULATE": tl.float32,
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
     }
-    kernel = {"lse": kernels.lse_kernel, "output": kernels.output_kernel}[variant.kind]
-    return kernel, constants, {"num_warps": config.warps, "num_stages": config.stages}
+    found = {
+        "lse": kernels.lse_kernel,
+        "output": kernels.output_kernel,
+        "weights": scores_again_kernels.weights_kernel,
+        "score_gradient": scores_again_kernels.score_gradient_kernel,
+    }
+    return found[variant.kind], constants, {"num_warps": config.warps, "num_stages": config.stages}
 
 
 def softmax(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -110,7 +121,9 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     row = variant._asdict() | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
     code = compiled.asm["ptx"]
     narrow = len(re.findall(r"ld\.global[\w.:]*\.(?:b|u)16", code))  # loads of one element
-    return row | {"wgmma": code.count("wgmma.mma_async"), "narrow_loads": narrow, "triton": triton.__version__}
+    stores = [store for store in re.findall(r"st\.global[\w.:]*", code) if ".v4" not in store]
+    counts = {"wgmma": code.count("wgmma.mma_async"), "narrow_loads": narrow, "narrow_stores": len(stores)}
+    return row | counts | {"triton": triton.__version__}
 
 
 def compiled(which: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stoker.kernels import cross_entropy, forked_norm, gated_activation, lora_gated_mlp, lora_linear, masked_softmax
-from stoker.kernels.attention import backends, unfused
+from stoker.kernels.attention import backends, scores_again, unfused
 from stoker.kernels.attention.flash import ops
 from stoker.kernels.moe import experts, grouped_matmul, rows
 from stoker.models.assemble import assemble
@@ -39,7 +39,7 @@ from stoker.trainer.plan.plan import target_elsewhere
 
 _BY_TRITON = (
     cross_entropy, forked_norm, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,
-    experts, grouped_matmul, rows,
+    scores_again, experts, grouped_matmul, rows,
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.kernels import gated_activation as gated_activation_module
 from stoker.kernels import gated_projection as gated_projection_module
+from stoker.kernels.attention import scores_again
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import mlp as mlp_module
 from stoker.models.bert import BERT
@@ -457,3 +458,28 @@ def test_the_kernel_of_a_gated_mlp_gives_the_same_bits_and_keeps_no_product(monk
     assert calls == [True]
     trained(gpt(**keys | {"ffn_dropout": 0.1}, **modules("mlp_activation")))  # noise lies between: the general way
     assert calls == [True]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_kernels_of_unfused_attention_train_alike_and_keep_no_scores(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; here in Triton's interpreter."""
+    keys = LLAMA | NO_DROPOUT | {"num_layers": 2, "hidden_size": 64, "attention_backend": "unfused"}
+    plain, ours = gpt(**keys), gpt(**keys, **SELECTIVE)
+    everything, wanted = kept_bytes(plain), trained(plain)
+    monkeypatch.setattr(scores_again, "triton_runs_on", lambda _: True)
+    graphs = Graphs()
+    if compiled:
+        graphs.compile(ours)
+    for name, value in trained(ours).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+    scores, log_sum_exps = 2 * 4 * TOKENS * TOKENS * 4, 2 * 4 * TOKENS * 4
+    mask = TOKENS * TOKENS  # which plain torch keeps too
+    if compiled:
+        assert made(graphs.forwards[0])["bmm"] == 1
+        assert made(graphs.backwards[0])["bmm"] == 3
+        assert not made(graphs.forwards[0])["baddbmm"] + made(graphs.backwards[0])["baddbmm"]
+        torch.compiler.reset()
+    else:
+        assert everything - kept_bytes(ours) == 2 * (scores + mask - log_sum_exps)

@@ -107,9 +107,12 @@ def test_modes_need_less_in_their_order():
 def test_scores_are_kept_by_unfused_attention_alone():
     unfused = [LLAMA, "model.attention_backend=unfused", "model.micro_batch_size=1", "model.global_batch_size=1"]
     selective = "model.activations_checkpoint_granularity=selective"
-    scores = 24 * 16 * 4096**2 * 2
+    scores, log_sum_exps = 24 * 16 * 4096**2 * 2, 24 * 16 * 4096 * 4
     saved = planned(*unfused).memory.moments[0].activations - planned(*unfused, selective).memory.moments[0].activations
-    assert saved == scores
+    assert saved == scores - log_sum_exps  # from which the scores are made again
+    dropped = [*unfused, "model.attention_dropout=0.1"]
+    saved = planned(*dropped).memory.moments[0].activations - planned(*dropped, selective).memory.moments[0].activations
+    assert saved == scores * 5 // 2  # before and after dropout, and a byte of mask for each
     fused = [*unfused, "model.attention_backend=auto"]
     assert planned(*fused).allocated == planned(*fused, selective).allocated
 

@@ -5,6 +5,7 @@ import torch
 from late_copies import LateCopies
 from saved_by_layers import facts_for, model_of, peak_of_backward, peak_of_loss, saved_as_written, saved_compiled
 
+from stoker.models import recompute
 from stoker.models.offload import ActivationOffload
 from stoker.trainer.plan import moments
 from stoker.trainer.plan.ends import loss_memory
@@ -75,6 +76,18 @@ CASES = {
     "cheap parts again": [*LLAMA, f"{RECOMPUTE}_modules=[norm,mlp_activation]"],
     "cheap parts again, gpt3": [*GPT3, f"{RECOMPUTE}_modules=[norm,mlp_activation]"],
     "scores again": [*LLAMA, "model.attention_backend=unfused", f"{RECOMPUTE}_modules=[core_attention]"],
+    "scores again, norms of heads": [
+        *LLAMA,
+        "model.attention_backend=unfused",
+        "model.qk_layernorm=True",
+        f"{RECOMPUTE}_modules=[core_attention]",
+    ],
+    "scores again, dropout": [
+        *LLAMA,
+        "model.attention_backend=unfused",
+        "model.attention_dropout=0.1",
+        f"{RECOMPUTE}_modules=[core_attention]",
+    ],
     "experts again": [*MOE, f"{RECOMPUTE}_modules=[moe]"],
     "layers again": [*LLAMA, *WHOLE, f"{RECOMPUTE}_method=uniform", f"{RECOMPUTE}_num_layers=1"],
     "first layer again": [*LLAMA, *WHOLE, f"{RECOMPUTE}_method=block", f"{RECOMPUTE}_num_layers=1"],
@@ -91,6 +104,7 @@ QUICK = {
     "experts, dropout",
     "t5",
     "cheap parts again",
+    "scores again, norms of heads",
     "layers again",
     "chunk again",
 }
@@ -115,7 +129,7 @@ def test_as_written_layers_keep_what_autograd_saves(name, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("llama", "lora") else pytest.param(name, marks=pytest.mark.full)
+        name if name in ("llama", "lora", "scores again") else pytest.param(name, marks=pytest.mark.full)
         for name in CASES
         if name != "chunk again"
     ],
@@ -125,6 +139,26 @@ def test_compiled_layers_keep_what_the_partitioner_chooses(name, monkeypatch):
     for number, stack in enumerate(facts.stacks):
         last = [layer for layer in placed_layers(facts) if layer.stack is stack][-1]
         assert last.kept == pytest.approx(saved_compiled(facts, monkeypatch, stack=number), rel=0.03), stack.name
+
+
+@pytest.mark.parametrize(("name", "times"), [("scores again", 2), ("scores again, dropout", 0)])
+def test_scores_come_again_from_log_sum_exps_where_the_plan_counts_these(name, times, monkeypatch):
+    taken, function = [], recompute.attention_with_scores_again
+    monkeypatch.setattr(
+        recompute, "attention_with_scores_again", lambda *given, **more: taken.append(1) or function(*given, **more)
+    )
+    facts = facts_for(CASES[name], compiled=False)
+    saved_as_written(facts, monkeypatch)
+    assert len(taken) == times  # in each layer, or in none
+    stack = facts.stacks[0]
+    scores = 2 * stack.batch * 8 * stack.length**2
+    log_sum_exps = 4 * stack.tokens * 8
+    for layer in placed_layers(facts):
+        assert layer.memory.beside_scores == (log_sum_exps if times else 0)
+        assert layer.memory.attention_spared == (scores if times else 0)  # the gradient of the weights
+        again, working = layer.memory.in_backward(frozenset({"core_attention"}))
+        assert again >= scores
+        assert working + (scores if times else 0) == layer.memory.in_backward(frozenset())[1]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 6])
@@ -159,7 +193,7 @@ def test_the_gradient_of_a_wide_head_weighs_more_than_its_logits(chunks, precisi
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "unfused, dropout", "chunk again"),
+        *("llama", "unfused, dropout", "scores again", "chunk again"),
         *(pytest.param(name, marks=pytest.mark.full) for name in ("fp32", "gpt3", "unfused, bound", "layers again")),
     ],
 )

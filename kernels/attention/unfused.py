@@ -72,9 +72,7 @@ class UnfusedAttention:
         """
         batch, queries, heads, head_dim = query.shape
         keys, groups = key.shape[1], key.shape[2]
-        per_group = heads // groups
-        stacked = query.unflatten(2, (groups, per_group)).permute(0, 2, 3, 1, 4)  # (batch, groups, per_group, q, d)
-        stacked = stacked.reshape(batch * groups, per_group * queries, head_dim)
+        stacked = stacked_by_group(query, groups)
         keys_t = key.permute(0, 2, 3, 1).reshape(batch * groups, head_dim, keys)
 
         # alpha scales inside the product, in its fp32 accumulator: fp16 scores do not overflow on the way; the first
@@ -108,9 +106,16 @@ class UnfusedAttention:
         """The sums of values so weighted, (batch, queries, heads, head_dim)."""
         batch, heads, queries, keys = weights.shape
         groups, head_dim = value.shape[2:]
-        values = value.transpose(1, 2).reshape(batch * groups, keys, head_dim)
-        context = torch.bmm(weights.reshape(batch * groups, heads // groups * queries, keys), values)
+        by_group = weights.reshape(batch * groups, heads // groups * queries, keys)
+        context = torch.bmm(by_group, stacked_by_group(value, groups))
         return context.view(batch, heads, queries, head_dim).transpose(1, 2)
+
+
+def stacked_by_group(heads: Tensor, groups: int) -> Tensor:
+    """(batch, tokens, heads, head_dim) as (batch * groups, heads of a group * tokens, head_dim)."""
+    batch, tokens, number, head_dim = heads.shape
+    each = number // groups
+    return heads.unflatten(2, (groups, each)).permute(0, 2, 3, 1, 4).reshape(batch * groups, each * tokens, head_dim)
 
 
 def _softmax(scores: Tensor, may_be_empty: bool) -> Tensor:

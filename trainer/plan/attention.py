@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...kernels.attention.dispatch import Decision
+from ...kernels.attention.scores_again import serves_call
 from ...kernels.attention.support import BY_NAME
 from ...models.config.memory import RecomputeModule
 from ...models.config.slices import AttentionSlice, StackSlice
@@ -40,10 +41,14 @@ class AttentionMemory:
     Attributes:
         kept: for the backward pass, but for the input of its first projection.
         working: bytes of the backward pass besides, at most: gradients and accumulators.
+        beside_scores: bytes that are kept more where its scores are made again: what they are made from.
+        spared: bytes of `working` that the backward pass does without then.
     """
 
     kept: tuple[Kept, ...]
     working: int
+    beside_scores: int = 0
+    spared: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +85,13 @@ def attention_memory(
     asked, read = sides.queries * query * e, sides.keys * key * e
     projected, turned = _projections(attention, stack, asked, read, sides)
     normed = _norms_of_heads(stack, attention, asked, read, widths, compiled=compiled)
-    scores = 0
+    scores = beside_scores = spared = 0
     if decision.keeps_scores:
         inputs, core, scores = _written_out(attention, decision, asked, read, e, compiled=compiled)
+        if decision.backend == "unfused" and attention.masked_softmax_fusion and serves_call(decision.call):
+            # queries, keys and values as they come, not in the order of the products; the log-sum-exps
+            beside_scores = projected + turned - inputs + sides.queries * attention.heads * 4
+            spared = scores // 2  # the gradient of the weights, which is never written
     else:
         inputs, core = _fused(attention, decision, asked, read, e)
         if inputs is None:
@@ -98,7 +107,7 @@ def attention_memory(
     else:
         sums = sides.queries * query * 4 if decision.backend in _SUMS_IN_FP32 else 0
         working = gradients + sums + _bias_bytes(decision)
-    return AttentionMemory(tuple(each for each in kept if each.size), working)
+    return AttentionMemory(tuple(each for each in kept if each.size), working, beside_scores, spared)
 
 
 def _projections(attention: AttentionSlice, stack: StackSlice, asked: int, read: int, sides: Sides) -> tuple[int, int]:

@@ -34,24 +34,28 @@ class LayerMemory:
         boundary: bytes of its input, which the residual stream hands to it.
         keeps_boundary: whether it is kept where nothing is recomputed.
         norm_inputs: bytes of the stream that are kept only where norms are recomputed.
+        beside_scores: bytes that are kept only where the scores of attention are recomputed.
         mlp: what its feed-forward part keeps where nothing is recomputed, but for the normed stream.
         rest: everything else that it keeps then.
         normed: bytes of the stream that the feed-forward part reads.
         parts: of the layer that have a norm of their own: attention, cross-attention, feed-forward part.
         mlp_working: bytes of the backward pass of the feed-forward part besides.
         attention_working: likewise of the attention.
+        attention_spared: bytes of that which are not needed where its scores are recomputed.
         parameters: of the layer.
     """
 
     boundary: int
     keeps_boundary: bool
     norm_inputs: int
+    beside_scores: int
     mlp: tuple[Kept, ...]
     rest: tuple[Kept, ...]
     normed: int
     parts: int
     mlp_working: int
     attention_working: int
+    attention_spared: int
     parameters: int
 
     @property
@@ -67,6 +71,7 @@ class LayerMemory:
     def kept_with(self, modules: frozenset[RecomputeModule]) -> int:
         """Bytes kept besides the input where these parts are recomputed."""
         inputs = self.norm_inputs if "norm" in modules else 0
+        inputs += self.beside_scores if "core_attention" in modules else 0
         return inputs + self.all_kept - recomputed(self.kept, modules)
 
     def in_backward(self, modules: frozenset[RecomputeModule]) -> tuple[int, int]:
@@ -78,7 +83,8 @@ class LayerMemory:
         norm, in_mlp = of_norms // self.parts, recomputed(self.mlp, modules)
         given_back = sum(each.size for each in self.mlp) - in_mlp + self.normed * ("norm" not in modules)
         in_attention = recomputed(self.rest, modules) - of_norms + norm
-        moments = (in_mlp + norm, self.mlp_working), (in_attention, self.attention_working - given_back)
+        spared = self.attention_spared if "core_attention" in modules else 0
+        moments = (in_mlp + norm, self.mlp_working), (in_attention, self.attention_working - spared - given_back)
         return max(moments, key=sum)
 
     def whole_in_backward(self) -> tuple[int, int]:
@@ -107,13 +113,15 @@ def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
     )
     moe = stack.moe if experts else None
     kept = [*own.kept, *_stream_and_norms(facts, moe)]
-    attention_working = own.working
+    attention_working, beside_scores, spared = own.working, own.beside_scores, own.spared
     parameters = count_layer(stack)
     if facts.cross is not None and facts.cross_attention is not None:
         sides = Sides(queries=tokens, keys=facts.memory_tokens, across=True)
         across = attention_memory(facts.cross, stack, facts.cross_attention, sides, widths, compiled=facts.compiled)
         kept += across.kept
-        attention_working = max(attention_working, across.working)
+        beside_scores += across.beside_scores
+        if across.working > attention_working:
+            attention_working, spared = across.working, across.spared
         parameters += count_cross_attention(stack, facts.cross)
     if moe is None:
         mlp, mlp_working = _mlp(facts, stack.mlp, stack.mlp.ffn_hidden_size)
@@ -134,12 +142,14 @@ def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
         boundary=wide * s,
         keeps_boundary=keeps_boundary,
         norm_inputs=0 if keeps_boundary else _sublayers(facts) * wide * s,
+        beside_scores=beside_scores,
         mlp=tuple(each for each in mlp if each.size),
         rest=tuple(each for each in kept if each.size),
         normed=wide * e if _learns(facts, "mlp_fc1") or moe is not None else 0,
         parts=_sublayers(facts),
         mlp_working=comes_and_goes + mlp_working + down,
         attention_working=2 * stream + attention_working + parameters * widths.weights,
+        attention_spared=spared,
         parameters=parameters,
     )
 

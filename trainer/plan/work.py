@@ -7,7 +7,7 @@ computation. The parts that are no constant of a card come from the training ste
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...kernels.attention.dispatch import Decision
 from ...models.config.memory import RecomputeModule
@@ -218,7 +218,9 @@ def recomputed_work(layer: PlacedLayer) -> Work:
     modules: frozenset[RecomputeModule] = layer.recompute.modules
     again = Work(moved=2.0 * recomputed(layer.memory.kept, modules - {"core_attention"}))
     if "core_attention" in modules:
-        again += core_forward(facts, with_scores=True)
+        scores = core_forward(facts, with_scores=True)
+        # what is made from log-sum-exps moves no more than what is read from the forward: two products are added
+        again += replace(scores, moved=0.0) if layer.memory.attention_spared else scores
     if "moe" in modules and experts:
         again += Work(matmul=experts_forward(facts), grouped=grouped_forward(facts))
     return again

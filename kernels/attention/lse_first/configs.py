@@ -1,4 +1,6 @@
-"""Tile sizes, warps and stages of the first two stages: tables per architecture, never tuned at run time."""
+"""Tile sizes, warps and stages of the first two stages, and of what writes scores out from the first: tables per
+architecture, never tuned at run time.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import torch
 from ...launch import next_power_of_2
 from ..flash.configs import TileConfig
 
-Stage = Literal["lse", "output"]
+Stage = Literal["lse", "output", "weights", "score_gradient"]
 
-# head width padded to a power of two, 64 for less -> config; eight warps, with which nothing spills
+# head width padded to a power of two, 64 for less -> config; eight warps for most, with which nothing spills
 _Table = dict[int, TileConfig]
 
 # small tiles: several per axis even for the short sequences of a test
@@ -21,11 +23,15 @@ _INTERPRETER = TileConfig(32, 32, 4, 1)
 _LARGE: dict[Stage, _Table] = {
     "lse": {64: TileConfig(128, 64, 8, 3), 128: TileConfig(128, 64, 8, 3), 256: TileConfig(128, 64, 8, 2)},
     "output": {64: TileConfig(128, 64, 8, 3), 128: TileConfig(128, 64, 8, 3), 256: TileConfig(64, 64, 8, 2)},
+    "weights": {64: TileConfig(128, 64, 8, 3), 128: TileConfig(128, 64, 8, 3), 256: TileConfig(128, 64, 8, 2)},
+    "score_gradient": {64: TileConfig(128, 64, 8, 2), 128: TileConfig(128, 64, 8, 2), 256: TileConfig(64, 32, 8, 2)},
 }
 # GPUs of 99 KB: sm_86, sm_89, sm_120
 _SMALL: dict[Stage, _Table] = {
     "lse": {64: TileConfig(128, 64, 8, 3), 128: TileConfig(128, 32, 8, 2), 256: TileConfig(64, 32, 8, 1)},
     "output": {64: TileConfig(128, 64, 8, 2), 128: TileConfig(128, 32, 8, 2), 256: TileConfig(64, 32, 8, 1)},
+    "weights": {64: TileConfig(128, 64, 8, 3), 128: TileConfig(128, 64, 8, 1), 256: TileConfig(64, 32, 8, 1)},
+    "score_gradient": {64: TileConfig(64, 64, 8, 2), 128: TileConfig(64, 64, 8, 2), 256: TileConfig(32, 32, 4, 2)},
 }
 
 
