@@ -88,12 +88,14 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     forked_norm_types = {f"{name}_pointer": "*bf16" for name in forked} | {"partial_pointer": "*fp32"}
     forked_norm_types |= dict.fromkeys(("rows", "width", "piece"), "i32") | {"epsilon": "fp32"}
 
-    def forked_norm_of(width: int) -> Any:
-        flags: dict[str, Any] = dict.fromkeys(("SECOND", "AGAIN", "ZERO_CENTERED"), True)
+    def forked_norm_of(width: int, again: bool) -> Any:
+        absent = "second_gradient_pointer" if again else "normed_pointer"
+        flags: dict[str, Any] = {"SECOND": not again, "AGAIN": again, "ZERO_CENTERED": True, absent: None}
         constants = flags | forked_norm.tile_options(width)
         launch = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
-        kernel = forked_norm.forked_norm_backward_kernel
-        return f"forked_norm_{width}", kernel, forked_norm_types, constants, launch
+        types = {name: kind for name, kind in forked_norm_types.items() if name != absent}
+        name = f"forked_norm_{width}" + "_again" * again
+        return name, forked_norm.forked_norm_backward_kernel, types, constants, launch
 
     def launched(tile: narrow_products.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         given = tile.options(rank)
@@ -127,7 +129,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     return [
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
-        *(forked_norm_of(width) for width in (256, 1024, forked_norm.WIDEST)),
+        *(forked_norm_of(width, again) for width in (256, 1024, forked_norm.WIDEST) for again in (False, True)),
         narrow_of(16, 8192),
         *(of(rank) for of in (narrow_of, update_of) for rank in (16, narrow_products.WIDEST_RANK)),
         (

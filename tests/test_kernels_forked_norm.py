@@ -80,9 +80,11 @@ def test_bf16_errors_are_those_of_one_rounding(twice: bool, device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
-    rows: int, width: int, device: str, monkeypatch: Any
+    rows: int, width: int, learns: bool, biased: bool, device: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(forked_norm, "PROGRAMS", 12)
     zero_centered, out = width == 40, 16
@@ -90,15 +92,18 @@ def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(*shape, generator=generator) for shape in ((out, width), (out,), (2, rows // 2, out))]
     weight, bias, outer = (x.to(device) for x in drawn)
-    leaves = (stream, gain, weight.requires_grad_(), bias.requires_grad_())
+    given = [stream, gain, weight.requires_grad_(learns), *([bias.requires_grad_(learns)] if biased else [])]
+    options: dict[str, Any] = {"epsilon": 1e-2, "zero_centered": zero_centered}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        found = forked_norm_projection(*leaves, epsilon=1e-2, zero_centered=zero_centered)
+        found = forked_norm_projection(stream, gain, weight, given[3] if biased else None, **options)
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in (stream, gain, weight)]
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    normed = rms_norm(exact[0], exact[1], epsilon=1e-2, zero_centered=zero_centered)
-    expected = exact[0], torch.nn.functional.linear(normed, exact[2], exact[3])
-    truths = torch.autograd.grad(expected, exact, (on.double(), outer.double()))
+    exact = [x.detach().double().requires_grad_(x.requires_grad) for x in given]
+    normed = rms_norm(exact[0], exact[1], **options)
+    expected = exact[0], torch.nn.functional.linear(normed, exact[2], exact[3] if biased else None)
+    leaves, wanted = ([x for x in each if x.requires_grad] for each in (given, exact))
+    assert len(leaves) == 2 + learns * (1 + biased)
+    truths = torch.autograd.grad(expected, wanted, (on.double(), outer.double()))
     gradients = torch.autograd.grad(found, leaves, (on, outer))
     for got, truth in zip((*found, *gradients), (*expected, *truths), strict=True):
         torch.testing.assert_close(got.double(), truth, rtol=1e-5, atol=1e-5 * truth.abs().max().item())

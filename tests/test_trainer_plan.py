@@ -129,6 +129,14 @@ def test_the_gradient_of_a_decoders_embeddings_waits_for_that_of_the_encoder():
     assert shared[encoder].working - tied[encoder].working == table
     assert shared[encoder].gradients == tied[encoder].gradients
     assert shared["the embeddings of the decoder, backward"].working >= table
+    wide = [*t5, "model.megatron_amp_O2=False", "model.micro_batch_size=1", "model.global_batch_size=2"]
+    for tied in (False, True):  # where it is added to that of the micro batch before, which is there already
+        key = f"model.share_decoder_tokens_head_embeddings={tied}"
+        moments = {moment.where: moment for moment in planned(*wide, key).memory.moments}
+        last = moments["the embeddings, backward"]
+        assert last.gradients == moments[encoder].gradients  # of all parameters
+        assert 2 * 2 * table <= last.working <= 2.2 * 2 * table
+        assert moments[encoder].working >= 2 * table
 
 
 def test_offloaded_layers_are_on_the_host_at_the_loss():

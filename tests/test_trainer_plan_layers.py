@@ -155,7 +155,8 @@ def test_scores_come_again_from_log_sum_exps_where_the_plan_counts_these(name, t
     log_sum_exps = 4 * stack.tokens * 8
     for layer in placed_layers(facts):
         assert layer.memory.beside_scores == (log_sum_exps if times else 0)
-        assert layer.memory.attention_spared == (scores if times else 0)  # the gradient of the weights
+        spared = layer.memory.attention_working - layer.memory.attention_again
+        assert spared == (scores if times else 0)  # the gradient of the weights
         again, working = layer.memory.in_backward(frozenset({"core_attention"}))
         assert again >= scores
         assert working + (scores if times else 0) == layer.memory.in_backward(frozenset())[1]

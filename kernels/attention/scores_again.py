@@ -20,7 +20,7 @@ from ..launch import triton_runs_on
 from .arguments import LARGEST_HEAD_DIM, SMALLEST_HEAD_DIM, check_arguments
 from .call import AttentionCall
 from .lse_first.kernels import delta_of
-from .lse_first.ops import _lse
+from .lse_first.ops import log_sum_exps
 from .packed import PackedSequences
 from .scores_again_kernels import launch_score_gradient, launch_weights
 from .unfused import UnfusedAttention, stacked_by_group
@@ -34,7 +34,7 @@ _UNFUSED = UnfusedAttention()
 @torch.library.custom_op("stoker::attention_weights", mutates_args=())
 def _attention_weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """How much each query takes of each key, (batch, heads, queries, keys) like `q`, and the log-sum-exps."""
-    lse = _lse(q, [k], causal, scale, 0, 0, k.shape[1])
+    lse = log_sum_exps(q, [k], causal, scale, 0, 0, k.shape[1])
     if not (q.numel() and k.numel()):
         return q.new_empty((*lse.shape, k.shape[1])), lse
     return launch_weights(q, k, lse, causal, scale), lse

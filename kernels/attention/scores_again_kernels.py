@@ -19,7 +19,7 @@ from ..launch import INTERPRETED, jit, tl, triton
 from .flash.problem import on_device, strides, with_plain_rows
 from .flash.tile import LOG2E, dense_place, dot, load_lse, load_rows, per_row_start, row_start
 from .lse_first.configs import Stage
-from .lse_first.kernels import _arguments, _seen, _visited_keys
+from .lse_first.kernels import seen, stage_arguments, visited_keys
 
 TILES = 2 if INTERPRETED else 16
 """Tiles of keys that a program has at most."""
@@ -42,7 +42,7 @@ def _place(
     sequence, head, first = dense_place(program // spans, queries, heads, BLOCK_M, CAUSAL)
     begin = program % spans * (BLOCK_N * TILES)
     end = tl.minimum(keys, begin + BLOCK_N * TILES)
-    whole, stop = _visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    whole, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
     whole = tl.minimum(tl.maximum(whole, begin), end)
     stop = tl.minimum(tl.maximum(stop, begin), end)
     return sequence, head, first, begin, whole, stop, end
@@ -55,9 +55,10 @@ def _weights(
 ):  # fmt: skip
     """exp(score - lse) of a tile: one function, so that the backward gets the bits of the forward."""
     exponent = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION) * (scale * LOG2E)
-    if EDGE:
-        exponent = _seen(exponent, query[:, None], key[None, :], keys, shift, CAUSAL)
-    return tl.exp2(exponent - lse[:, None])
+    weights = tl.exp2(exponent - lse[:, None])
+    if EDGE:  # only now: tiles of another size, which see other edges, shall round alike
+        weights = seen(weights, query[:, None], key[None, :], keys, shift, 0.0, CAUSAL)
+    return weights
 
 
 @jit
@@ -172,7 +173,7 @@ def _launch_of(stage: Stage, q: Tensor, k: Tensor, causal: bool, scale: float) -
     """Grid and keyword arguments of either kernel, for queries and keys with plain rows."""
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
-    arguments = _arguments(q, k, stage, keys - queries if causal else None, scale) | {"TILES": TILES}
+    arguments = stage_arguments(q, k, stage, keys - queries if causal else None, scale) | {"TILES": TILES}
     spans = triton.cdiv(keys, arguments["BLOCK_N"] * TILES)
     return (spans * triton.cdiv(queries, arguments["BLOCK_M"]) * batch * heads,), arguments
 

@@ -236,7 +236,8 @@ def check(seed: int, count: int, together: int, results: Path, until: float | No
         command = [__file__, "--one", json.dumps(drawn)]
         with room.taken(plan.needed):
             row = run_alone(command, until)
-        if together > 1 and row and "refused" in row:  # was it another's memory that was missing?
+        # was it another's memory that was missing?
+        if together > 1 and row and ("refused" in row or row["recorded"] != plan.facts.is_recorded):
             with room.taken(room.size):
                 row = run_alone(command, until)
         if row is None:
@@ -288,7 +289,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--together", type=int, default=1, metavar="N", help="as many on the card at once")
+    parser.add_argument(
+        "--together", type=int, default=1, choices=range(1, 17), metavar="N", help="as many on the card at once"
+    )
     parser.add_argument("--seconds", type=float, help="leave out what would not be done by then")
     parser.add_argument("--results", type=Path, default=Path("plan_check.jsonl"))
     parser.add_argument("--report", type=Path)

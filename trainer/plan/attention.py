@@ -41,14 +41,14 @@ class AttentionMemory:
     Attributes:
         kept: for the backward pass, but for the input of its first projection.
         working: bytes of the backward pass besides, at most: gradients and accumulators.
-        beside_scores: bytes that are kept more where its scores are made again: what they are made from.
-        spared: bytes of `working` that the backward pass does without then.
+        working_again: the same where its scores are made again.
+        beside_scores: bytes that are kept more then: what they are made from.
     """
 
     kept: tuple[Kept, ...]
     working: int
+    working_again: int
     beside_scores: int = 0
-    spared: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def attention_memory(
     scores = beside_scores = spared = 0
     if decision.keeps_scores:
         inputs, core, scores = _written_out(attention, decision, asked, read, e, compiled=compiled)
-        if decision.backend == "unfused" and attention.masked_softmax_fusion and serves_call(decision.call):
+        if scores_come_from_sums(attention, decision):
             # queries, keys and values as they come, not in the order of the products; the log-sum-exps
             beside_scores = projected + turned - inputs + sides.queries * attention.heads * 4
             spared = scores // 2  # the gradient of the weights, which is never written
@@ -107,7 +107,12 @@ def attention_memory(
     else:
         sums = sides.queries * query * 4 if decision.backend in _SUMS_IN_FP32 else 0
         working = gradients + sums + _bias_bytes(decision)
-    return AttentionMemory(tuple(each for each in kept if each.size), working, beside_scores, spared)
+    return AttentionMemory(tuple(each for each in kept if each.size), working, working - spared, beside_scores)
+
+
+def scores_come_from_sums(attention: AttentionSlice, decision: Decision) -> bool:
+    """Whether scores that are recomputed come from log-sum-exps (`kernels.attention.scores_again`)."""
+    return decision.backend == "unfused" and attention.masked_softmax_fusion and serves_call(decision.call)
 
 
 def _projections(attention: AttentionSlice, stack: StackSlice, asked: int, read: int, sides: Sides) -> tuple[int, int]:

@@ -41,7 +41,7 @@ class LayerMemory:
         parts: of the layer that have a norm of their own: attention, cross-attention, feed-forward part.
         mlp_working: bytes of the backward pass of the feed-forward part besides.
         attention_working: likewise of the attention.
-        attention_spared: bytes of that which are not needed where its scores are recomputed.
+        attention_again: the same where its scores are recomputed.
         parameters: of the layer.
     """
 
@@ -55,7 +55,7 @@ class LayerMemory:
     parts: int
     mlp_working: int
     attention_working: int
-    attention_spared: int
+    attention_again: int
     parameters: int
 
     @property
@@ -83,8 +83,8 @@ class LayerMemory:
         norm, in_mlp = of_norms // self.parts, recomputed(self.mlp, modules)
         given_back = sum(each.size for each in self.mlp) - in_mlp + self.normed * ("norm" not in modules)
         in_attention = recomputed(self.rest, modules) - of_norms + norm
-        spared = self.attention_spared if "core_attention" in modules else 0
-        moments = (in_mlp + norm, self.mlp_working), (in_attention, self.attention_working - spared - given_back)
+        of_attention = self.attention_again if "core_attention" in modules else self.attention_working
+        moments = (in_mlp + norm, self.mlp_working), (in_attention, of_attention - given_back)
         return max(moments, key=sum)
 
     def whole_in_backward(self) -> tuple[int, int]:
@@ -113,15 +113,14 @@ def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
     )
     moe = stack.moe if experts else None
     kept = [*own.kept, *_stream_and_norms(facts, moe)]
-    attention_working, beside_scores, spared = own.working, own.beside_scores, own.spared
+    working, again, beside_scores = own.working, own.working_again, own.beside_scores
     parameters = count_layer(stack)
     if facts.cross is not None and facts.cross_attention is not None:
         sides = Sides(queries=tokens, keys=facts.memory_tokens, across=True)
         across = attention_memory(facts.cross, stack, facts.cross_attention, sides, widths, compiled=facts.compiled)
         kept += across.kept
         beside_scores += across.beside_scores
-        if across.working > attention_working:
-            attention_working, spared = across.working, across.spared
+        working, again = max(working, across.working), max(again, across.working_again)
         parameters += count_cross_attention(stack, facts.cross)
     if moe is None:
         mlp, mlp_working = _mlp(facts, stack.mlp, stack.mlp.ffn_hidden_size)
@@ -138,6 +137,7 @@ def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
     stream = wide * s  # its gradient as it comes; as it goes it is written over where a compiler sees that
     comes_and_goes = stream * (1 if facts.compiled else 2)
     down = stack.hidden_size * stack.mlp.ffn_hidden_size * widths.weights if moe is None else 0
+    beside = 2 * stream + parameters * widths.weights
     return LayerMemory(
         boundary=wide * s,
         keeps_boundary=keeps_boundary,
@@ -148,8 +148,8 @@ def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
         normed=wide * e if _learns(facts, "mlp_fc1") or moe is not None else 0,
         parts=_sublayers(facts),
         mlp_working=comes_and_goes + mlp_working + down,
-        attention_working=2 * stream + attention_working + parameters * widths.weights,
-        attention_spared=spared,
+        attention_working=beside + working,
+        attention_again=beside + again,
         parameters=parameters,
     )
 

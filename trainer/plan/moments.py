@@ -181,8 +181,11 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
             working=gathered + transform_kept(facts),
             away=away,
         )
-    have, waiting = gradients.of(loss.parameters), 0
-    table = 0 if facts.keys.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
+    have = gradients.of(loss.parameters)
+    rows = 0 if facts.keys.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
+    table = rows * facts.widths.weights
+    # a gradient of a table that is read twice waits for the other, which `have` counts but for what is there before
+    waiting = table * (facts.family.tied and gradients.adds_in_place)
     for number in reversed(range(len(stacks))):
         stack, below = stacks[number], stacks[:number]
         reads_memory = number > 0
@@ -206,17 +209,20 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
                 where=f"the embeddings of the {stack.layers[0].stack.name}, backward",
                 gradients=max(gradients.before, have),
                 activations=under,
-                working=table * facts.widths.weights + gathered + memory,
+                working=table + waiting + gathered + memory,
                 away=away_below,
             )
-            if decoder_table_waits(facts):  # for that of the encoder, with which it is added
-                waiting = table * facts.widths.weights
+            if decoder_table_waits(facts):
+                waiting = table
             elif not facts.family.tied:
-                have += gradients.of(table)
+                have += gradients.of(rows)
     yield Moment(
         where="the embeddings, backward",
         gradients=gradients.all,
-        working=table * facts.widths.weights * table_is_read_twice(facts) + layers[0].memory.boundary + gathered,
+        working=table * table_is_read_twice(facts)
+        + waiting * gradients.adds_in_place
+        + layers[0].memory.boundary
+        + gathered,
     )
     yield Moment(where="the update", gradients=gradients.all, working=update_working(facts))
 
@@ -286,6 +292,7 @@ class _Gradients:
     Attributes:
         before: bytes there are before the backward pass.
         all: bytes there are after it.
+        adds_in_place: whether those of a micro batch are added to those before it as soon as they are there.
     """
 
     def __init__(self, facts: RunFacts) -> None:
@@ -300,8 +307,8 @@ class _Gradients:
         narrow = self._width < 4 and facts.precision.main_weights
         accumulates = facts.micro_batches > 1
         self.all = self.of(parameters)
-        self._adds_in_place = accumulates and not narrow
-        self.before = self.all if self._adds_in_place else 0
+        self.adds_in_place = accumulates and not narrow
+        self.before = self.all if self.adds_in_place else 0
 
     def of(self, parameters: int) -> int:
         """Bytes that the gradients of some parameters stay, once they are calculated; of a frozen model their part."""
@@ -311,7 +318,7 @@ class _Gradients:
 
     def adding(self, parameters: int) -> int:
         """Bytes of the gradients of a layer while they are added to those of the micro batch before."""
-        return int(parameters * self._trained) * self._width if self._adds_in_place else 0
+        return int(parameters * self._trained) * self._width if self.adds_in_place else 0
 
 
 def _gathered(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> int:

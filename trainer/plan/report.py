@@ -58,6 +58,9 @@ def activation_parts(plan: Plan) -> list[tuple[str, int]]:
                 if part.module is None or part.module not in modules:
                     found[part.part] = found.get(part.part, 0) + part.size
                     own -= part.size
+            if "core_attention" in modules:
+                found["attention"] = found.get("attention", 0) + layer.memory.beside_scores
+                own -= layer.memory.beside_scores
         found["layer inputs"] = found.get("layer inputs", 0) + own
     return sorted(found.items(), key=lambda item: -item[1])
 

@@ -7,6 +7,7 @@ computation. The parts that are no constant of a card come from the training ste
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ...kernels.attention.dispatch import Decision
@@ -15,6 +16,7 @@ from ...models.config.peft_slice import LoRASlice, peft_slice
 from ...models.config.slices import AttentionSlice, StackSlice
 from ..config.optim import optimizer_kind, optimizer_settings
 from ..flops import training_flops_per_sample
+from .attention import scores_come_from_sums
 from .cards import Card
 from .facts import RunFacts, StackFacts
 from .layer import recomputed, rows_of
@@ -179,15 +181,27 @@ def experts_forward(facts: StackFacts) -> float:
 # ---------------------------------------------------------------- a micro batch
 
 
-def core_forward(facts: StackFacts, *, with_scores: bool = False) -> Work:
-    """The core of all attentions of a layer in a forward pass; `with_scores`: of those that keep scores."""
-    stack, work = facts.stack, Work()
-    if facts.attention.keeps_scores or not with_scores:
-        work += attention_forward(stack.attention, facts.attention, facts.batch, facts.length, facts.length)
-    cross = facts.cross_attention
-    if facts.cross is not None and cross is not None and (cross.keeps_scores or not with_scores):
-        work += attention_forward(facts.cross, cross, facts.batch, facts.length, facts.memory_length)
-    return work
+def _attentions(facts: StackFacts) -> Iterator[tuple[AttentionSlice, Decision, Work]]:
+    """The attentions of a layer, with what the core of each does in a forward pass."""
+    stack, own, across, decision = facts.stack, facts.attention, facts.cross, facts.cross_attention
+    yield stack.attention, own, attention_forward(stack.attention, own, facts.batch, facts.length, facts.length)
+    if across is not None and decision is not None:
+        yield across, decision, attention_forward(across, decision, facts.batch, facts.length, facts.memory_length)
+
+
+def core_forward(facts: StackFacts) -> Work:
+    """The core of all attentions of a layer in a forward pass."""
+    return sum((work for _, _, work in _attentions(facts)), Work())
+
+
+def scores_again(facts: StackFacts) -> Work:
+    """What it takes to make the scores of attentions again, of those that keep any."""
+    again = Work()
+    for attention, decision, work in _attentions(facts):
+        if decision.keeps_scores:
+            # from log-sum-exps two products are added, but nothing moves that would not without
+            again += replace(work, moved=0.0) if scores_come_from_sums(attention, decision) else work
+    return again
 
 
 def layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
@@ -218,9 +232,7 @@ def recomputed_work(layer: PlacedLayer) -> Work:
     modules: frozenset[RecomputeModule] = layer.recompute.modules
     again = Work(moved=2.0 * recomputed(layer.memory.kept, modules - {"core_attention"}))
     if "core_attention" in modules:
-        scores = core_forward(facts, with_scores=True)
-        # what is made from log-sum-exps moves no more than what is read from the forward: two products are added
-        again += replace(scores, moved=0.0) if layer.memory.attention_spared else scores
+        again += scores_again(facts)
     if "moe" in modules and experts:
         again += Work(matmul=experts_forward(facts), grouped=grouped_forward(facts))
     return again

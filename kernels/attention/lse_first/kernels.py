@@ -45,7 +45,7 @@ from .configs import Stage, stage_config
 
 
 @jit
-def _visited_keys(
+def visited_keys(
     first, queries, keys, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """Where the tiles end that a block of queries sees whole, and where those that it sees in part."""
@@ -58,12 +58,12 @@ def _visited_keys(
 
 
 @jit
-def _seen(tile, query, key, keys, shift, CAUSAL: tl.constexpr):
-    """A tile at the edge, -inf where hidden; `query` and `key` broadcast to it."""
+def seen(tile, query, key, keys, shift, hidden, CAUSAL: tl.constexpr):
+    """A tile at the edge, `hidden` where a query does not see a key; `query` and `key` broadcast to it."""
     visible = key < keys
     if CAUSAL:
         visible = visible & (key <= query + shift)
-    return tl.where(visible, tile, float("-inf"))
+    return tl.where(visible, tile, hidden)
 
 
 # ---------------------------------------------------------------- stage 1
@@ -94,7 +94,7 @@ def lse_kernel(
     highest = highest_product
     total = tl.zeros((BLOCK_M,), ACCUMULATE)
     factor = scale * LOG2E
-    whole, stop = _visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    whole, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, stop if EDGE else whole, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
@@ -103,7 +103,7 @@ def lse_kernel(
             if NEGATIVE:
                 product = -product
             if EDGE:
-                product = _seen(product, query[:, None], key[None, :], keys, shift, CAUSAL)
+                product = seen(product, query[:, None], key[None, :], keys, shift, float("-inf"), CAUSAL)
             highest_product = tl.maximum(highest_product, tl.max(product, 1))
             # rounded here and carried: the same highest product must shift the total by nothing
             higher = highest_product * factor
@@ -149,7 +149,7 @@ def output_kernel(
     q = load_rows(q_rows, first, stride_qs, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     lse = load_lse(lse_pointer, per_row_start(sequence, head, 0, heads, queries, False) + query, query < queries)
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
-    whole, stop = _visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    whole, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, stop if EDGE else whole, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
@@ -158,7 +158,7 @@ def output_kernel(
             product = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION)
             exponent = product * (scale * LOG2E)
             if EDGE:
-                exponent = _seen(exponent, query[:, None], key[None, :], keys, shift, CAUSAL)
+                exponent = seen(exponent, query[:, None], key[None, :], keys, shift, float("-inf"), CAUSAL)
             weight = tl.exp2(exponent - lse[:, None])
             accumulator = dot(rounded(weight, v.dtype), v, accumulator, PRECISION)
     if MERGE:
@@ -170,7 +170,7 @@ def output_kernel(
 # ---------------------------------------------------------------- launches
 
 
-def _arguments(q: Tensor, k: Tensor, stage: Stage, shift: int | None, scale: float) -> dict[str, Any]:
+def stage_arguments(q: Tensor, k: Tensor, stage: Stage, shift: int | None, scale: float) -> dict[str, Any]:
     """Keyword arguments of every kernel that reads queries and keys; both have plain rows."""
     exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return {
@@ -213,7 +213,7 @@ def lse_of_chunk_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale
         return
     q, k = with_plain_rows(q), with_plain_rows(k)
     # of a scale of 0 something is left, so that nothing hidden becomes -inf times 0
-    arguments = _arguments(q, k, "lse", shift, max(abs(scale), 1e-30)) | {"NEGATIVE": scale < 0}
+    arguments = stage_arguments(q, k, "lse", shift, max(abs(scale), 1e-30)) | {"NEGATIVE": scale < 0}
     grid = _blocks(q.shape[1], arguments["BLOCK_M"], q, q.shape[2])
     with on_device(q):
         lse_kernel[grid](lse_pointer=lse, MERGE=merge, **arguments)
@@ -224,7 +224,7 @@ def output_of_chunk_(
 ) -> None:
     """Stage 2: write what a chunk gives to the output into `out` (like q), or add it."""
     q, k, v = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v)
-    arguments = _arguments(q, k, "output", shift, scale) | strides("v", v) | strides("o", out)
+    arguments = stage_arguments(q, k, "output", shift, scale) | strides("v", v) | strides("o", out)
     grid = _blocks(q.shape[1], arguments["BLOCK_M"], q, q.shape[2])
     with on_device(q):
         output_kernel[grid](v_pointer=v, lse_pointer=lse, out_pointer=out, MERGE=merge, **arguments)

@@ -39,9 +39,10 @@ def _wide_like(q: Tensor) -> torch.dtype:
 # ---------------------------------------------------------------- the stages over all chunks
 
 
-def _lse(
+def log_sum_exps(
     q: Tensor, k: Sequence[Tensor], causal: bool, scale: float, chunk_size: int, k_offset: int, total_keys: int
 ) -> Tensor:
+    """Stage 1 over all chunks."""
     lse = torch.full(
         (q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=_wide_like(q), device=q.device
     )  # also what no chunk reaches
@@ -107,7 +108,7 @@ def _rooms_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _attention_lse(
     q: Tensor, k: Sequence[Tensor], causal: bool, scale: float, chunk_size: int, k_offset: int, total_keys: int
 ) -> Tensor:
-    return _lse(q, k, causal, scale, chunk_size, k_offset, total_keys)
+    return log_sum_exps(q, k, causal, scale, chunk_size, k_offset, total_keys)
 
 
 @_attention_lse.register_fake
@@ -173,7 +174,7 @@ def _lse_first_attention(
     q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], causal: bool, scale: float, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     total_keys = sum(_lengths(k))
-    lse = _lse(q, k, causal, scale, chunk_size, 0, total_keys)
+    lse = log_sum_exps(q, k, causal, scale, chunk_size, 0, total_keys)
     chunks = chunks_of(_lengths(k), chunk_size) if q.numel() else []
     if not chunks:
         return q.new_zeros(q.shape), lse
