@@ -182,8 +182,8 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
             away=away,
         )
     have = gradients.of(loss.parameters)
-    rows = 0 if facts.keys.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
-    table = rows * facts.widths.weights
+    entries = 0 if facts.keys.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
+    table = entries * facts.widths.weights
     # a gradient of a table that is read twice waits for the other, which `have` counts but for what is there before
     waiting = table * (facts.family.tied and gradients.adds_in_place)
     for number in reversed(range(len(stacks))):
@@ -215,7 +215,7 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
             if decoder_table_waits(facts):
                 waiting = table
             elif not facts.family.tied:
-                have += gradients.of(rows)
+                have += gradients.of(entries)
     yield Moment(
         where="the embeddings, backward",
         gradients=gradients.all,
