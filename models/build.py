@@ -120,8 +120,9 @@ def build_model(
         for planned in plan.attentions
     }
     model = _assembled(described, form, plan.decisions, backends, peft).to(dtype)
+    make_copies = copies_of(device) if "training" in kinds else None
     for part, stack, labels in zip(described.stacks, stacks_of(model), _training_labels(described), strict=True):
-        for policy in () if part.recompute is None else policies_of(part.recompute, plan.decisions, *labels):
+        for policy in policies_of(part, plan.decisions, *labels, offloads=make_copies is not None):
             policy.apply(stack)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
     if plan.compiled:
@@ -136,7 +137,6 @@ def build_model(
         sharding.cut(model)
         model.to_empty(device=device)
         initialise_(model, _init_rules_of(model, described), sharding.fill)
-    make_copies = copies_of(device) if "training" in kinds else None
     if make_copies is not None:
         offload(model, described, make_copies)
     return model

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,7 +15,8 @@ from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.scores_again import attention_with_scores_again, serves
 from ..kernels.attention.unfused import UnfusedAttention
 from .checkpointing import run_again
-from .config.memory_slice import RecomputeSlice
+from .config.memory import RecomputeModule
+from .config.slices import StackSlice
 from .mlp import MLP
 from .moe.layer import MoE
 from .stack import Layer, Stack
@@ -44,31 +46,31 @@ class WholeLayers:
         if self.chunk > 1:
             stack.recompute_chunk = self.chunk
             return
-        for layer in _layers(stack)[: self.number]:
+        for layer in _layers(stack, range(self.number)):
             layer.recompute = True
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """In the layers from `first` on, the norm before a projection is run again with it, up to its product."""
+    """In these layers the norm before a projection is run again with it, up to its product."""
 
-    first: int
+    numbers: Sequence[int]
 
     def apply(self, stack: Stack) -> None:
         """Set it up in a stack."""
-        for layer in _layers(stack)[self.first :]:
+        for layer in _layers(stack, self.numbers):
             layer.recompute_norms = True
 
 
 @dataclass(frozen=True, slots=True)
 class MLPActivations:
-    """In the layers from `first` on, what lies between the projections of an MLP or of a shared expert is run again."""
+    """In these layers, what lies between the projections of an MLP or of a shared expert is run again."""
 
-    first: int
+    numbers: Sequence[int]
 
     def apply(self, stack: Stack) -> None:
         """Set it up in a stack."""
-        for layer in _layers(stack)[self.first :]:
+        for layer in _layers(stack, self.numbers):
             mlp = layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp
             if isinstance(mlp, MLP):
                 mlp.recompute = True
@@ -76,34 +78,34 @@ class MLPActivations:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
-    """In the layers from `first` on, router and experts are run again as a whole."""
+    """In these layers router and experts are run again as a whole."""
 
-    first: int
+    numbers: Sequence[int]
 
     def apply(self, stack: Stack) -> None:
         """Set it up in a stack."""
-        for layer in _layers(stack)[self.first :]:
+        for layer in _layers(stack, self.numbers):
             if isinstance(layer.mlp, MoE):
                 layer.mlp.recompute = True
 
 
 @dataclass(frozen=True, slots=True)
 class CoreAttention:
-    """In the layers from `first` on, the scores of attention and their softmax are made again (arXiv 2205.05198).
+    """In these layers the scores of attention and their softmax are made again (arXiv 2205.05198).
 
     Attributes:
-        first: number of a layer.
+        numbers: of the layers.
         own: of self-attention; False where its backend keeps no scores.
         cross: likewise of cross-attention.
     """
 
-    first: int
+    numbers: Sequence[int]
     own: bool
     cross: bool
 
     def apply(self, stack: Stack) -> None:
         """Set it up in a stack."""
-        for layer in _layers(stack)[self.first :]:
+        for layer in _layers(stack, self.numbers):
             for attention, wanted in ((layer.attention, self.own), (layer.cross_attention, self.cross)):
                 if attention is not None and wanted and "training" in attention.backends:
                     attention.backends["training"] = RecomputedAttention(attention.backends["training"])
@@ -138,29 +140,32 @@ class RecomputedAttention:
 
 
 def policies_of(
-    recompute: RecomputeSlice, decisions: Mapping[str, Decision], own: str, cross: str | None = None
+    described: StackSlice, decisions: Mapping[str, Decision], own: str, cross: str | None = None, *, offloads: bool
 ) -> Iterator[RecomputePolicy]:
     """The policies of a stack.
 
     Args:
-        recompute: what it runs again.
+        described: the stack.
         decisions: what the dispatcher chose for each attention and kind of call of the model.
         own: among them the self-attention of the stack in training.
         cross: likewise its cross-attention; None without.
+        offloads: what it says of host memory has an effect: there is a GPU.
     """
-    first, modules = recompute.layers, recompute.modules
-    if first:
-        yield WholeLayers(first, recompute.chunk)
-    if "norm" in modules:
-        yield Norms(first)
-    if "mlp_activation" in modules:
-        yield MLPActivations(first)
-    if "moe" in modules:
-        yield ExpertLayers(first)
-    if "core_attention" in modules:
-        keeping = {label for label, decision in decisions.items() if decision.keeps_scores}
-        yield CoreAttention(first, own=own in keeping, cross=cross in keeping)
+    recompute = described.recompute
+    if recompute is not None and recompute.layers:
+        yield WholeLayers(recompute.layers, recompute.chunk)
+    parts = [described.made_again(number, offloads=offloads) for number in range(described.num_layers)]
+    keeping = {label for label, decision in decisions.items() if decision.keeps_scores}
+    policies: dict[RecomputeModule, Callable[[Sequence[int]], RecomputePolicy]] = {
+        "norm": Norms,
+        "mlp_activation": MLPActivations,
+        "moe": ExpertLayers,
+        "core_attention": partial(CoreAttention, own=own in keeping, cross=cross in keeping),
+    }
+    for name, policy in policies.items():
+        if numbers := [number for number, made_again in enumerate(parts) if name in made_again]:
+            yield policy(numbers)
 
 
-def _layers(stack: Stack) -> Sequence[Layer]:
-    return [cast(Layer, layer) for layer in stack.layers]
+def _layers(stack: Stack, numbers: Sequence[int]) -> Iterator[Layer]:
+    return (cast(Layer, stack.layers[number]) for number in numbers)

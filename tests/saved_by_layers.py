@@ -91,7 +91,7 @@ def model_of(facts: RunFacts) -> Any:
         names = (
             ["training"] if not part.name else [f"{part.name} training", *(["cross training"] if part.cross else [])]
         )
-        for policy in policies_of(part.stack.recompute, labels, *names) if part.stack.recompute else ():
+        for policy in policies_of(part.stack, labels, *names, offloads=True):
             policy.apply(stack)
     return model.to_empty(device="cpu").train()
 

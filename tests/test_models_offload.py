@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from late_copies import LateCopies
+from late_copies import LateCopies, install
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -53,6 +53,11 @@ def offloaded(model: Any, layers: int = 3, least_size: int = LEAST) -> LateCopie
     for stack in stacks_of(model):
         stack.activation_offload = ActivationOffload(copies, layers, least_size=least_size)
     return copies
+
+
+def sent_by(model: Any) -> list[int]:
+    """Bytes that the last forward of each stack has sent to the host."""
+    return [stack.activation_offload.sent_bytes for stack in stacks_of(model) if stack.activation_offload is not None]
 
 
 def loss_of(model: Any, seed: int = 0) -> Tensor:
@@ -527,3 +532,39 @@ def test_pool_cuts_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, buffer in enumerate(buffers):
         buffer.fill_(number)
     assert [int(buffer.unique()) for buffer in buffers] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("t5", "changes", "norms"),
+    [
+        (False, {}, True),
+        (False, {"transformer_block_type": "post_ln", "normalization": "layernorm"}, False),
+        (False, {"num_moe_experts": 4}, True),
+        (True, {}, True),
+    ],
+    ids=["gpt", "post_ln", "moe", "t5"],
+)
+def test_what_is_cheap_is_made_again_and_not_moved(
+    monkeypatch: pytest.MonkeyPatch, t5: bool, changes: dict[str, Any], norms: bool
+) -> None:
+    """In offloaded layers alone, and only where there is a device to offload from."""
+    plain = model_of(t5=t5, **changes)
+    cheap = ["mlp_activation", "core_attention", *(["norm"] if norms else [])]
+    asked = model_of(t5=t5, activations_checkpoint_modules=cheap, **changes)
+    on = {"cpu_offloading": True, "cpu_offloading_num_layers": 3, "cpu_offloading_weights": False}
+    idle = model_of(t5=t5, **on, **changes)
+    install(monkeypatch)
+    ours = model_of(t5=t5, **on, **changes)
+    for stack in stacks_of(ours):
+        assert [layer.recompute_norms for layer in stack.layers] == [norms] * 3 + [False] * (LAYERS - 3)
+    assert not any(layer.recompute_norms for stack in stacks_of(idle) for layer in stack.layers)
+    expected = gradients(plain, lambda: [loss_of(plain)])
+    for model in (idle, ours):
+        assert_equal(gradients(model, lambda model=model: [loss_of(model)]), expected)
+    sent = sent_by(ours)
+    for model, moves_as_much in ((asked, True), (plain, False)):
+        offloaded(model, least_size=512)
+        gradients(model, lambda model=model: [loss_of(model)])
+        beside = sent_by(model)
+        assert (sent == beside) == moves_as_much
+        assert sum(sent) <= sum(beside)

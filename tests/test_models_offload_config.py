@@ -244,12 +244,16 @@ def test_what_a_run_says() -> None:
     root = config(model__cpu_offloading=True, trainer__accelerator="auto").root
     assert isinstance(root.model, GPTKeys)
     model: Any = model_of()
-    told = list(describe_offload(root, model, torch.device("cpu")))
+    described = family_slice(root.model, vocab_size=50, form=SampleForm(length=16))
+    told = list(describe_offload(root, described, model, torch.device("cpu")))
     assert told == ["warning: `model.cpu_offloading` (True) has no effect on cpu"]
-    offload(model, family_slice(root.model, vocab_size=50, form=SampleForm(length=16)), LateCopies)
-    (line,) = describe_offload(root, model, CUDA)
+    offload(model, described, LateCopies)
+    (line,) = describe_offload(root, described, model, CUDA)
     assert line.startswith("host memory keeps of the first 3 layers what they save for the backward and their weights")
-    assert list(describe_offload(config().root, model, CUDA)) == []
+    assert line.endswith("; made again, not moved: core attention, mlp activation, norm")
+    keys = config().root.model
+    nothing = family_slice(keys, vocab_size=50, form=SampleForm(length=16))
+    assert list(describe_offload(config().root, nothing, model, CUDA)) == []
 
 
 def least_need(monkeypatch: pytest.MonkeyPatch, root: Any, *, of_host: bool) -> int:

@@ -146,7 +146,10 @@ def test_offloaded_layers_are_on_the_host_at_the_loss():
     gone = at_loss[0].activations - at_loss[1].activations
     assert gone == pytest.approx(12 * layer.kept, rel=0.01)
     assert at_loss[1].away == 12 * layer.memory.parameters * 2
-    sent = gone + at_loss[1].away
+    kept = offloaded.memory.layers[0].kept  # norms and activations are made again, and moved nowhere
+    assert kept == planned(LLAMA, "model.activations_checkpoint_modules=[norm,mlp_activation]").memory.layers[0].kept
+    assert kept < 0.75 * layer.kept
+    sent = 12 * kept + at_loss[1].away
     assert sent <= offloaded.on_host <= sent + GIB
     assert offloaded.on_host % GIB == 0  # it is pinned in slabs
     kept_weights = planned(LLAMA, *OFFLOAD, "model.cpu_offloading_weights=False")
@@ -422,11 +425,16 @@ def test_wide_numbers_have_no_time_at_the_peak_of_narrow_ones():
     assert planned(LLAMA, "trainer.precision=bf16-mixed").time is not None
 
 
-def test_selective_without_scores_costs_nothing():
+def test_selective_takes_the_time_of_what_it_makes_again():
+    """docs/benchmarks.md: unfused attention at 108.2 ms a step, at 97.0 where scores come again from log-sum-exps."""
     selective = "model.activations_checkpoint_granularity=selective"
     assert planned(LLAMA, selective).seconds == planned(LLAMA).seconds
     unfused = [LLAMA, *ONE, "model.attention_backend=unfused"]
-    assert planned(*unfused, selective).seconds > planned(*unfused).seconds
+    none, again = (planned(*unfused, *more, card="h100").seconds for more in ([], [selective]))
+    assert none == pytest.approx(0.1082, rel=0.06)
+    assert again / none == pytest.approx(97.0 / 108.2, rel=0.02)
+    dropped = [*unfused, "model.attention_dropout=0.1"]
+    assert planned(*dropped, selective).seconds > planned(*dropped).seconds
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from saved_by_layers import facts_for, model_of, peak_of_backward, peak_of_loss,
 from stoker.models import recompute
 from stoker.models.offload import ActivationOffload
 from stoker.trainer.plan import moments
+from stoker.trainer.plan.copies import sent_by
 from stoker.trainer.plan.ends import loss_memory
 from stoker.trainer.plan.moments import memory_plan, placed_layers
-from stoker.trainer.plan.work import sent_each_micro_batch
 
 SMALL = [
     "trainer.precision=bf16",
@@ -88,6 +88,8 @@ CASES = {
         "model.attention_dropout=0.1",
         f"{RECOMPUTE}_modules=[core_attention]",
     ],
+    "experts, norms again": [*MOE, f"{RECOMPUTE}_modules=[norm]"],
+    "experts and norms again": [*MOE, f"{RECOMPUTE}_modules=[moe,norm]"],
     "experts again": [*MOE, f"{RECOMPUTE}_modules=[moe]"],
     "layers again": [*LLAMA, *WHOLE, f"{RECOMPUTE}_method=uniform", f"{RECOMPUTE}_num_layers=1"],
     "first layer again": [*LLAMA, *WHOLE, f"{RECOMPUTE}_method=block", f"{RECOMPUTE}_num_layers=1"],
@@ -219,7 +221,7 @@ def test_what_is_offloaded_is_where_the_engine_has_it(monkeypatch):
     loss = model.loss(tokens, tokens, 1.0)
     monkeypatch.setattr(moments, "LEAST_SIZE", 1)
     plan = memory_plan(facts)
-    assert sent_each_micro_batch(plan) == pytest.approx(engine.sent_bytes, rel=0.01)
+    assert sum(map(sent_by, plan.layers)) == pytest.approx(engine.sent_bytes, rel=0.01)
     loss.backward()
     by_place = {moment.where: moment.activations for moment in plan.moments}
     for number in range(6):

@@ -8,9 +8,9 @@ import torch
 
 from ..models.build import LanguageModel, acting_recompute, idle_recompute, parameter_count, stacks_of
 from ..models.config.counting import count_parameters
-from ..models.config.families import family_slice
+from ..models.config.families import FamilySlice, family_slice
 from ..models.config.family_rules import stacks_of_keys
-from ..models.config.memory_slice import offload_slice
+from ..models.config.memory_slice import named
 from ..models.config.peft_slice import peft_slice
 from ..models.peft.adapt import trained_parameters
 from .config.schema import RootBlock
@@ -72,7 +72,7 @@ def describe(
             yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
     for note in idle_recompute(described, model.attention_decisions, peft_slice(keys.peft)):
         yield f"warning: {note}"
-    yield from describe_offload(root, model, device)
+    yield from describe_offload(root, described, model, device)
     if uses_cuda_graph(root, device, ranks):
         yield f"micro batches run as a CUDA graph, after {WARM_UP} that warm up"
     yield (
@@ -85,10 +85,13 @@ def describe(
             yield f"  {name:<24} {type(part).__name__:<20} {parameter_count(part):>15,}"
 
 
-def describe_offload(root: RootBlock, model: LanguageModel, device: torch.device) -> Iterator[str]:
+def describe_offload(
+    root: RootBlock, described: FamilySlice, model: LanguageModel, device: torch.device
+) -> Iterator[str]:
     """What `cpu_offloading` does in this run, a line for each stack that asks for it."""
-    for (at, keys), stack in zip(stacks_of_keys(root.model).items(), stacks_of(model), strict=True):
-        offload = offload_slice(keys)
+    keeps_scores = any(decision.keeps_scores for decision in model.attention_decisions.values())
+    for at, part, stack in zip(stacks_of_keys(root.model), described.stacks, stacks_of(model), strict=True):
+        offload = part.offload
         if offload is None:
             continue
         of_stack = f" of the {at[:-1]}" if at else ""
@@ -103,7 +106,10 @@ def describe_offload(root: RootBlock, model: LanguageModel, device: torch.device
         if stack.activation_offload is not None:
             parts.append("what they save for the backward")
         kept = f"{counted(offload.layers, 'layer')}{of_stack}"
-        yield f"host memory keeps of the first {kept} {' and '.join(reversed(parts))}"
+        again = frozenset.union(*(part.made_again(number, offloads=True) for number in range(offload.layers)))
+        again -= frozenset() if keeps_scores else {"core_attention"}
+        instead = f"; made again, not moved: {named(again)}" if again else ""
+        yield f"host memory keeps of the first {kept} {' and '.join(reversed(parts))}{instead}"
 
 
 def describe_moved(model: LanguageModel) -> Iterator[str]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from .memory import RecomputeModule
 from .stack import StackKeys
 
+RATHER_THAN_A_COPY: frozenset[RecomputeModule] = frozenset({"norm", "mlp_activation", "core_attention"})
+"""Parts that a GPU makes again in far less time than a copy of them needs on its way to the host and back."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSlice:
@@ -27,7 +30,7 @@ class RecomputeSlice:
         """In words, for the log."""
         together = f" in chunks of {self.chunk}" if self.chunk > 1 else ""
         whole = [f"{self.layers} {'layers' if self.layers > 1 else 'layer'}{together}"] if self.layers else []
-        parts = ", ".join(sorted(self.modules)).replace("_", " ")
+        parts = named(self.modules)
         return "; ".join([*whole, *([f"{parts} of {'the others' if whole else 'every layer'}"] if parts else [])])
 
 
@@ -45,6 +48,11 @@ class OffloadSlice:
     activations: bool
     weights: bool
 
+    @property
+    def made_again(self) -> frozenset[RecomputeModule]:
+        """The parts that the backward of these layers makes again, if they have them, so that nothing of them moves."""
+        return RATHER_THAN_A_COPY if self.activations else frozenset()
+
 
 def recompute_slice(keys: StackKeys, *, with_experts: tuple[bool, ...]) -> RecomputeSlice | None:
     """What the keys recompute, None for nothing.
@@ -60,6 +68,11 @@ def recompute_slice(keys: StackKeys, *, with_experts: tuple[bool, ...]) -> Recom
     )
     modules = modules_of(keys) & acting if layers < keys.num_layers else frozenset()
     return RecomputeSlice(chunk=chunk, layers=layers, modules=modules) if layers or modules else None
+
+
+def named(modules: frozenset[RecomputeModule]) -> str:
+    """These parts in words."""
+    return ", ".join(sorted(modules)).replace("_", " ")
 
 
 def acting_modules(with_experts: tuple[bool, ...], *, shared_expert: bool, post_ln: bool) -> frozenset[RecomputeModule]:

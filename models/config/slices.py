@@ -8,7 +8,8 @@ from typing import Literal
 
 from .bert import BertKeys
 from .gpt import GPTKeys
-from .memory_slice import OffloadSlice, RecomputeSlice, offload_slice, recompute_slice
+from .memory import RecomputeModule
+from .memory_slice import OffloadSlice, RecomputeSlice, acting_modules, offload_slice, recompute_slice
 from .model import ModelKeys
 from .moe_slice import MoESlice, moe_slice
 from .position_slices import BOUNDED, DistanceSlice, RotarySlice, distance_slice, head_dim_of, rotary_slice
@@ -123,6 +124,26 @@ class StackSlice:
     output_init_std: float
     recompute: RecomputeSlice | None
     offload: OffloadSlice | None
+
+    def made_again(self, layer: int, *, offloads: bool) -> frozenset[RecomputeModule]:
+        """The parts that the backward of a layer makes again; none where it is recomputed as a whole.
+
+        Args:
+            layer: its number.
+            offloads: there is a GPU, without which nothing is offloaded.
+        """
+        if self.recompute is not None and layer < self.recompute.layers:
+            return frozenset()
+        asked = frozenset[RecomputeModule]() if self.recompute is None else self.recompute.modules
+        if not offloads or self.offload is None or layer >= self.offload.layers:
+            return asked
+        moe = self.moe
+        acting = acting_modules(
+            moe.layers[layer : layer + 1] if moe is not None else (),
+            shared_expert=moe is not None and moe.shared_ffn_hidden_size is not None,
+            post_ln=self.block == "post_ln",
+        )
+        return asked | self.offload.made_again & acting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,15 +148,18 @@ def plain_save_on_cpu(shape: Shape, *, compiled: bool) -> Step:
     return autocast_step(in_blocks(model, run), model)
 
 
-def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """A copy in pinned host memory that lies as the tensor does, and where that was."""
-    host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=True)
-    return tensor.device, host.copy_(tensor)
+def to_host(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], torch.device]:
+    """A copy in pinned host memory, and how and where the tensor lay."""
+    host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor), tensor.stride(), tensor.device
 
 
-def from_host(saved: tuple[torch.device, Tensor]) -> Tensor:
-    device, host = saved
-    return host.to(device, non_blocking=True)
+def from_host(saved: tuple[Tensor, tuple[int, ...], torch.device]) -> Tensor:
+    host, stride, device = saved
+    here = host.to(device, non_blocking=True)
+    if here.stride() == stride:
+        return here
+    return torch.empty_strided(here.size(), stride, dtype=here.dtype, device=device).copy_(here)
 
 
 def plain(shape: Shape) -> Step:

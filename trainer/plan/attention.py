@@ -27,11 +27,17 @@ class Kept(NamedTuple):
             `weights`.
         size: bytes of a micro batch.
         module: what `activations_checkpoint_modules` calls it; None for what no module recomputes.
+        also: another module without which that one does not recompute it; None without.
     """
 
     part: str
     size: int
     module: RecomputeModule | None = None
+    also: RecomputeModule | None = None
+
+    def is_made_again(self, modules: frozenset[RecomputeModule]) -> bool:
+        """Whether it is not kept where these modules are recomputed."""
+        return self.module in modules and (self.also is None or self.also in modules)
 
 
 @dataclass(frozen=True, slots=True)

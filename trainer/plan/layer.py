@@ -33,7 +33,8 @@ class LayerMemory:
     Attributes:
         boundary: bytes of its input, which the residual stream hands to it.
         keeps_boundary: whether it is kept where nothing is recomputed.
-        norm_inputs: bytes of the stream that are kept only where norms are recomputed.
+        norm_input: bytes of the stream that are kept only for a norm that is recomputed.
+        has_experts: beside their router, so that their norm is recomputed with them alone.
         beside_scores: bytes that are kept only where the scores of attention are recomputed.
         mlp: what its feed-forward part keeps where nothing is recomputed, but for the normed stream.
         rest: everything else that it keeps then.
@@ -47,7 +48,8 @@ class LayerMemory:
 
     boundary: int
     keeps_boundary: bool
-    norm_inputs: int
+    norm_input: int
+    has_experts: bool
     beside_scores: int
     mlp: tuple[Kept, ...]
     rest: tuple[Kept, ...]
@@ -70,7 +72,8 @@ class LayerMemory:
 
     def kept_with(self, modules: frozenset[RecomputeModule]) -> int:
         """Bytes kept besides the input where these parts are recomputed."""
-        inputs = self.norm_inputs if "norm" in modules else 0
+        norms = self.parts - (self.has_experts and "moe" not in modules) if "norm" in modules else 0
+        inputs = norms * self.norm_input
         inputs += self.beside_scores if "core_attention" in modules else 0
         return inputs + self.all_kept - recomputed(self.kept, modules)
 
@@ -79,7 +82,7 @@ class LayerMemory:
 
         That is in the feed-forward part, or in the attention, when what that part kept is given back.
         """
-        of_norms = sum(each.size for each in self.rest if each.module == "norm") if "norm" in modules else 0
+        of_norms = recomputed(tuple(each for each in self.rest if each.module == "norm"), modules)
         norm, in_mlp = of_norms // self.parts, recomputed(self.mlp, modules)
         given_back = sum(each.size for each in self.mlp) - in_mlp + self.normed * ("norm" not in modules)
         in_attention = recomputed(self.rest, modules) - of_norms + norm
@@ -95,7 +98,7 @@ class LayerMemory:
 
 def recomputed(kept: tuple[Kept, ...], modules: frozenset[RecomputeModule]) -> int:
     """Bytes of what belongs to these modules."""
-    return sum(each.size for each in kept if each.module is not None and each.module in modules)
+    return sum(each.size for each in kept if each.is_made_again(modules))
 
 
 def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
@@ -141,7 +144,8 @@ def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
     return LayerMemory(
         boundary=wide * s,
         keeps_boundary=keeps_boundary,
-        norm_inputs=0 if keeps_boundary else _sublayers(facts) * wide * s,
+        norm_input=0 if keeps_boundary else wide * s,
+        has_experts=moe is not None,
         beside_scores=beside_scores,
         mlp=tuple(each for each in mlp if each.size),
         rest=tuple(each for each in kept if each.size),
@@ -187,7 +191,15 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
         normed -= 1  # experts that gather rows keep those
     learns = [_learns(facts, "attention_qkv")] * (parts - 1) + [_learns(facts, "mlp_fc1") or moe is not None]
     normed -= learns.count(False)
-    found = [Kept("norm", normed * wide * e, "norm" if stack.block != "post_ln" else None)]
+    module: RecomputeModule | None = "norm" if stack.block != "post_ln" else None
+
+    def norms_of(size: int, count: int) -> list[Kept]:
+        """Norms of so many parts; router and experts both read theirs, which is kept unless they are made again too."""
+        of_experts = moe is not None and count == parts
+        each = [Kept("norm", (count - of_experts) * size, module)]
+        return each + [Kept("norm", size, module, "moe")] * of_experts
+
+    found = norms_of(wide * e, normed)
     statistics = facts.tokens * 4 * (2 if stack.norm.kind == "layernorm" else 1)
     norms = parts + (parts if stack.block == "normformer" else 0)
     found.append(Kept("norm", norms * statistics))
@@ -198,7 +210,7 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
     else:
         inputs = parts if stack.block == "post_ln" else parts - 1
         found += [Kept("stream", inputs * wide * s)] if norm_keeps_input(facts) else []
-        found.append(Kept("norm", parts * norm_extra(facts, wide), "norm" if stack.block != "post_ln" else None))
+        found += norms_of(norm_extra(facts, wide), parts)
         if stack.block == "normformer":
             outputs = parts - 1
             found.append(Kept("norm", outputs * (norm_extra(facts, wide) + norm_keeps_input(facts) * wide * e)))

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...models.config.memory_slice import RecomputeSlice
+from ...models.config.memory import RecomputeModule
+from ...models.config.memory_slice import OffloadSlice, RecomputeSlice
 from ...models.offload import LEAST_SIZE
 from .ends import (
     decoder_table_waits,
@@ -80,6 +81,16 @@ class PlacedLayer:
         return self.number < self.recompute.layers
 
     @property
+    def offload(self) -> OffloadSlice | None:
+        """What its stack keeps in host memory, if anything."""
+        return self.stack.stack.offload if self.on_cuda else None
+
+    @property
+    def modules(self) -> frozenset[RecomputeModule]:
+        """The parts that its backward makes again; none where it is recomputed as a whole."""
+        return self.stack.stack.made_again(self.number, offloads=self.on_cuda)
+
+    @property
     def begins_chunk(self) -> bool:
         """Whether it is the first of those that are recomputed together."""
         return self.is_recomputed and self.number % self.recompute.chunk == 0
@@ -90,15 +101,15 @@ class PlacedLayer:
         if self.is_recomputed:
             return self.memory.boundary if self.begins_chunk else 0
         own = self.memory.boundary if self.memory.keeps_boundary else 0
-        return own + self.memory.kept_with(self.recompute.modules)
+        return own + self.memory.kept_with(self.modules)
 
     @property
     def stays(self) -> int:
         """Bytes of what it keeps that are too small to be offloaded."""
         if self.is_recomputed:
             return self.kept if self.kept < LEAST_SIZE else 0
-        modules = self.recompute.modules
-        kept = (each.size for each in self.memory.kept if each.module not in modules)
+        modules = self.modules
+        kept = (each.size for each in self.memory.kept if not each.is_made_again(modules))
         return sum(size for size in kept if size < LEAST_SIZE)
 
     @property
@@ -113,7 +124,7 @@ class PlacedLayer:
         Of layers that are recomputed together, those before it are there again too.
         """
         if not self.is_recomputed:
-            return self.memory.in_backward(self.recompute.modules)
+            return self.memory.in_backward(self.modules)
         again, working = self.memory.whole_in_backward()
         own_input = self.memory.boundary if self.memory.keeps_boundary else 0
         before = self.number % self.recompute.chunk
@@ -243,7 +254,7 @@ class _StackOnDevice:
 
     def __init__(self, layers: list[PlacedLayer]) -> None:
         self.layers = layers
-        offload = layers[0].stack.stack.offload if layers[0].on_cuda else None
+        offload = layers[0].offload
         self._sends = offload is not None and offload.activations
         number = offload.layers if offload is not None else 0
         last = self._together(len(layers) - 1)

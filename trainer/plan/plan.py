@@ -15,10 +15,11 @@ from ..config.schema import RootBlock
 from ..determinism import attention_flags
 from ..manifest import device_name
 from .cards import Card, card_of
+from .copies import sent_by
 from .facts import RunFacts, Target, facts_of, precision_there
 from .moments import MemoryPlan, memory_plan
 from .states import CONTEXT, idle_of, parameters_of
-from .work import StepTime, sent_each_micro_batch, step_time
+from .work import StepTime, step_time
 
 FRAGMENTS = 1.05
 """What the allocator reserves, in what it has given out at the peak: the median of docs/results/plan_check.jsonl."""
@@ -70,7 +71,7 @@ class Plan:
     @property
     def on_host(self) -> int:
         """Bytes of page-locked host memory of each rank for what is offloaded; that of layers is taken in slabs."""
-        return -(-sent_each_micro_batch(self.memory) // SLAB) * SLAB + self.memory.held.on_host
+        return -(-sum(map(sent_by, self.memory.layers)) // SLAB) * SLAB + self.memory.held.on_host
 
     @property
     def short_of_host(self) -> int:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from ...models.config.memory_slice import named
 from .cards import GIB
 from .changes import Change
+from .facts import StackFacts
 from .moments import Moment
 from .plan import Plan
 from .states import CONTEXT
@@ -53,9 +55,9 @@ def activation_parts(plan: Plan) -> list[tuple[str, int]]:
     for layer in plan.memory.layers:
         own = layer.kept
         if not layer.is_recomputed:
-            modules = layer.recompute.modules
+            modules = layer.modules
             for part in layer.memory.kept:
-                if part.module is None or part.module not in modules:
+                if not part.is_made_again(modules):
                     found[part.part] = found.get(part.part, 0) + part.size
                     own -= part.size
             if "core_attention" in modules:
@@ -127,17 +129,13 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
     for stack in facts.stacks:
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
         how = "compiled" if stack.compiled else "as written"
-        recompute, offload = stack.stack.recompute, stack.stack.offload
+        recompute = stack.stack.recompute
         if recompute is not None and not stack.keeps_scores:
             recompute = replace(recompute, modules=recompute.modules - {"core_attention"})
         saves = (recompute.description if recompute else "") or "nothing"
-        sent = ""
-        if offload is not None:
-            what = " and ".join(name for name in ("activations", "weights") if getattr(offload, name))
-            sent = f"; {what} of {offload.layers} layers on the host"
         yield (
             f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {how}, attention "
-            f"{stack.attention.backend}{cross}; recomputes {saves}{sent}"
+            f"{stack.attention.backend}{cross}; recomputes {saves}{_offloaded(stack)}"
         )
     yield ""
     yield f"memory       {gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
@@ -168,6 +166,18 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
     if target.card is not None and not target.card.measured and plan.time is not None:
         yield ""
         yield "the speeds of this card are those of the H200 in the same part of its peak, not measured"
+
+
+def _offloaded(stack: StackFacts) -> str:
+    """What a stack keeps in host memory, and what it makes again so that it need not be moved."""
+    offload = stack.stack.offload
+    if offload is None:
+        return ""
+    what = " and ".join(name for name in ("activations", "weights") if getattr(offload, name))
+    again = stack.stack.made_again(offload.layers - 1, offloads=True)
+    again -= frozenset() if stack.keeps_scores else {"core_attention"}
+    instead = f", where {named(again)} {'are' if len(again) > 1 else 'is'} made again" if again else ""
+    return f"; {what} of {offload.layers} layers on the host{instead}"
 
 
 def change_lines(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ...kernels.attention.dispatch import Decision
-from ...models.config.memory import RecomputeModule
 from ...models.config.peft_slice import LoRASlice, peft_slice
 from ...models.config.slices import AttentionSlice, StackSlice
 from ..config.optim import optimizer_kind, optimizer_settings
 from ..flops import training_flops_per_sample
 from .attention import scores_come_from_sums
 from .cards import Card
+from .copies import sent_by, waited_for_copies
 from .facts import RunFacts, StackFacts
 from .layer import recomputed, rows_of
 from .moments import MemoryPlan, PlacedLayer
@@ -28,8 +28,9 @@ BACKWARD_OF_ATTENTION = 2.5
 PASSES_COMPILED, PASSES_AS_WRITTEN = 4.8, 8.0
 """How often pointwise kernels, forward and backward, move the bytes that a layer keeps. Compiled: what is left of the
 measured step when everything else is taken off; as written: from the difference that compiling makes."""
-PASSES_OF_SCORES = 10
-"""Likewise of the scores of unfused attention: products, softmax and their gradients."""
+PASSES_OF_SCORES, PASSES_FROM_SUMS = 7.0, 3.5
+"""Likewise of the scores of unfused attention: products, softmax and their gradients; and where scores come again from
+log-sum-exps. Both measured on an H100, as 108 and 97 ms of a step."""
 SLOW_ATTENTION = 0.63
 """The speed of FlashAttention 2 on Hopper in that of the kernels written for it."""
 NARROW_HEADS, NARROW = 64, 0.75
@@ -189,9 +190,13 @@ def _attentions(facts: StackFacts) -> Iterator[tuple[AttentionSlice, Decision, W
         yield across, decision, attention_forward(across, decision, facts.batch, facts.length, facts.memory_length)
 
 
-def core_forward(facts: StackFacts) -> Work:
-    """The core of all attentions of a layer in a forward pass."""
-    return sum((work for _, _, work in _attentions(facts)), Work())
+def core_forward(facts: StackFacts, *, again: bool = False) -> Work:
+    """The core of all attentions of a layer in a forward pass; `again`: the backward makes the scores again."""
+    total = Work()
+    for attention, decision, work in _attentions(facts):
+        from_sums = again and decision.keeps_scores and scores_come_from_sums(attention, decision)
+        total += replace(work, moved=work.moved * PASSES_FROM_SUMS / PASSES_OF_SCORES) if from_sums else work
+    return total
 
 
 def scores_again(facts: StackFacts) -> Work:
@@ -199,7 +204,7 @@ def scores_again(facts: StackFacts) -> Work:
     again = Work()
     for attention, decision, work in _attentions(facts):
         if decision.keeps_scores:
-            # from log-sum-exps two products are added, but nothing moves that would not without
+            # from log-sum-exps two products are added, and nothing moves but what `core_forward` has counted
             again += replace(work, moved=0.0) if scores_come_from_sums(attention, decision) else work
     return again
 
@@ -208,7 +213,7 @@ def layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
     """Forward and backward of a layer where nothing is recomputed; frozen weights have no gradients."""
     facts, experts = layer.stack, _has_experts(layer)
     matmul, _ = projections_forward(facts, experts=experts)
-    core = core_forward(facts)
+    core = core_forward(facts, again="core_attention" in layer.modules)
     passes = PASSES_COMPILED if facts.compiled else PASSES_AS_WRITTEN
     kept = sum(each.size for each in layer.memory.kept if each.part not in ("scores", "weights"))
     return Work(
@@ -229,7 +234,7 @@ def recomputed_work(layer: PlacedLayer) -> Work:
         moved = layer_work(layer).moved - 3 * core.moved
         grouped = grouped_forward(facts) if experts else 0.0
         return Work(matmul=matmul - spared, grouped=grouped, moved=moved / 3) + core
-    modules: frozenset[RecomputeModule] = layer.recompute.modules
+    modules = layer.modules
     again = Work(moved=2.0 * recomputed(layer.memory.kept, modules - {"core_attention"}))
     if "core_attention" in modules:
         again += scores_again(facts)
@@ -267,18 +272,6 @@ def updates_work(facts: RunFacts) -> Work:
 
 
 # ---------------------------------------------------------------- bytes over links
-
-
-def sent_each_micro_batch(memory: MemoryPlan) -> int:
-    """Bytes that offloaded layers send to the host in a forward pass."""
-    sent = 0
-    for layer in memory.layers:
-        offload = layer.stack.stack.offload if layer.on_cuda else None
-        if offload is None or layer.number >= offload.layers:
-            continue
-        sent += (layer.kept - layer.stays) * offload.activations
-        sent += layer.memory.parameters * layer.stack.widths.weights * offload.weights
-    return sent
 
 
 def _messages(facts: RunFacts) -> float:
@@ -337,24 +330,27 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
         plain += layer_work(layer, frozen=facts.keys.peft.is_on)
         again += recomputed_work(layer)
     micro = facts.micro_batches
-    attention = min(1.0, _attention_speed(facts)) * card.attention_part
+    fused = card.peak * min(1.0, _attention_speed(facts)) * card.attention_part
     products = card.peak * card.matmul_part * _filled(facts)
     parts = {
         "matrix products": micro * plain.slow_matmul / products,
-        "attention": micro * plain.attention / (card.peak * attention),
+        "attention": micro * plain.attention / fused,
         "pointwise": micro * plain.moved / (card.bandwidth * card.bandwidth_part),
-        "recomputed": micro * _seconds(again, card, products, card.peak * attention),
+        "recomputed": micro * _seconds(again, card, products, fused),
     }
     computing = sum(parts.values())
+
+    def times(layer: PlacedLayer) -> tuple[float, float]:
+        plain = _seconds(layer_work(layer, frozen=facts.keys.peft.is_on), card, products, fused)
+        return plain / 3, plain * 2 / 3 + _seconds(recomputed_work(layer), card, products, fused)
+
     host = HOST_SECONDS_OF_LAYER if facts.compiled else HOST_SECONDS_AS_WRITTEN
     layers = micro * len(memory.layers)
     parts["starting kernels"] = max(0.0, layers * CARD_SECONDS_OF_LAYER - computing)
     parts["waiting for the host"] = 0.0
     if not facts.is_recorded:
         parts["waiting for the host"] = max(0.0, layers * host - computing - parts["starting kernels"])
-    sent = sent_each_micro_batch(memory)
-    each_way = micro * sent / card.host_link
-    parts["copies not hidden"] = max(0.0, each_way - computing / 3) + max(0.0, each_way - computing * 2 / 3)
+    parts["copies not hidden"] = micro * waited_for_copies(memory.layers, times, card.host_link)
     update = _update_bytes(facts) / (card.bandwidth * card.bandwidth_part)
     update += _orthogonalised(facts, memory) / products
     parts["update"] = max(update, memory.held.on_host / card.host_link)
@@ -370,7 +366,7 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
         tokens=samples * (facts.form.length + facts.form.decoder_length),
         peak_flops=card.peak * facts.ranks,
         parts=parts,
-        sent=micro * sent + memory.held.on_host,
+        sent=micro * sum(map(sent_by, memory.layers)) + memory.held.on_host,
     )
 
 
