@@ -36,7 +36,8 @@ class MemoryKeys(Block):
     """How many of the first layers, fewer than there are; null: all but one. Copies hide behind the work of the other
     layers, so those of few layers cost no time."""
     cpu_offloading_activations: bool = True
-    """With `cpu_offloading`: what these layers save for the backward goes to the host and comes back."""
+    """With `cpu_offloading`: what these layers save for the backward goes to the host and comes back, but for norms,
+    MLP activations and scores of attention, which they calculate again."""
     cpu_offloading_weights: bool = True
     """With `cpu_offloading`: the weights of these layers are on the host from their forward to their backward. Not with
     `fsdp`."""
