@@ -71,6 +71,7 @@ class SelfAttention(nn.Module):
         self.head_dim = head_dim
         self.scale = scale
         self.dropout = dropout
+        self.draws = dropout > 0
         self.causal = causal
         self.window = window
         self.softcap = softcap

@@ -21,8 +21,8 @@ from .bert import BERT
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
 from .config.memory import RecomputeModule
-from .config.memory_slice import RecomputeSlice, acting_modules
-from .config.peft_slice import LoRASlice, PeftSlice, PromptSlice
+from .config.memory_slice import RecomputeSlice
+from .config.peft_slice import LoRASlice, PeftSlice, PromptSlice, peft_dropout
 from .config.samples import SampleForm
 from .config.slices import StackSlice
 from .config.t5_slice import T5Slice
@@ -108,6 +108,7 @@ def build_model(
         micro_batch_size=micro_batch_size,
         form=replace(form, length=form.length + peft.virtual_tokens) if isinstance(peft, PromptSlice) else form,
         kinds=kinds,
+        peft=peft,
     )
     backends: dict[str, Backends] = {
         planned.name: {
@@ -232,6 +233,7 @@ def plan_model(
     micro_batch_size: int,
     form: SampleForm,
     kinds: Collection[CallKind] = ALL_KINDS,
+    peft: PeftSlice | None = None,
 ) -> ModelPlan:
     """What `build_model` decides: the attention of each kind of call, and whether to compile and why.
 
@@ -243,6 +245,7 @@ def plan_model(
         micro_batch_size: samples in a call.
         form: the samples of training and evaluation.
         kinds: the kinds of call the run can make.
+        peft: what fine-tuning adds.
 
     Raises:
         ValueError: compilation cannot be had.
@@ -273,7 +276,7 @@ def plan_model(
     if problems:
         rows = tuple(row for problem in problems for row in problem.rows)
         raise NoBackendError("\n".join(map(str, problems)), rows)
-    dropout = any(map(has_dropout, model.stacks))
+    dropout = any(map(has_dropout, model.stacks)) or peft_dropout(peft) > 0
     compiled, reason = compile_policy(model.compile, device.type, torch_version(), dropout=dropout)
     return ModelPlan(attentions, decisions, compiled, reason)
 
@@ -336,8 +339,13 @@ def has_dropout(stack: StackSlice) -> bool:
     return bool(stack.hidden_dropout or stack.attention.dropout or stack.mlp.dropout or of_experts)
 
 
-def recomputes_draws(stack: StackSlice) -> bool:
-    """Whether random numbers are drawn in what the backward runs again: it then asks generators for their state."""
+def recomputes_draws(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
+    """Whether random numbers are drawn in what the backward runs again: it then asks generators for their state.
+
+    Args:
+        stack: what it recomputes, and where it has dropout.
+        peft: what fine-tuning adds: what reads a recomputed part, and may draw too, runs again with it.
+    """
     recompute, moe = stack.recompute, stack.moe
     if recompute is None:
         return False
@@ -349,7 +357,8 @@ def recomputes_draws(stack: StackSlice) -> bool:
         "core_attention": bool(stack.attention.dropout),
         "moe": in_experts,
     }
-    return (recompute.layers > 0 and has_dropout(stack)) or any(of_modules[name] for name in recompute.modules)
+    drawn = (recompute.layers > 0 and has_dropout(stack)) or any(of_modules[name] for name in recompute.modules)
+    return drawn or (peft_dropout(peft) > 0 and bool(recompute.layers or recompute.modules - {"core_attention"}))
 
 
 def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> tuple[RecomputeSlice | None, ...]:
@@ -368,6 +377,31 @@ def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> t
             recompute = replace(recompute, modules=modules) if recompute.layers or modules else None
         acting.append(recompute)
     return tuple(acting)
+
+
+def made_again_for_copies(
+    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None
+) -> tuple[frozenset[RecomputeModule], ...]:
+    """What offloaded layers of each stack make again so that it need not be copied, of what they would keep.
+
+    Args:
+        model: what the model is.
+        decisions: what the dispatcher chose for each attention and kind of call; on a GPU, for elsewhere it is nothing.
+        peft: what fine-tuning adds.
+    """
+    found: list[frozenset[RecomputeModule]] = []
+    for stack, labels in zip(model.stacks, _training_labels(model), strict=True):
+        made = [decisions[label] for label in labels if label in decisions]
+        layers = range(stack.offload.layers if stack.offload is not None else 0)
+        again = frozenset[RecomputeModule]().union(*(stack.made_again(number, offloads=True) for number in layers))
+        if not any(decision.keeps_scores for decision in made):
+            again -= {"core_attention"}
+        if isinstance(peft, LoRASlice) and peft.spares_norms(stack):
+            again -= {"norm"}
+        if made and is_one_operation(peft, stack, made[0].call.device, made[0].call.dtype):
+            again -= {"mlp_activation"}
+        found.append(again)
+    return tuple(found)
 
 
 def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None) -> Iterator[str]:
@@ -409,12 +443,8 @@ def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision], peft: 
 
 def _with_more(stack: StackSlice, modules: frozenset[RecomputeModule]) -> list[RecomputeModule]:
     """These parts and others that act in the stack: the cheap ones, or else the experts; [] where none is left."""
-    first, moe = 0 if stack.recompute is None else stack.recompute.layers, stack.moe
-    acting = acting_modules(
-        moe.layers[first:] if moe else (),
-        shared_expert=moe is not None and moe.shared_ffn_hidden_size is not None,
-        post_ln=stack.block == "post_ln",
-    )
+    first = 0 if stack.recompute is None else stack.recompute.layers
+    acting = stack.acting_modules(range(first, stack.num_layers))
     steps: tuple[frozenset[RecomputeModule], ...] = (frozenset({"norm", "mlp_activation"}), frozenset({"moe"}))
     for step in steps:
         if more := (step & acting) - modules:

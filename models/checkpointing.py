@@ -23,6 +23,11 @@ def recomputes(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
+def draws(module: nn.Module) -> bool:
+    """Whether a module, or a part of it, draws random numbers in training: those that do have a true `draws`."""
+    return any(getattr(part, "draws", False) for part in module.modules())
+
+
 def run_again(run: Callable[Inputs, Output], draws: bool, /, *inputs: Inputs.args, **options: Inputs.kwargs) -> Output:
     """`run(*inputs, **options)`, of which only the inputs are kept, and which the backward runs again.
 
@@ -37,17 +42,19 @@ def run_again(run: Callable[Inputs, Output], draws: bool, /, *inputs: Inputs.arg
 
 
 def product_of(
-    part: Callable[[Tensor], Tensor], product: Callable[[Tensor], Tensor], draws: bool, /, inputs: Tensor
+    part: Callable[[Tensor], Tensor], product: Callable[[Tensor], Tensor], part_draws: bool, /, inputs: Tensor
 ) -> Tensor:
     """`product(part(inputs))`, of which the backward runs the part again, but not the product.
 
     Args:
         part: what is cheap to run twice: a norm, an activation.
-        product: a matrix product, which keeps its argument (and its weight) for the backward and nothing else.
-        draws: `part` draws random numbers.
+        product: a matrix product, which keeps its argument (and its weight) for the backward. Where it keeps more, as
+            one with a low-rank update does, it runs again as far as it takes to have that too.
+        part_draws: `part` draws random numbers.
         inputs: kept.
     """
     if torch.compiler.is_compiling():  # a marked product would be run again for whoever keeps its result
-        return product(run_again(part, draws, inputs))
+        return product(run_again(part, part_draws, inputs))
     # the second run ends where the product, before it begins, has kept its argument
-    return run_again(lambda given: product(part(given)), draws, inputs)
+    product_draws = isinstance(product, nn.Module) and draws(product)
+    return run_again(lambda given: product(part(given)), part_draws or product_draws, inputs)

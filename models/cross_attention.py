@@ -77,6 +77,7 @@ class CrossAttention(nn.Module):
         self.head_dim = head_dim
         self.scale = scale
         self.dropout = dropout
+        self.draws = dropout > 0
         self.softcap = softcap
         self.backends = dict(backends)
         self.query = nn.Linear(hidden_size, heads * head_dim, bias=qkv_bias)

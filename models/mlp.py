@@ -47,6 +47,7 @@ class MLP(nn.Module):
         self.nonlinearity = nonlinearity
         self.gated = gated
         self.dropout = dropout
+        self.draws = dropout > 0
         self.up = nn.Linear(hidden_size, ffn_hidden_size * (2 if gated else 1), bias=bias)
         self.inner_norm = inner_norm
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)

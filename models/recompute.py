@@ -14,7 +14,7 @@ from ..kernels.attention.backends import AttentionFunction
 from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.scores_again import attention_with_scores_again, serves
 from ..kernels.attention.unfused import UnfusedAttention
-from .checkpointing import run_again
+from .checkpointing import draws, run_again
 from .config.memory import RecomputeModule
 from .config.slices import StackSlice
 from .mlp import MLP
@@ -44,10 +44,10 @@ class WholeLayers:
     def apply(self, stack: Stack) -> None:
         """Set it up in a stack; chunks are of all of its layers."""
         if self.chunk > 1:
-            stack.recompute_chunk = self.chunk
+            stack.recompute_chunk, stack.recompute_draws = self.chunk, draws(stack)
             return
         for layer in _layers(stack, range(self.number)):
-            layer.recompute = True
+            layer.recompute, layer.recompute_draws = True, draws(layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ExpertLayers:
         """Set it up in a stack."""
         for layer in _layers(stack, self.numbers):
             if isinstance(layer.mlp, MoE):
-                layer.mlp.recompute = True
+                layer.mlp.recompute, layer.mlp.recompute_draws = True, draws(layer.mlp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +126,17 @@ class RecomputedAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, **options: Any) -> Tensor:
         """Attend, with the arguments of `AttentionFunction`."""
-        draws, function = dropout > 0, self.function
+        drops, function = dropout > 0, self.function
         if not torch.is_grad_enabled():
             return function(query, key, value, dropout=dropout, **options)
         in_kernels = isinstance(function, UnfusedAttention) and function.masked_softmax_fusion
         if in_kernels and serves(query, dropout=dropout, **options):
             return attention_with_scores_again(query, key, value, scale=options["scale"], causal=options["causal"])
         if torch.compiler.is_compiling() and isinstance(function, UnfusedAttention):
-            weights = run_again(function.weights, draws, query, key, dropout=dropout, **options)
+            weights = run_again(function.weights, drops, query, key, dropout=dropout, **options)
             return function.product(weights, value)
         # the second run ends where the last product has kept its arguments
-        return run_again(function, draws, query, key, value, dropout=dropout, **options)
+        return run_again(function, drops, query, key, value, dropout=dropout, **options)
 
 
 def policies_of(

@@ -58,12 +58,14 @@ class Layer(nn.Module):
 
     Attributes:
         recompute: in training keep only the input, and run the layer again in the backward.
+        recompute_draws: and random numbers are drawn in it, which shall be the same again.
         recompute_norms: likewise keep the input of a norm that a projection follows instead of what it gives.
         attention_adapter: goes over what the self-attention adds to the stream; None without (`peft.bottleneck`).
         mlp_adapter: likewise of the MLP.
     """
 
     recompute: bool = False
+    recompute_draws: bool = False
     recompute_norms: bool = False
 
     def __init__(
@@ -93,6 +95,7 @@ class Layer(nn.Module):
         self.attention_adapter: nn.Module | None = None
         self.mlp_adapter: nn.Module | None = None
         self.dropout = dropout
+        self.draws = dropout > 0
 
     def forward(
         self,
@@ -121,19 +124,14 @@ class Layer(nn.Module):
             (batch, tokens, hidden_size), and what `count` takes.
         """
         inputs = hidden, rotary, kind, packed, memory, terms, padding, cache
-        return run_again(self._run, self.draws, *inputs) if self.recompute and recomputes(self) else self._run(*inputs)
+        if self.recompute and recomputes(self):
+            return run_again(self._run, self.recompute_draws, *inputs)
+        return self._run(*inputs)
 
     def count(self, sums: Tensor | None) -> None:
         """Add what the layer has counted of its experts, once for each run in training."""
         if sums is not None and self.training and isinstance(self.mlp, MoE):
             self.mlp.count(sums)
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers in training."""
-        attentions = (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
-        of_mlp = self.mlp.draws if isinstance(self.mlp, MoE) else self.mlp.dropout > 0
-        return self.dropout > 0 or of_mlp or any(attention.dropout > 0 for attention in attentions)
 
     def _run(
         self,
@@ -236,11 +234,13 @@ class Stack(nn.Module):
     Attributes:
         recompute_chunk: in training keep only the input of so many layers in a row, and run them again together in the
             backward; 1 leaves it to the layers.
+        recompute_draws: random numbers are drawn in these, which shall be the same again.
         activation_offload: keeps what the first layers save for the backward in host memory; None where it stays.
         weight_offload: likewise the weights of the first layers, while they are not needed.
     """
 
     recompute_chunk: int = 1
+    recompute_draws: bool = False
     activation_offload: ActivationOffload | None = None
     weight_offload: WeightOffload | None = None
 
@@ -300,8 +300,7 @@ class Stack(nn.Module):
                 if chunk == 1:
                     hidden, sums = _run(layers, hidden, *given)
                 else:
-                    draws = any(layer.draws for layer in layers)
-                    hidden, sums = run_again(_run, draws, layers, hidden, *given)
+                    hidden, sums = run_again(_run, self.recompute_draws, layers, hidden, *given)
             for layer, counted in zip(layers, sums, strict=True):
                 layer.count(counted)
             if weights is not None and recomputes(self):

@@ -15,7 +15,7 @@ from tiny_run import tiny_config
 from torch import nn
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, offload, stacks_of
+from stoker.models.build import build_model, made_again_for_copies, offload, stacks_of
 from stoker.models.config.block import Finding
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
@@ -38,6 +38,13 @@ ON = {"num_layers": 6, "cpu_offloading": True}
 CUDA = torch.device("cuda", 0)
 
 
+CHUNKS_OF_4: dict[str, Any] = {
+    "activations_checkpoint_granularity": "full",
+    "activations_checkpoint_method": "uniform",
+    "activations_checkpoint_num_layers": 4,
+}
+
+
 def stack(**changes: Any) -> StackKeys:
     return StackKeys.model_validate({"num_layers": 6, **changes})
 
@@ -50,6 +57,8 @@ def stack(**changes: Any) -> StackKeys:
         ({"cpu_offloading": True}, OffloadSlice(layers=5, activations=True, weights=True)),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 0}, None),
         ({"cpu_offloading": True, "num_layers": 1}, None),
+        ({"cpu_offloading": True, **CHUNKS_OF_4}, OffloadSlice(layers=4, activations=True, weights=True)),
+        ({"cpu_offloading": True, "num_layers": 4, **CHUNKS_OF_4}, None),
         (
             {"cpu_offloading": True, "cpu_offloading_num_layers": 2, "cpu_offloading_weights": False},
             OffloadSlice(layers=2, activations=True, weights=False),
@@ -71,6 +80,14 @@ def test_slice(changes: dict[str, Any], expected: OffloadSlice | None) -> None:
         ({"cpu_offloading_num_layers": 0}, "info", "(0) offloads nothing", "_num_layers=4"),
         ({"num_layers": 1}, "info", "(0, all but one of `num_layers` (1)) offloads nothing", "cpu_offloading=false"),
         ({"cpu_offloading_num_layers": 4}, None, "", ""),
+        (
+            CHUNKS_OF_4,
+            "info",
+            "(null, which is 5) offloads the first 4 layers: the others are recomputed",
+            "_layers=4",
+        ),
+        (CHUNKS_OF_4 | {"cpu_offloading_num_layers": 4}, None, "", ""),
+        (CHUNKS_OF_4 | {"num_layers": 4}, "warning", "(null, which is 3) offloads nothing: all layers", "num_layers=1"),
         ({"cpu_offloading_num_layers": 5, "cpu_offloading_activations": False}, None, "", ""),  # weights overlap
         (
             {
@@ -124,6 +141,37 @@ def test_t5_offloads_each_stack_by_itself() -> None:
     described = family_slice(keys, vocab_size=50, form=SampleForm(length=8, decoder_length=8))
     encoder = OffloadSlice(layers=2, activations=True, weights=True)
     assert [part.offload for part in described.stacks] == [encoder, None]
+
+
+def test_layers_that_are_offloaded_make_cheap_parts_again() -> None:
+    keys: dict[str, Any] = {"num_layers": 6, "cpu_offloading": True, "cpu_offloading_num_layers": 4}
+    cheap = {"norm", "mlp_activation", "core_attention"}
+
+    def parts(*, offloads: bool = True, **changes: Any) -> list[set[str]]:
+        model = GPTKeys.model_validate(keys | changes)
+        part = family_slice(model, vocab_size=50, form=SampleForm(length=8)).stacks[0]
+        return [set(part.made_again(layer, offloads=offloads)) for layer in range(6)]
+
+    assert parts() == [cheap] * 4 + [set()] * 2
+    assert parts(offloads=False) == [set()] * 6
+    assert parts(cpu_offloading_activations=False) == [set()] * 6
+    assert parts(transformer_block_type="post_ln") == [cheap - {"norm"}] * 4 + [set()] * 2
+    assert parts(num_moe_experts=4, moe_layer_freq=[0, 1] * 3) == [cheap, cheap - {"mlp_activation"}] * 2 + [set()] * 2
+    assert parts(activations_checkpoint_modules=["norm"]) == [cheap] * 4 + [{"norm"}] * 2
+    block: dict[str, Any] = {"activations_checkpoint_granularity": "full", "activations_checkpoint_method": "block"}
+    assert parts(**block, activations_checkpoint_num_layers=2) == [set()] * 2 + [cheap] * 2 + [set()] * 2
+
+
+def test_each_stack_says_what_it_makes_again() -> None:
+    """Of scores, only where an attention of the stack itself keeps some."""
+    on = {"num_layers": 4, "cpu_offloading": True}
+    keys = T5Keys.model_validate({"encoder": on, "decoder": on, "seq_length": 8})
+    described = family_slice(keys, vocab_size=50, form=SampleForm(length=8, decoder_length=8))
+    call = SimpleNamespace(device="cuda", dtype="bf16")
+    kept, fused = (SimpleNamespace(keeps_scores=keeps, call=call) for keeps in (True, False))
+    decisions: Any = {"encoder training": kept, "decoder training": fused, "cross training": fused}
+    cheap = {"norm", "mlp_activation"}
+    assert made_again_for_copies(described, decisions, None) == (cheap | {"core_attention"}, cheap)
 
 
 def rules_of_a_run(*overrides: str) -> list[str]:

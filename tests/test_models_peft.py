@@ -335,13 +335,28 @@ def test_what_is_not_one_operation(changes: dict[str, Any], monkeypatch: pytest.
         ("lora", "offload"),
         ("lora", "full offload"),
         ("adapter", "full"),
+        ("adapter", "parts"),
         ("ptuning", "full"),
     ],
 )
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_memory_is_saved_to_the_same_gradients(
-    family: str, scheme: str, how: str, monkeypatch: pytest.MonkeyPatch
+    family: str, scheme: str, how: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = gradients(model_of(family, scheme), family)
+    """And to the same masks of what is added, whatever runs twice."""
+    peft = {name: {**keys, "adapter_dropout": dropout} for name, keys in SCHEMES[scheme].items() if name != "p_tuning"}
+    peft = peft or SCHEMES[scheme]
+
+    def found(**changes: Any) -> dict[str, Tensor]:
+        model = model_of(family, scheme, peft=peft, **changes)
+        torch.manual_seed(7)
+        return gradients(model, family)
+
+    plain = found()
+    if dropout and scheme != "ptuning":
+        torch.manual_seed(8)
+        other = gradients(model_of(family, scheme, peft=peft), family)
+        assert not any(torch.equal(other[name], plain[name]) for name in plain)
     changes: dict[str, Any] = {**(FULL if "full" in how else {}), **(PARTS if how == "parts" else {})}
     if "full" in how and "offload" in how:
         changes["activations_checkpoint_num_layers"] = 1
@@ -350,7 +365,7 @@ def test_memory_is_saved_to_the_same_gradients(
         changes |= {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
     if family == "experts" and how == "parts":
         changes["moe_layer_recompute"] = True
-    saved = gradients(model_of(family, scheme, **changes), family)
+    saved = found(**changes)
     assert saved.keys() == plain.keys()
     assert all(torch.equal(saved[name], plain[name]) for name in plain)
 

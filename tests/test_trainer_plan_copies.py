@@ -1,25 +1,36 @@
-"""Waiting for copies to the host and back: what a link that does one copy after the other leaves to wait for."""
+"""Waiting for copies to the host and back: as the plan plays it through, and as the engines do it on a clock."""
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
-from stoker.trainer.plan.copies import LayerTime, waited_in_backward, waited_in_forward
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.build import build_model
+from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.samples import SampleForm
+from stoker.models.offload import ActivationOffload
+from stoker.models.offload_weights import WeightOffload
+from stoker.trainer.plan.copies import Run, waited
 
 
-def layers(count: int, offloaded: int, *, forward: float = 1.0, copy: float) -> list[LayerTime]:
-    """So many equal layers, of which the first send something; a backward takes twice as long as a forward."""
-    return [LayerTime(forward, 2 * forward, copy * (number < offloaded)) for number in range(count)]
-
-
-def test_nothing_is_waited_for_without_copies():
-    assert waited_in_forward(layers(4, 0, copy=9.0), 4) == 0
-    assert waited_in_backward(layers(4, 0, copy=9.0), 3) == 0
+def layers(count: int, offloaded: int, *, copy: float) -> list[Run]:
+    """So many equal layers, of which the first send something; a forward takes 1, a backward 2."""
+    return [
+        Run(numbers=range(number, number + 1), forward=1.0, backward=2.0, activations=copy * (number < offloaded))
+        for number in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
     ("copy", "forward", "backward"),
     [
+        (0.0, 0.0, 0.0),
         (3.5, 0.0, 0.0),
         (4.0, 1.0, 0.0),  # the second has left at 8, before the last layer, which could run at 7
         # the first at 7, not at 6, the second at 14; layer 1 begins to come at 2, layer 0 follows it, needed at 14
@@ -28,20 +39,135 @@ def test_nothing_is_waited_for_without_copies():
     ],
 )
 def test_copies_of_two_layers_of_eight(copy: float, forward: float, backward: float):
-    some = layers(8, 2, copy=copy)
-    assert waited_in_forward(some, 6) == pytest.approx(forward)
-    assert waited_in_backward(some, 5) == pytest.approx(backward)
+    assert waited(layers(8, 2, copy=copy), 6) == pytest.approx(forward + backward)
 
 
-def test_with_one_layer_left_each_waits_for_the_one_before():
-    """The link is what takes time: the forward ends a layer after the last copy, the backward begins with a layer."""
-    some = layers(5, 4, copy=10.0)
-    assert waited_in_forward(some, 1) == pytest.approx(4 * 10 + 1 - 5)
-    # layer 3 comes while layer 4 runs, and from then on the link never rests
-    assert waited_in_backward(some, 1) == pytest.approx(4 * 10 + 2 - 5 * 2)
+def test_with_one_layer_left_the_link_never_rests():
+    """The forward ends a layer after the last copy, the first copy back begins with the backward."""
+    assert waited(layers(5, 4, copy=10.0), 1) == pytest.approx((40 + 1 - 5) + (40 + 2 - 10))
+    assert waited(layers(5, 4, copy=0.5), 1) == 0
 
 
-def test_short_copies_of_all_layers_are_hidden():
-    some = layers(5, 4, copy=0.5)
-    assert waited_in_forward(some, 1) == 0
-    assert waited_in_backward(some, 1) == 0
+# ---------------------------------------------------------------- the engines
+
+
+class Clock:
+    """The time on the device, and when the link each way will be free."""
+
+    def __init__(self) -> None:
+        self.now = self.lost = 0.0
+        self.free = {"send": 0.0, "fetch": 0.0}
+
+
+class ClockedCopies:
+    """Copies that are done at once, but take time on a clock."""
+
+    device = torch.device("cpu")
+    host_bytes = 0
+
+    def __init__(self, clock: Clock, bytes_per_second: float) -> None:
+        self._clock, self._speed = clock, bytes_per_second
+        self.sent: dict[int, int] = defaultdict(int)
+        self.layer = 0
+
+    def begin(self) -> None:
+        pass
+
+    def host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give_back(self, host: Tensor) -> None:
+        pass
+
+    def new(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        storage.resize_(size)
+
+    def send(self, memory: Tensor, host: Tensor) -> float:
+        host.copy_(memory)
+        self.sent[self.layer] += memory.numel()
+        return self._copied("send", memory.numel())
+
+    def fetch(self, host: Tensor, memory: Tensor) -> float:
+        memory.copy_(host)
+        return self._copied("fetch", memory.numel())
+
+    def wait(self, mark: float) -> None:
+        if mark > self._clock.now:
+            self._clock.lost += mark - self._clock.now
+            self._clock.now = mark
+
+    def _copied(self, way: str, size: int) -> float:
+        self._clock.free[way] = max(self._clock.free[way], self._clock.now) + size / self._speed
+        return self._clock.free[way]
+
+
+FORWARD, BACKWARD = 1.0, 2.0
+
+
+def play(count: int, chunk: int, offloaded: int, speed: float, kinds: str) -> tuple[float, list[Run]]:
+    """Seconds that the engines wait in a step of a small model, and what the plan takes its layers for."""
+    whole = {"granularity": "full", "method": "uniform", "num_layers": chunk} if chunk else {}
+    keys: dict[str, Any] = {
+        "num_layers": count, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "bias": False,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "rmsnorm", "encoder_seq_length": 16,
+        "position_embedding_type": "rope", **{f"activations_checkpoint_{name}": value for name, value in whole.items()},
+    }  # fmt: skip
+    facts: Any = {"vocab_size": 50, "device": "cpu", "dtype": torch.float32, "flags": AttentionFlags()}
+    model: Any = build_model(GPTKeys.model_validate(keys), micro_batch_size=2, form=SampleForm(length=16), **facts)
+    clock, stack, going_back = Clock(), model.decoder, []
+    copies = {kind: ClockedCopies(clock, speed) for kind in ("activations", "weights")}
+    if "activations" in kinds:
+        stack.activation_offload = ActivationOffload(copies["activations"], offloaded, least_size=512)
+    if "weights" in kinds:
+        stack.weight_offload = WeightOffload(copies["weights"], list(stack.layers), offloaded, least_size=512)
+
+    def ran(number: int) -> Any:
+        def hook(_: Any, __: Any, output: Any) -> None:
+            if going_back:
+                return  # it runs again
+            clock.now += FORWARD
+            copies["activations"].layer = number + 1
+
+            def reached(_: Tensor) -> None:  # the layer after it has run its backward
+                clock.now += BACKWARD * (number < count - 1)
+
+            output[0].register_hook(reached)
+
+        return hook
+
+    for number, layer in enumerate(stack.layers):
+        layer.register_forward_hook(ran(number))
+    tokens = torch.arange(16).repeat(2, 1)
+    loss = model.loss(tokens, tokens, 32.0)
+    going_back.append(True)
+    loss.backward()
+    runs: list[Run] = []
+    each = sum(copies["weights"].sent.values()) / offloaded / speed
+    for first in range(0, count, chunk or 1):
+        numbers = range(first, min(first + (chunk or 1), count))
+        activations = sum(copies["activations"].sent[number] for number in numbers) / speed
+        weights = tuple(each * (number < offloaded) for number in numbers)
+        times = {"forward": FORWARD * len(numbers), "backward": BACKWARD * len(numbers)}
+        runs.append(Run(numbers=numbers, **times, activations=activations, weights=weights))
+    return clock.lost, runs
+
+
+CASES = [
+    (count, chunk, offloaded, seconds, kinds)
+    for (count, chunk, offloaded), seconds, kinds in itertools.product(
+        [(8, 0, 2), (8, 0, 5), (6, 0, 5), (8, 1, 6), (8, 2, 6), (8, 2, 3), (9, 4, 8), (3, 0, 2)],
+        [0.4, 1.6, 4.0],
+        ["activations", "weights", "activations and weights"],
+    )
+]
+
+
+@pytest.mark.parametrize(("count", "chunk", "offloaded", "seconds", "kinds"), CASES)
+def test_the_engines_wait_as_long(count: int, chunk: int, offloaded: int, seconds: float, kinds: str):
+    """Chunk 0: nothing is recomputed. The link takes about `seconds` for what a layer that keeps all of it sends."""
+    lost, runs = play(count, chunk, offloaded, 30_000 / seconds, kinds)
+    assert sum(run.activations + sum(run.weights) for run in runs) > 0
+    assert waited(runs, count - offloaded) == pytest.approx(lost, abs=0.07 * count)

@@ -99,6 +99,7 @@ def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.dev
             flags=attention_flags(root),
             micro_batch_size=keys.micro_batch_size,
             form=form,
+            peft=peft_slice(keys.peft),
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None

@@ -13,6 +13,7 @@ from ..models.config.families import family_slice
 from ..models.config.family_rules import stacks_of_keys
 from ..models.config.memory_slice import offload_slice
 from ..models.config.moe_slice import moe_slice
+from ..models.config.peft_slice import peft_slice
 from ..models.config.t5 import T5Keys
 from .config.schema import RootBlock
 from .errors import UserError
@@ -61,7 +62,7 @@ def _what_recomputation_needs(root: RootBlock) -> str | None:
     """Why a micro batch of which parts run twice cannot be recorded; None where it can, or nothing is recomputed."""
     form = sample_form(root)
     for stack in family_slice(root.model, vocab_size=root.model.override_vocab_size or 1, form=form).stacks:
-        if recomputes_draws(stack):
+        if recomputes_draws(stack, peft_slice(root.model.peft)):
             keys = [f"`{name}` ({value})" for name, value in _recompute_keys(root)]
             return (
                 f"records no state of random generators, which {' and '.join(keys)} need where noise or dropout is "

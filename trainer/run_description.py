@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from ..models.build import LanguageModel, acting_recompute, idle_recompute, parameter_count, stacks_of
+from ..models.build import (
+    LanguageModel,
+    acting_recompute,
+    idle_recompute,
+    made_again_for_copies,
+    parameter_count,
+    stacks_of,
+)
 from ..models.config.counting import count_parameters
 from ..models.config.families import FamilySlice, family_slice
 from ..models.config.family_rules import stacks_of_keys
@@ -89,8 +96,9 @@ def describe_offload(
     root: RootBlock, described: FamilySlice, model: LanguageModel, device: torch.device
 ) -> Iterator[str]:
     """What `cpu_offloading` does in this run, a line for each stack that asks for it."""
-    keeps_scores = any(decision.keeps_scores for decision in model.attention_decisions.values())
-    for at, part, stack in zip(stacks_of_keys(root.model), described.stacks, stacks_of(model), strict=True):
+    made_again = made_again_for_copies(described, model.attention_decisions, peft_slice(root.model.peft))
+    each = zip(stacks_of_keys(root.model), described.stacks, stacks_of(model), made_again, strict=True)
+    for at, part, stack, again in each:
         offload = part.offload
         if offload is None:
             continue
@@ -106,8 +114,6 @@ def describe_offload(
         if stack.activation_offload is not None:
             parts.append("what they save for the backward")
         kept = f"{counted(offload.layers, 'layer')}{of_stack}"
-        again = frozenset.union(*(part.made_again(number, offloads=True) for number in range(offload.layers)))
-        again -= frozenset() if keeps_scores else {"core_attention"}
         instead = f"; made again, not moved: {named(again)}" if again else ""
         yield f"host memory keeps of the first {kept} {' and '.join(reversed(parts))}{instead}"
 

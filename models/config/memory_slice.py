@@ -39,7 +39,7 @@ class OffloadSlice:
     """What a stack of L layers keeps in host memory where there is a GPU.
 
     Attributes:
-        layers: the first so many layers N, from 1 to L - 1.
+        layers: the first so many layers N, from 1 to L - 1, none of a chunk of layers that the backward begins with.
         activations: what they save for the backward. It has left the GPU before layer i + L - N runs.
         weights: their weights, from the forward of the next layer to the backward of the next layer.
     """
@@ -101,6 +101,12 @@ def whole_layers(keys: StackKeys) -> tuple[int, int]:
     return (number, keys.num_layers) if method == "uniform" else (1, number)
 
 
+def last_chunk(keys: StackKeys) -> int:
+    """The first of the layers that the backward begins with: the last one, or the last chunk that is recomputed."""
+    last, (chunk, _) = keys.num_layers - 1, whole_layers(keys)
+    return last - last % chunk
+
+
 def modules_of(keys: StackKeys) -> frozenset[RecomputeModule]:
     """The parts of a layer that the keys name, with experts or without."""
     named: set[RecomputeModule] = set(keys.activations_checkpoint_modules or ())
@@ -117,7 +123,7 @@ def offload_slice(keys: StackKeys) -> OffloadSlice | None:
     Args:
         keys: of the stack; the rules have found no error in them.
     """
-    layers = offloaded_layers(keys)
+    layers = min(offloaded_layers(keys), last_chunk(keys))
     if not layers:
         return None
     return OffloadSlice(layers=layers, activations=keys.cpu_offloading_activations, weights=keys.cpu_offloading_weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .block import Finding
-from .memory_slice import offloaded_layers
+from .memory_slice import last_chunk, offloaded_layers
 from .stack import StackKeys
 
 _SWITCH = "cpu_offloading"
@@ -41,7 +41,7 @@ def settings_need_the_switch(keys: StackKeys) -> Iterator[Finding]:
 
 def layers_are_left(keys: StackKeys) -> Iterator[Finding]:
     """The backward begins with the last layer, which stays; where it is alone, activations are waited for."""
-    number, layers = offloaded_layers(keys), keys.num_layers
+    number, layers, last = offloaded_layers(keys), keys.num_layers, last_chunk(keys)
     if number >= layers:
         yield Finding(
             "error",
@@ -58,6 +58,17 @@ def layers_are_left(keys: StackKeys) -> Iterator[Finding]:
             f"`{_NUMBER}` (0{left}) offloads nothing.",
             f"use {_NUMBER}={max(layers - 2, 1)}" if layers > 1 else f"use {_SWITCH}=false",
         )
+    elif number > last:
+        reach = f"`{_NUMBER}` ({'null, which is ' * (keys.cpu_offloading_num_layers is None)}{number})"
+        why = "recomputed together (`activations_checkpoint_num_layers`), and the backward begins with them."
+        told = (
+            f"{reach} offloads the first {last} layers: the others are {why}"
+            if last
+            else f"{reach} offloads nothing: all layers are {why}"
+        )
+        fix = f"use {_NUMBER}={last}" if last else "use activations_checkpoint_num_layers=1"
+        keys_of_both = (_NUMBER, "activations_checkpoint_num_layers")
+        yield Finding("info" if last else "warning", keys_of_both, told, fix)
     elif number == layers - 1 and keys.cpu_offloading_activations:
         left = "null, which is " if keys.cpu_offloading_num_layers is None else ""
         fewer = f"use {_NUMBER}={layers - 2} or fewer" if layers > 2 else f"use {_SWITCH}=false"

@@ -112,6 +112,11 @@ class SelectiveSlice:
 PeftSlice = LoRASlice | AdapterSlice | PromptSlice | IA3Slice | SelectiveSlice
 
 
+def peft_dropout(peft: PeftSlice | None) -> float:
+    """Dropout within what fine-tuning adds to the layers; 0 for none."""
+    return peft.dropout if isinstance(peft, LoRASlice | AdapterSlice) else 0.0
+
+
 def peft_slice(keys: PeftKeys) -> PeftSlice | None:
     """What the keys describe; None where the whole model is trained."""
     match keys.peft_scheme:

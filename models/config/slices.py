@@ -137,13 +137,16 @@ class StackSlice:
         asked = frozenset[RecomputeModule]() if self.recompute is None else self.recompute.modules
         if not offloads or self.offload is None or layer >= self.offload.layers:
             return asked
+        return asked | self.offload.made_again & self.acting_modules(range(layer, layer + 1))
+
+    def acting_modules(self, layers: range) -> frozenset[RecomputeModule]:
+        """The parts that some of these layers have and that the backward can calculate again."""
         moe = self.moe
-        acting = acting_modules(
-            moe.layers[layer : layer + 1] if moe is not None else (),
+        return acting_modules(
+            moe.layers[layers.start : layers.stop] if moe is not None else (),
             shared_expert=moe is not None and moe.shared_ffn_hidden_size is not None,
             post_ln=self.block == "post_ln",
         )
-        return asked | self.offload.made_again & acting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,7 @@ class Experts(nn.Module):
         self.nonlinearity = nonlinearity
         self.gated = gated
         self.dropout = dropout
+        self.draws = dropout > 0
         self.implementation: Literal["auto", "sequential"] = implementation
         self.pad_to_capacity = pad_to_capacity
         rows = ffn_hidden_size * (2 if gated else 1)

@@ -28,6 +28,7 @@ class MoE(nn.Module):
 
     Attributes:
         recompute: in training keep only the input, and run the layer again in the backward.
+        recompute_draws: and random numbers are drawn in it, which shall be the same again.
         statistics: fp32 (experts + 6): sums of `Routed.sums` since somebody zeroed them; not saved.
         loss_share: fp32 scalar: the share of a micro batch in its global batch, which the gradients of the losses are
             multiplied with; not saved.
@@ -36,6 +37,7 @@ class MoE(nn.Module):
     """
 
     recompute: bool = False
+    recompute_draws: bool = False
     statistics: Tensor
     loss_share: Tensor
     expert_bias: Tensor | None
@@ -46,7 +48,6 @@ class MoE(nn.Module):
         self.router = router
         self.experts = experts
         self.shared = shared
-        self.draws = router.jitter is not None or experts.dropout > 0 or (shared is not None and shared.dropout > 0)
         number = len(router.weight)
         self.register_buffer("statistics", torch.zeros(number + len(SUMS)), persistent=False)
         self.register_buffer("loss_share", torch.ones(()), persistent=False)
@@ -86,7 +87,7 @@ class MoE(nn.Module):
         """
         real = None if padding is None else padding.flatten()
         if self.recompute and recomputes(self):
-            output, sums = run_again(self._run, self.draws, hidden, real, norm, limited)
+            output, sums = run_again(self._run, self.recompute_draws, hidden, real, norm, limited)
             return (output if onto is None else onto + output), sums
         return self._run(hidden, real, norm, limited, again, onto)
 

@@ -99,6 +99,7 @@ class Router(nn.Module):
         self.aux_loss = aux_loss
         self.z_loss = z_loss
         self.jitter = jitter
+        self.draws = jitter is not None
         self.capacity_factor = capacity_factor
         self.drop_policy: DropPolicy = drop_policy
         self.dtype = dtype

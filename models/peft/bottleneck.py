@@ -24,6 +24,7 @@ class Bottleneck(Added):
     def __init__(self, hidden_size: int, adapter: AdapterSlice) -> None:
         super().__init__()
         self.adapter = adapter
+        self.draws = adapter.dropout > 0
         self.norm = LayerNorm(hidden_size, _EPSILON) if adapter.norm_position else None
         self.down = nn.Parameter(torch.empty(adapter.width, hidden_size))
         self.up = nn.Parameter(torch.empty(hidden_size, adapter.width))

@@ -37,6 +37,7 @@ class LoRALinear(NormedLinear, Added):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
         self.lora = lora
+        self.draws = lora.dropout > 0
         self.parts = parts if lora.canonical else (base.out_features,)
         self.lora_a = nn.Parameter(torch.empty(len(self.parts) * lora.rank, base.in_features))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank))
@@ -116,6 +117,7 @@ class LoRAExperts(Experts, Added):
         )
         self.up, self.down, self.up_bias, self.down_bias = base.up, base.down, base.up_bias, base.down_bias
         self.lora = lora
+        self.draws = self.dropout > 0 or lora.dropout > 0
         self.parts = (width, width) if base.gated and lora.canonical else (rows,)
         rank = lora.rank
         if "mlp_fc1" in lora.targets:

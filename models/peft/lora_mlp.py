@@ -34,7 +34,7 @@ class LoRAMLP(MLP):
     def __init__(self, base: MLP, lora: LoRASlice, *, is_one_operation: bool) -> None:
         nn.Module.__init__(self)  # the modules of an MLP are those of `base`
         self.nonlinearity, self.gated, self.dropout = base.nonlinearity, base.gated, base.dropout
-        self.recompute = base.recompute
+        self.draws, self.recompute = base.draws, base.recompute
         self.up, self.inner_norm, self.down = base.up, base.inner_norm, base.down
         self.rank, self.is_one_operation = lora.rank, is_one_operation
         if "mlp_fc1" in lora.targets:

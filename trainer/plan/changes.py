@@ -18,7 +18,6 @@ import torch
 from ...kernels.attention.dispatch import NoBackendError
 from ...models.config.family_rules import stacks_of_keys
 from ...models.config.memory import RecomputeModule
-from ...models.config.memory_slice import acting_modules
 from ..config.facts import Facts
 from ..config.rules import run_rules
 from ..config.schema import RootBlock
@@ -155,9 +154,7 @@ def modules_that_save(plan: Plan) -> list[RecomputeModule]:
     """The parts of layers that save something in every stack when they are recomputed, the cheap ones first."""
     found = set(_CHEAP_FIRST)
     for each in plan.facts.stacks:
-        moe = each.stack.moe
-        shared = moe is not None and moe.shared_ffn_hidden_size is not None
-        found &= acting_modules(moe.layers if moe else (), shared_expert=shared, post_ln=each.stack.block == "post_ln")
+        found &= each.stack.acting_modules(range(each.stack.num_layers))
     if not any(stack.keeps_scores for stack in plan.facts.stacks):
         found.discard("core_attention")
     return sorted(found, key=_CHEAP_FIRST.index)

@@ -14,7 +14,7 @@ from ...models.attention_calls import CallKind, decide
 from ...models.attention_plan import CallFacts, planned_attentions
 from ...models.build import DTYPE_NAMES, compile_policy, has_dropout
 from ...models.config.families import FamilySlice, family_slice
-from ...models.config.peft_slice import PROJECTIONS, LoRASlice, PeftSlice, Projection, peft_slice
+from ...models.config.peft_slice import PROJECTIONS, LoRASlice, PeftSlice, Projection, peft_dropout, peft_slice
 from ...models.config.samples import SampleForm
 from ...models.config.slices import AttentionSlice, StackSlice
 from ...models.config.t5_slice import T5Slice
@@ -91,6 +91,7 @@ class StackFacts:
         learnt: projections of a layer whose matrices, or updates of them, are trained, and so keep what they read.
         spares_norms: these projections keep the stream and not its norm, see `models.normed_linear`.
         low_rank_mlp: its MLPs with low-rank updates are one operation, see `kernels.lora_gated_mlp`.
+        low_rank_experts: its experts have low-rank updates, see `kernels.moe.lora_experts`.
     """
 
     name: str
@@ -106,6 +107,7 @@ class StackFacts:
     learnt: frozenset[Projection]
     spares_norms: bool
     low_rank_mlp: bool
+    low_rank_experts: bool
 
     @property
     def tokens(self) -> int:
@@ -214,7 +216,7 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
     for planned in planned_attentions(family, form, common):
         asked: dict[CallKind, AttentionCall] = {"training": planned.calls["training"]}
         decisions[planned.name] = decide(planned.attention, asked, target.flags, target.software)["training"]
-    dropout = any(map(has_dropout, family.stacks))
+    dropout = any(map(has_dropout, family.stacks)) or peft_dropout(peft_slice(keys.peft)) > 0
     compiled, _ = compile_policy(keys.compile, target.device, target.software.torch, dropout=dropout)
     widths = Widths(
         weights=precision.weights.itemsize,
@@ -269,6 +271,7 @@ def _stacks(
                 compiled=compiled,
                 learnt=_learnt(peft),
                 spares_norms=compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack),
+                low_rank_experts=isinstance(peft, LoRASlice) and bool(peft.targets & {"mlp_fc1", "mlp_fc2"}),
                 low_rank_mlp=is_one_operation(peft, stack, call.device, call.dtype),
             )
         )

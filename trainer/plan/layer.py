@@ -72,8 +72,7 @@ class LayerMemory:
 
     def kept_with(self, modules: frozenset[RecomputeModule]) -> int:
         """Bytes kept besides the input where these parts are recomputed."""
-        norms = self.parts - (self.has_experts and "moe" not in modules) if "norm" in modules else 0
-        inputs = norms * self.norm_input
+        inputs = self._norms_again(modules) * self.norm_input
         inputs += self.beside_scores if "core_attention" in modules else 0
         return inputs + self.all_kept - recomputed(self.kept, modules)
 
@@ -83,12 +82,20 @@ class LayerMemory:
         That is in the feed-forward part, or in the attention, when what that part kept is given back.
         """
         of_norms = recomputed(tuple(each for each in self.rest if each.module == "norm"), modules)
-        norm, in_mlp = of_norms // self.parts, recomputed(self.mlp, modules)
-        given_back = sum(each.size for each in self.mlp) - in_mlp + self.normed * ("norm" not in modules)
+        norms, in_mlp = self._norms_again(modules), recomputed(self.mlp, modules)
+        norm = of_norms // norms if norms else 0
+        kept_for_mlp = norms < self.parts
+        given_back = sum(each.size for each in self.mlp) - in_mlp + self.normed * kept_for_mlp
         in_attention = recomputed(self.rest, modules) - of_norms + norm
         of_attention = self.attention_again if "core_attention" in modules else self.attention_working
-        moments = (in_mlp + norm, self.mlp_working), (in_attention, of_attention - given_back)
+        moments = (in_mlp + norm * (not kept_for_mlp), self.mlp_working), (in_attention, of_attention - given_back)
         return max(moments, key=sum)
+
+    def _norms_again(self, modules: frozenset[RecomputeModule]) -> int:
+        """Of how many parts the norm is made again; the last of them is the feed-forward part."""
+        if "norm" not in modules:
+            return 0
+        return self.parts - (self.has_experts and "moe" not in modules)
 
     def whole_in_backward(self) -> tuple[int, int]:
         """Likewise where everything is made again."""
@@ -186,20 +193,13 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
     wide = facts.tokens * stack.hidden_size
     parts = _sublayers(facts)
     # what the first projection of each part reads; post-norm it is the stream, and the first of them is the input
-    normed = parts if stack.block != "post_ln" else parts - 1
-    if moe is not None and _is_written_out(moe) and not moe.shared_ffn_hidden_size:
-        normed -= 1  # experts that gather rows keep those
-    learns = [_learns(facts, "attention_qkv")] * (parts - 1) + [_learns(facts, "mlp_fc1") or moe is not None]
-    normed -= learns.count(False)
+    projections = [_learns(facts, "attention_qkv")] * (parts - 1) + [_learns(facts, "mlp_fc1")] * (moe is None)
+    normed = projections.count(True) - (stack.block == "post_ln")
     module: RecomputeModule | None = "norm" if stack.block != "post_ln" else None
-
-    def norms_of(size: int, count: int) -> list[Kept]:
-        """Norms of so many parts; router and experts both read theirs, which is kept unless they are made again too."""
-        of_experts = moe is not None and count == parts
-        each = [Kept("norm", (count - of_experts) * size, module)]
-        return each + [Kept("norm", size, module, "moe")] * of_experts
-
-    found = norms_of(wide * e, normed)
+    found = [Kept("norm", normed * wide * e, module)]
+    # router and experts both read theirs, but for experts that gather rows and keep those
+    if moe is not None and (not _is_written_out(facts, moe) or moe.shared_ffn_hidden_size):
+        found.append(Kept("norm", wide * e, module, "moe"))
     statistics = facts.tokens * 4 * (2 if stack.norm.kind == "layernorm" else 1)
     norms = parts + (parts if stack.block == "normformer" else 0)
     found.append(Kept("norm", norms * statistics))
@@ -210,7 +210,8 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
     else:
         inputs = parts if stack.block == "post_ln" else parts - 1
         found += [Kept("stream", inputs * wide * s)] if norm_keeps_input(facts) else []
-        found += norms_of(norm_extra(facts, wide), parts)
+        extra, of_experts = norm_extra(facts, wide), int(moe is not None)
+        found += [Kept("norm", (parts - of_experts) * extra, module), Kept("norm", of_experts * extra, module, "moe")]
         if stack.block == "normformer":
             outputs = parts - 1
             found.append(Kept("norm", outputs * (norm_extra(facts, wide) + norm_keeps_input(facts) * wide * e)))
@@ -260,13 +261,15 @@ def rows_of(moe: MoESlice, tokens: int) -> int:
     return rows
 
 
-def _is_written_out(moe: MoESlice) -> bool:
+def _is_written_out(facts: StackFacts, moe: MoESlice) -> bool:
     """Whether the experts are not one operation that keeps little."""
-    return bool(moe.dropout) or moe.pad_to_capacity or moe.implementation == "sequential"
+    return facts.low_rank_experts or bool(moe.dropout) or moe.pad_to_capacity or moe.implementation == "sequential"
 
 
 def _copies_for_router(facts: StackFacts, moe: MoESlice) -> bool:
     """Whether the router reads a copy of the stream; see `kernels.moe.router_logits`."""
+    if facts.low_rank_experts and not moe.jitter:  # its weight is frozen, and needs no copy
+        return False
     if moe.jitter or moe.router_dtype == "fp64":
         return True
     if facts.widths.stream >= 4:
@@ -288,7 +291,7 @@ def _experts(facts: StackFacts, moe: MoESlice) -> tuple[list[Kept], int]:
     if widths.casts_weights:  # the normed stream is in fp32; the experts read a narrow copy
         router += tokens * hidden * 4
     kept = [Kept("experts", router, "moe"), Kept("experts", rows * width * ups * e, "moe")]
-    if _is_written_out(moe):  # gathered rows, what the second matrices read, and their results
+    if _is_written_out(facts, moe):  # gathered rows, what the second matrices read, and their results
         kept.append(Kept("experts", rows * (2 * hidden + width) * e, "moe"))
     if moe.dropout:
         noise = 1 if facts.compiled else e  # a mask, or the factors themselves

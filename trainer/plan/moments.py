@@ -255,10 +255,9 @@ class _StackOnDevice:
     def __init__(self, layers: list[PlacedLayer]) -> None:
         self.layers = layers
         offload = layers[0].offload
-        self._sends = offload is not None and offload.activations
         number = offload.layers if offload is not None else 0
         last = self._together(len(layers) - 1)
-        self._offloaded = min(number, last.start)  # what the last ones keep does not leave
+        self._offloaded = number if offload is not None and offload.activations else 0
         self._ahead = max(layers[0].recompute.chunk, len(layers) - number - 1)
         width = layers[0].stack.widths.weights
         self._weights = [
@@ -272,8 +271,6 @@ class _StackOnDevice:
 
     def during_backward(self, number: int) -> int:
         """Bytes kept on the device when the backward pass of layer `number` begins."""
-        if not self._sends:
-            return sum(layer.kept for layer in self.layers[: number + 1])
         first = self._together(number).start
         return sum(
             layer.stays if self._is_sent(layer) and layer.number < first - self._ahead else layer.kept
@@ -294,7 +291,7 @@ class _StackOnDevice:
         return range(start, min(start + layer.recompute.chunk, len(self.layers)))
 
     def _is_sent(self, layer: PlacedLayer) -> bool:
-        return self._sends and layer.number < self._offloaded
+        return layer.number < self._offloaded
 
 
 class _Gradients:

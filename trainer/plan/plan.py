@@ -8,7 +8,8 @@ import torch
 
 from ...kernels.attention.backends import installed
 from ...kernels.attention.dispatch import Decision
-from ...models.build import idle_recompute
+from ...models.build import idle_recompute, made_again_for_copies
+from ...models.config.memory import RecomputeModule
 from ...models.config.peft_slice import peft_slice
 from ...models.offload_copies import SLAB
 from ..config.schema import RootBlock
@@ -109,12 +110,24 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
 
 def idle_modules(plan: Plan) -> list[str]:
     """For each part that shall be recomputed but keeps nothing: why that saves nothing, and what does."""
-    decisions: dict[str, Decision] = {}
-    for stack in plan.facts.stacks:
-        decisions[f"{stack.name} training".strip()] = stack.attention
+    return list(idle_recompute(plan.facts.family, _decisions(plan.facts), peft_slice(plan.facts.keys.peft)))
+
+
+def made_again(facts: RunFacts) -> tuple[frozenset[RecomputeModule], ...]:
+    """For each stack, what its offloaded layers make again so that it need not be copied; nothing without a GPU."""
+    if facts.target.device != "cuda":
+        return (frozenset(),) * len(facts.stacks)
+    return made_again_for_copies(facts.family, _decisions(facts), peft_slice(facts.keys.peft))
+
+
+def _decisions(facts: RunFacts) -> dict[str, Decision]:
+    """What was chosen for each attention in training, by its label."""
+    found: dict[str, Decision] = {}
+    for stack in facts.stacks:
+        found[f"{stack.name} training".strip()] = stack.attention
         if stack.cross_attention is not None:
-            decisions["cross training"] = stack.cross_attention
-    return list(idle_recompute(plan.facts.family, decisions, peft_slice(plan.facts.keys.peft)))
+            found["cross training"] = stack.cross_attention
+    return found
 
 
 def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import named
+from ..counted import counted
 from .cards import GIB
 from .changes import Change
 from .facts import StackFacts
 from .moments import Moment
-from .plan import Plan
+from .plan import Plan, made_again
 from .states import CONTEXT
 
 _HELD = {
@@ -50,7 +52,7 @@ def categories(plan: Plan) -> list[tuple[str, int]]:
 
 
 def activation_parts(plan: Plan) -> list[tuple[str, int]]:
-    """What layers keep for the backward pass, by part, where nothing is offloaded."""
+    """What layers keep for the backward pass, by part, on the device or on the host."""
     found: dict[str, int] = {}
     for layer in plan.memory.layers:
         own = layer.kept
@@ -126,7 +128,7 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
         f"step         {ranks}{layout}{facts.micro_batches} micro batch{'es' * (facts.micro_batches != 1)} of {samples}"
         f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}{', as CUDA graphs' * facts.is_recorded}"
     )
-    for stack in facts.stacks:
+    for stack, again in zip(facts.stacks, made_again(facts), strict=True):
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
         how = "compiled" if stack.compiled else "as written"
         recompute = stack.stack.recompute
@@ -135,7 +137,7 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
         saves = (recompute.description if recompute else "") or "nothing"
         yield (
             f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {how}, attention "
-            f"{stack.attention.backend}{cross}; recomputes {saves}{_offloaded(stack)}"
+            f"{stack.attention.backend}{cross}; recomputes {saves}{_offloaded(stack, again)}"
         )
     yield ""
     yield f"memory       {gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
@@ -168,16 +170,14 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
         yield "the speeds of this card are those of the H200 in the same part of its peak, not measured"
 
 
-def _offloaded(stack: StackFacts) -> str:
+def _offloaded(stack: StackFacts, again: frozenset[RecomputeModule]) -> str:
     """What a stack keeps in host memory, and what it makes again so that it need not be moved."""
     offload = stack.stack.offload
-    if offload is None:
+    if offload is None or stack.attention.call.device != "cuda":
         return ""
     what = " and ".join(name for name in ("activations", "weights") if getattr(offload, name))
-    again = stack.stack.made_again(offload.layers - 1, offloads=True)
-    again -= frozenset() if stack.keeps_scores else {"core_attention"}
-    instead = f", where {named(again)} {'are' if len(again) > 1 else 'is'} made again" if again else ""
-    return f"; {what} of {offload.layers} layers on the host{instead}"
+    instead = f", which make {named(again)} again" if again else ""
+    return f"; {what} of {counted(offload.layers, 'layer')} on the host{instead}"
 
 
 def change_lines(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:

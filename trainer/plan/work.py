@@ -210,7 +210,7 @@ def scores_again(facts: StackFacts) -> Work:
 
 
 def layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
-    """Forward and backward of a layer where nothing is recomputed; frozen weights have no gradients."""
+    """Forward and backward of a layer but for what is recomputed; frozen weights have no gradients."""
     facts, experts = layer.stack, _has_experts(layer)
     matmul, _ = projections_forward(facts, experts=experts)
     core = core_forward(facts, again="core_attention" in layer.modules)
