@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from config_helpers import load
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -16,7 +17,10 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.samples import SampleForm
 from stoker.models.offload import ActivationOffload
 from stoker.models.offload_weights import WeightOffload
+from stoker.trainer.plan.cards import card_named
+from stoker.trainer.plan.changes import suggestions
 from stoker.trainer.plan.copies import Run, waited
+from stoker.trainer.plan.plan import make_plan, target_elsewhere
 
 
 def layers(count: int, offloaded: int, *, copy: float) -> list[Run]:
@@ -171,3 +175,25 @@ def test_the_engines_wait_as_long(count: int, chunk: int, offloaded: int, second
     lost, runs = play(count, chunk, offloaded, 30_000 / seconds, kinds)
     assert sum(run.activations + sum(run.weights) for run in runs) > 0
     assert waited(runs, count - offloaded) == pytest.approx(lost, abs=0.07 * count)
+
+
+def test_as_many_layers_as_copies_hide_are_proposed():
+    """The next one more would be waited for."""
+    root = load("experiment=llama_1b_bench").root
+    target = target_elsewhere(root, card_named("h100"))
+    plan = make_plan(root, target)
+
+    def time_with(layers: int) -> float:
+        keys = ["cpu_offloading=True", f"cpu_offloading_num_layers={layers}", "cpu_offloading_weights=False"]
+        changed = load("experiment=llama_1b_bench", *(f"model.{key}" for key in keys)).root
+        return make_plan(changed, target).seconds
+
+    proposed = [
+        change.values["cpu_offloading_num_layers"]
+        for change in suggestions(root, target, plan, most=100)
+        if not change.values.get("cpu_offloading_weights", True)
+    ]
+    hidden = min(proposed)
+    assert 3 <= hidden < 24 // 3
+    assert time_with(hidden) <= 1.03 * plan.seconds
+    assert time_with(hidden + 2) > 1.03 * plan.seconds

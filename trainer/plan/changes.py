@@ -7,6 +7,7 @@ one model of memory.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -71,7 +72,8 @@ def suggestions(root: RootBlock, target: Target, plan: Plan, *, most: int = 6) -
         most: how many at most.
     """
     found: list[Change] = []
-    candidates = (_recomputing(root, plan), _offloading(root), _smaller_batches(root), _others(root, target))
+    offloading = _offloading(root, target, plan)
+    candidates = (_recomputing(root, plan), offloading, _smaller_batches(root), _others(root, target))
     for values in chain(*candidates):
         change = _changed(root, target, plan, values)
         if change is not None and change.plan.allocated < 0.99 * plan.allocated:
@@ -119,9 +121,10 @@ def _cost(change: Change) -> tuple[float, int, int]:
 
 def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Values]:
     batches = [{}, *_smaller_batches(root)]
-    recomputing, offloading = _recomputing(root, plan, with_some=True), _offloading(root)
+    recomputing, offloading = _recomputing(root, plan, with_some=True), _offloading(root, target, plan)
     whole = _in_stacks(root, {**_full("uniform", 1), **_without_moe(plan)})
-    stacks = [{}, *recomputing, *offloading, *({**whole, **each} for each in offloading)]
+    beside = [whole, _in_stacks(root, {f"{_RECOMPUTE}_modules": _cheap_parts(plan)})] if _cheap_parts(plan) else [whole]
+    stacks = [{}, *recomputing, *offloading, *({**mode, **each} for mode in beside for each in offloading)]
     others = [{}, *_others(root, target)]
     if len(others) > 2:
         others.append({**others[1], **others[2]})
@@ -134,8 +137,7 @@ def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Value
 
 def _recomputing(root: RootBlock, plan: Plan, *, with_some: bool = False) -> list[dict[str, Any]]:
     """Modes of recomputation, the cheap ones first; `with_some`: also of a part of the layers."""
-    order = modules_that_save(plan)
-    cheap = [name for name in order if name != "moe"]
+    order, cheap = modules_that_save(plan), _cheap_parts(plan)
     modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": order[:number]} for number in range(1, len(order) + 1)]
     layers = min(stack.stack.num_layers for stack in plan.facts.stacks)
     if with_some and layers > 1:
@@ -160,6 +162,10 @@ def modules_that_save(plan: Plan) -> list[RecomputeModule]:
     return sorted(found, key=_CHEAP_FIRST.index)
 
 
+def _cheap_parts(plan: Plan) -> list[RecomputeModule]:
+    return [name for name in modules_that_save(plan) if name != "moe"]
+
+
 def _without_moe(plan: Plan) -> dict[str, Any]:
     return {"moe_layer_recompute": False} if any(stack.stack.moe for stack in plan.facts.stacks) else {}
 
@@ -173,17 +179,32 @@ def _full(method: str, number: int) -> dict[str, Any]:
     }
 
 
-def _offloading(root: RootBlock) -> list[dict[str, Any]]:
-    """Activations of some layers in host memory, then all but two layers with their weights."""
+def _offloading(root: RootBlock, target: Target, plan: Plan) -> list[dict[str, Any]]:
+    """Activations of as many layers in host memory as are copied beside the work, and of more; then all but two layers
+    with their weights.
+    """
     layers = min(keys.num_layers for keys in stacks_of_keys(root.model).values())
     whole = root.model.fsdp  # weights that are cut over ranks stay where they are
     found: list[dict[str, Any]] = []
-    for number in sorted({max(1, layers // 4), max(1, layers // 2), layers - 2}):
+    hidden = _layers_hidden(root, target, plan, layers)
+    for number in sorted({hidden, max(1, layers // 4), max(1, layers // 2), layers - 2}):
         if 0 < number < layers:
             found.append(_offload(number, weights=False))
     if layers > 2 and not whole:  # with one layer less on the host copies are hidden better
         found.append(_offload(layers - 2, weights=True))
     return [_in_stacks(root, mode) for mode in found]
+
+
+def _layers_hidden(root: RootBlock, target: Target, plan: Plan, layers: int) -> int:
+    """The activations of how many layers are copied while others calculate, but for a hundredth of a step."""
+
+    def waits(number: int) -> bool:
+        change = _changed(root, target, plan, _in_stacks(root, _offload(number, weights=False)))
+        if change is None or change.plan.time is None:
+            return True
+        return change.plan.time.parts["copies not hidden"] > change.plan.seconds / 100
+
+    return bisect_left(range(1, layers), True, key=waits)
 
 
 def _offload(number: int, *, weights: bool) -> dict[str, Any]:
