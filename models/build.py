@@ -344,7 +344,7 @@ def recomputes_draws(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
 
     Args:
         stack: what it recomputes, and where it has dropout.
-        peft: what fine-tuning adds: what reads a recomputed part, and may draw too, runs again with it.
+        peft: what fine-tuning adds: a projection with a low-rank update runs again with the part it reads.
     """
     recompute, moe = stack.recompute, stack.moe
     if recompute is None:
@@ -358,7 +358,8 @@ def recomputes_draws(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
         "moe": in_experts,
     }
     drawn = (recompute.layers > 0 and has_dropout(stack)) or any(of_modules[name] for name in recompute.modules)
-    return drawn or (peft_dropout(peft) > 0 and bool(recompute.layers or recompute.modules - {"core_attention"}))
+    in_parts = isinstance(peft, LoRASlice) and bool(recompute.modules - {"core_attention"})
+    return drawn or (peft_dropout(peft) > 0 and (recompute.layers > 0 or in_parts))
 
 
 def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> tuple[RecomputeSlice | None, ...]:
@@ -380,7 +381,7 @@ def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> t
 
 
 def made_again_for_copies(
-    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None
+    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
 ) -> tuple[frozenset[RecomputeModule], ...]:
     """What offloaded layers of each stack make again so that it need not be copied, of what they would keep.
 
@@ -388,6 +389,7 @@ def made_again_for_copies(
         model: what the model is.
         decisions: what the dispatcher chose for each attention and kind of call; on a GPU, for elsewhere it is nothing.
         peft: what fine-tuning adds.
+        compiled: whether layers are.
     """
     found: list[frozenset[RecomputeModule]] = []
     for stack, labels in zip(model.stacks, _training_labels(model), strict=True):
@@ -396,7 +398,7 @@ def made_again_for_copies(
         again = frozenset[RecomputeModule]().union(*(stack.made_again(number, offloads=True) for number in layers))
         if not any(decision.keeps_scores for decision in made):
             again -= {"core_attention"}
-        if isinstance(peft, LoRASlice) and peft.spares_norms(stack):
+        if compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack) and peft.updates_all_readers:
             again -= {"norm"}
         if made and is_one_operation(peft, stack, made[0].call.device, made[0].call.dtype):
             again -= {"mlp_activation"}

@@ -28,17 +28,19 @@ def draws(module: nn.Module) -> bool:
     return any(getattr(part, "draws", False) for part in module.modules())
 
 
-def run_again(run: Callable[Inputs, Output], draws: bool, /, *inputs: Inputs.args, **options: Inputs.kwargs) -> Output:
+def run_again(
+    run: Callable[Inputs, Output], run_draws: bool, /, *inputs: Inputs.args, **options: Inputs.kwargs
+) -> Output:
     """`run(*inputs, **options)`, of which only the inputs are kept, and which the backward runs again.
 
     Args:
         run: may use parameters and other tensors besides; it has no other effects, for they would happen twice.
-        draws: it draws random numbers, the same ones again in the second run. Generators are asked for their state only
-            then, for a CUDA graph cannot record that.
+        run_draws: it draws random numbers, the same ones again in the second run. Generators are asked for their state
+            only then, for a CUDA graph cannot record that.
         inputs: of `run`; tensors among them are seen by hooks on saved tensors.
         options: of `run`.
     """
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=draws, **options)
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=run_draws, **options)
 
 
 def product_of(

@@ -171,7 +171,7 @@ def test_each_stack_says_what_it_makes_again() -> None:
     kept, fused = (SimpleNamespace(keeps_scores=keeps, call=call) for keeps in (True, False))
     decisions: Any = {"encoder training": kept, "decoder training": fused, "cross training": fused}
     cheap = {"norm", "mlp_activation"}
-    assert made_again_for_copies(described, decisions, None) == (cheap | {"core_attention"}, cheap)
+    assert made_again_for_copies(described, decisions, None, compiled=True) == (cheap | {"core_attention"}, cheap)
 
 
 def rules_of_a_run(*overrides: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from stoker.models.stack import Layer, Stack
 from stoker.trainer import parts, run_description
 from stoker.trainer.data.build import build_data
 from stoker.trainer.errors import UserError
+from stoker.trainer.plan.cards import card_named
+from stoker.trainer.plan.plan import make_plan, target_elsewhere
 from stoker.trainer.precision import PrecisionPlan
-from stoker.trainer.recordable import uses_cuda_graph
+from stoker.trainer.recordable import uses_cuda_graph, why_not_recorded
 
 AT = "activations_checkpoint_"
 BASE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 8}
@@ -287,6 +290,61 @@ def test_each_attention_of_a_t5_is_looked_at() -> None:
 
 
 # ---------------------------------------------------------------- CUDA graphs
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dropout", "given", "draws"),
+    [
+        ("lora", 0.1, {}, False),
+        ("lora", 0.1, {f"{AT}modules": ["norm"]}, True),  # as written, with the projection that reads it
+        ("lora", 0.1, {f"{AT}modules": ["core_attention"]}, False),
+        ("lora", 0.1, UNIFORM | {f"{AT}num_layers": 1}, True),
+        ("lora", 0.0, UNIFORM | {f"{AT}num_layers": 1}, False),
+        ("adapter", 0.1, {f"{AT}modules": ["norm"]}, False),  # they lie in no part
+        ("adapter", 0.1, UNIFORM | {f"{AT}num_layers": 1}, True),
+    ],
+)
+def test_what_fine_tuning_draws_again_cannot_be_recorded(
+    tmp_path: Path, scheme: str, dropout: float, given: dict[str, Any], draws: bool
+) -> None:
+    peft = {"peft_scheme": scheme, f"{scheme}_tuning": {"adapter_dropout": dropout}}
+    model = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "peft": peft, **given}
+    changes = {f"model__{name}": value for name, value in model.items()}
+    root = tiny_config(tmp_path, trainer__accelerator="auto", **changes).root
+    reason = why_not_recorded(root, torch.device("cuda"), 1)
+    assert (reason is not None and "random generators" in reason) == draws
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_compiled_masks_of_fine_tuning_are_not_trusted_either(tmp_path: Path, dropout: float) -> None:
+    """PyTorch 2.13 on a GPU."""
+    peft = {"peft_scheme": "lora", "lora_tuning": {"adapter_dropout": dropout}}
+    changes = {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0, "model__peft": peft}
+    root = tiny_config(tmp_path, trainer__accelerator="auto", **changes).root
+    target = target_elsewhere(root, card_named("h100"))
+    target = replace(target, software=replace(target.software, torch=(2, 13)))
+    assert make_plan(root, target, vocab_size=300).facts.stacks[0].compiled == (dropout == 0)
+
+
+DRAWING: dict[str, tuple[dict[str, Any], str]] = {
+    "hidden": ({"hidden_dropout": 0.1}, ""),
+    "attention": ({"attention_dropout": 0.1}, "attention"),
+    "mlp": ({"ffn_dropout": 0.1}, "mlp"),
+    "jitter": (EXPERTS | {"moe_input_jitter_eps": 0.1}, "mlp.router"),
+    "experts": (EXPERTS | {"moe_dropout": 0.1}, "mlp.experts"),
+}
+
+
+@pytest.mark.parametrize("source", DRAWING)
+def test_each_part_says_that_it_draws(source: str) -> None:
+    changes, at = DRAWING[source]
+    quiet = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.0}
+    facts: Any = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 1}
+    given = keys(**quiet | changes | UNIFORM | {f"{AT}num_layers": 1})
+    model = build_model(given, vocab_size=10, form=SampleForm(length=8), **facts)
+    layer: Any = model.get_submodule("decoder.layers.0")
+    assert layer.recompute_draws
+    assert [name for name, part in layer.named_modules() if getattr(part, "draws", False)] == [at]
 
 
 @pytest.mark.parametrize(

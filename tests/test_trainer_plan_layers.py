@@ -72,6 +72,7 @@ CASES = {
     "lora, norms again": [*LORA, f"{RECOMPUTE}_modules=[norm]"],
     "lora of the first projections": [*LORA, "model.peft.lora_tuning.target_modules=[attention_qkv,mlp_fc1]"],
     "lora of attention": [*LORA, "model.peft.lora_tuning.target_modules=[attention]"],
+    "lora beside experts": [*MOE, *LORA[len(LLAMA) :], "model.peft.lora_tuning.target_modules=[attention]"],
     "lora of experts, norms again": [*MOE, *LORA[len(LLAMA) :], f"{RECOMPUTE}_modules=[norm]"],
     "norms again": [*LLAMA, f"{RECOMPUTE}_modules=[norm]"],
     "cheap parts again": [*LLAMA, f"{RECOMPUTE}_modules=[norm,mlp_activation]"],

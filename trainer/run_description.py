@@ -96,7 +96,8 @@ def describe_offload(
     root: RootBlock, described: FamilySlice, model: LanguageModel, device: torch.device
 ) -> Iterator[str]:
     """What `cpu_offloading` does in this run, a line for each stack that asks for it."""
-    made_again = made_again_for_copies(described, model.attention_decisions, peft_slice(root.model.peft))
+    peft = peft_slice(root.model.peft)
+    made_again = made_again_for_copies(described, model.attention_decisions, peft, compiled=model.compiled)
     each = zip(stacks_of_keys(root.model), described.stacks, stacks_of(model), made_again, strict=True)
     for at, part, stack, again in each:
         offload = part.offload

@@ -62,6 +62,11 @@ class LoRASlice:
         """The factor of updates."""
         return self.alpha / self.rank
 
+    @property
+    def updates_all_readers(self) -> bool:
+        """Whether every projection that reads the norm of a stream has an update, in every layer."""
+        return self.layers.numbers is None and {"attention_qkv", "mlp_fc1"} <= self.targets
+
     def spares_norms(self, stack: StackSlice) -> bool:
         """Whether compiled projections with updates keep the stream, as is done anyway, and no norm of it."""
         return stack.norm.kind == "rmsnorm" and stack.block != "post_ln" and not self.dropout

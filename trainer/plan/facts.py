@@ -14,7 +14,15 @@ from ...models.attention_calls import CallKind, decide
 from ...models.attention_plan import CallFacts, planned_attentions
 from ...models.build import DTYPE_NAMES, compile_policy, has_dropout
 from ...models.config.families import FamilySlice, family_slice
-from ...models.config.peft_slice import PROJECTIONS, LoRASlice, PeftSlice, Projection, peft_dropout, peft_slice
+from ...models.config.peft_slice import (
+    PROJECTIONS,
+    LoRASlice,
+    PeftSlice,
+    Projection,
+    SelectiveSlice,
+    peft_dropout,
+    peft_slice,
+)
 from ...models.config.samples import SampleForm
 from ...models.config.slices import AttentionSlice, StackSlice
 from ...models.config.t5_slice import T5Slice
@@ -92,6 +100,7 @@ class StackFacts:
         spares_norms: these projections keep the stream and not its norm, see `models.normed_linear`.
         low_rank_mlp: its MLPs with low-rank updates are one operation, see `kernels.lora_gated_mlp`.
         low_rank_experts: its experts have low-rank updates, see `kernels.moe.lora_experts`.
+        trains_router: the router of its experts is trained.
     """
 
     name: str
@@ -108,6 +117,7 @@ class StackFacts:
     spares_norms: bool
     low_rank_mlp: bool
     low_rank_experts: bool
+    trains_router: bool
 
     @property
     def tokens(self) -> int:
@@ -271,7 +281,10 @@ def _stacks(
                 compiled=compiled,
                 learnt=_learnt(peft),
                 spares_norms=compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack),
-                low_rank_experts=isinstance(peft, LoRASlice) and bool(peft.targets & {"mlp_fc1", "mlp_fc2"}),
+                low_rank_experts=isinstance(peft, LoRASlice)
+                and peft.layers.numbers is None
+                and bool(peft.targets & {"mlp_fc1", "mlp_fc2"}),
+                trains_router=peft is None or isinstance(peft, SelectiveSlice),
                 low_rank_mlp=is_one_operation(peft, stack, call.device, call.dtype),
             )
         )

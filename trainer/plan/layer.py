@@ -268,7 +268,7 @@ def _is_written_out(facts: StackFacts, moe: MoESlice) -> bool:
 
 def _copies_for_router(facts: StackFacts, moe: MoESlice) -> bool:
     """Whether the router reads a copy of the stream; see `kernels.moe.router_logits`."""
-    if facts.low_rank_experts and not moe.jitter:  # its weight is frozen, and needs no copy
+    if not facts.trains_router and not moe.jitter:  # its weight is frozen, and needs no copy
         return False
     if moe.jitter or moe.router_dtype == "fp64":
         return True

@@ -117,7 +117,8 @@ def made_again(facts: RunFacts) -> tuple[frozenset[RecomputeModule], ...]:
     """For each stack, what its offloaded layers make again so that it need not be copied; nothing without a GPU."""
     if facts.target.device != "cuda":
         return (frozenset(),) * len(facts.stacks)
-    return made_again_for_copies(facts.family, _decisions(facts), peft_slice(facts.keys.peft))
+    compiled = all(stack.compiled for stack in facts.stacks)
+    return made_again_for_copies(facts.family, _decisions(facts), peft_slice(facts.keys.peft), compiled=compiled)
 
 
 def _decisions(facts: RunFacts) -> dict[str, Decision]:
