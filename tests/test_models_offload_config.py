@@ -45,6 +45,9 @@ CHUNKS_OF_4: dict[str, Any] = {
 }
 
 
+BLOCK_OF_2 = CHUNKS_OF_4 | {"activations_checkpoint_method": "block", "activations_checkpoint_num_layers": 2}
+
+
 def stack(**changes: Any) -> StackKeys:
     return StackKeys.model_validate({"num_layers": 6, **changes})
 
@@ -87,6 +90,8 @@ def test_slice(changes: dict[str, Any], expected: OffloadSlice | None) -> None:
             "_layers=4",
         ),
         (CHUNKS_OF_4 | {"cpu_offloading_num_layers": 4}, None, "", ""),
+        (CHUNKS_OF_4 | {"activations_checkpoint_num_layers": 1}, None, "", ""),  # inputs are copied in no time
+        (BLOCK_OF_2, "warning", "(null, which is 5) leaves one layer of 6", "_num_layers=4 or fewer"),
         (CHUNKS_OF_4 | {"num_layers": 4}, "warning", "(null, which is 3) offloads nothing: all layers", "num_layers=1"),
         ({"cpu_offloading_num_layers": 5, "cpu_offloading_activations": False}, None, "", ""),  # weights overlap
         (

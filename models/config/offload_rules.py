@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .block import Finding
-from .memory_slice import last_chunk, offloaded_layers
+from .memory_slice import last_chunk, offloaded_layers, whole_layers
 from .stack import StackKeys
 
 _SWITCH = "cpu_offloading"
@@ -40,7 +40,10 @@ def settings_need_the_switch(keys: StackKeys) -> Iterator[Finding]:
 
 
 def layers_are_left(keys: StackKeys) -> Iterator[Finding]:
-    """The backward begins with the last layer, which stays; where it is alone, activations are waited for."""
+    """The backward begins with the last layer, which stays; where it is alone, activations are waited for.
+
+    Not where layers are recomputed as a whole: only their inputs are copied.
+    """
     number, layers, last = offloaded_layers(keys), keys.num_layers, last_chunk(keys)
     if number >= layers:
         yield Finding(
@@ -69,7 +72,7 @@ def layers_are_left(keys: StackKeys) -> Iterator[Finding]:
         fix = f"use {_NUMBER}={last}" if last else "use activations_checkpoint_num_layers=1"
         keys_of_both = (_NUMBER, "activations_checkpoint_num_layers")
         yield Finding("info" if last else "warning", keys_of_both, told, fix)
-    elif number == layers - 1 and keys.cpu_offloading_activations:
+    elif number == layers - 1 and keys.cpu_offloading_activations and whole_layers(keys)[1] < number:
         left = "null, which is " if keys.cpu_offloading_num_layers is None else ""
         fewer = f"use {_NUMBER}={layers - 2} or fewer" if layers > 2 else f"use {_SWITCH}=false"
         yield Finding(
