@@ -198,13 +198,15 @@ def test_memory_does_not_grow_from_step_to_step() -> None:
 def test_copies_run_under_the_work() -> None:
     """Of the time that copies take, or the model's kernels from the first copy to the last, most has both.
 
-    Copying what a layer of this width saves takes longer than computing the layer.
+    Copying what a layer of this width saves takes longer than computing the layer. The GPU is held up first until the
+    host has submitted everything, whose pace would count otherwise: of a slow one the kernels lie far apart.
     Nothing else may use the GPU meanwhile, which would take turns with this process.
     """
     model, _ = model_of(cpu_offloading=True, cpu_offloading_num_layers=3)
     steps(model, 2)
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        torch.cuda._sleep(10**9)  # cycles: half a second
         loss_of(model, 9).backward()
         torch.cuda.synchronize()
     copies: list[tuple[float, float]] = []

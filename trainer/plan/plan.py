@@ -22,7 +22,7 @@ from .moments import MemoryPlan, memory_plan
 from .states import CONTEXT, idle_of, parameters_of
 from .work import StepTime, step_time
 
-FRAGMENTS = 1.05
+FRAGMENTS = 1.06
 """What the allocator reserves, in what it has given out at the peak: the median of docs/results/plan_check.jsonl."""
 
 
