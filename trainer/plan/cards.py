@@ -21,9 +21,10 @@ class Card:
         bandwidth: bytes a second to its own memory, from the data sheet.
         host_link: bytes a second to the host in one direction, as copies of pinned memory reach it.
         peer_link: bytes a second to the other cards of its machine, as NCCL's sums reach it.
-        measured: the parts below were measured on this card; otherwise they are those of the H200.
+        measured: the parts below were measured on this card; otherwise they are those of the H100.
         matmul_part: of its dense bf16 peak, what matrix products of a training step reach.
-        attention_part: likewise fused attention, forward and backward together, causal FLOPs counted at half.
+        attention_part: likewise fused attention of long sequences, forward and backward together, causal FLOPs counted
+            at half.
         bandwidth_part: of its bandwidth, what pointwise kernels reach.
     """
 
@@ -34,8 +35,8 @@ class Card:
     host_link: float
     peer_link: float
     measured: bool = False
-    matmul_part: float = 0.70
-    attention_part: float = 0.46
+    matmul_part: float = 0.74
+    attention_part: float = 0.56
     bandwidth_part: float = 0.86
 
     @property
@@ -45,13 +46,13 @@ class Card:
 
 
 # Memory is about what `torch.cuda.get_device_properties` reports, which is less than the data sheet's size; bandwidths
-# are those of the data sheets. The parts of the H200 come from the training step of docs/benchmarks.md and the ceilings
-# of its kernels: GEMMs at 690 of 989 TFLOP/s under the power limit, attention at 560 forward and 430 backward, copies
-# at 4.3 of 4.8 TB/s.
+# are those of the data sheets. The parts are those with which the steps of docs/benchmarks.md that an H100 ran come out
+# best, 1.2 B at 4,096 to 106,496 tokens, wide, LoRA, experts and T5: within 3 %, with experts 4 %. They agree with its
+# kernels alone: GEMMs at 700 to 760 of 989 TFLOP/s, attention at 565 with sequences of 16,384.
 _TABLE: dict[str, Card] = {
     "h100": Card(
         name="NVIDIA H100 80GB HBM3", memory=int(79.1 * GIB), capability=(9, 0), bandwidth=3.35e12, host_link=50e9,
-        peer_link=330e9,
+        peer_link=330e9, measured=True,
     ),
     "h100-pcie": Card(
         name="NVIDIA H100 PCIe", memory=int(79.1 * GIB), capability=(9, 0), bandwidth=2.0e12, host_link=50e9,
@@ -59,7 +60,7 @@ _TABLE: dict[str, Card] = {
     ),
     "h200": Card(
         name="NVIDIA H200", memory=int(139.8 * GIB), capability=(9, 0), bandwidth=4.8e12, host_link=50e9,
-        peer_link=330e9, measured=True,
+        peer_link=330e9,
     ),
     "gh200": Card(
         name="NVIDIA GH200 96GB HBM3", memory=int(95.0 * GIB), capability=(9, 0), bandwidth=4.0e12, host_link=350e9,

@@ -167,7 +167,7 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
             yield "  none of these is enough alone; `stoker plan --fit` with the same keys looks for several together"
     if target.card is not None and not target.card.measured and plan.time is not None:
         yield ""
-        yield "the speeds of this card are those of the H200 in the same part of its peak, not measured"
+        yield "the speeds of this card are those of the H100 in the same part of its peak, not measured"
 
 
 def _offloaded(stack: StackFacts, again: frozenset[RecomputeModule]) -> str:

@@ -36,8 +36,8 @@ SLOW_ATTENTION = 0.63
 NARROW_HEADS, NARROW = 64, 0.75
 """Heads no wider than the first: what fused attention reaches, in what it does with wider ones. On an H100 in a step
 with experts 325 TFLOP/s, in one of LoRA with heads of 128 434."""
-GROUPED = 0.93
-"""The speed of grouped matrix products in that of whole ones, of the same step with experts."""
+GROUPED = 0.875
+"""The speed of grouped matrix products in that of whole ones, of the same step with experts: 640 TFLOP/s."""
 HOST_SECONDS_OF_LAYER, HOST_SECONDS_AS_WRITTEN = 3.6e-3, 4.5e-3
 """What a host needs to launch a layer, forward and backward, compiled and not: T5 base beside an H100, measured as 84
 ms of 24 compiled layers; the other is an estimate from the number of launches."""
@@ -45,6 +45,9 @@ CARD_SECONDS_OF_LAYER = 0.15e-3
 """What a card needs for a layer of a CUDA graph, however small it is: 65 kernels of some 2 us, an estimate."""
 FILLING_TOKENS = 256
 """Matrix products of so many tokens run at half their speed, for they leave much of the card idle: an estimate."""
+FILLING_KEYS = 600
+"""Fused attention over so many keys runs at half the speed of long sequences. On an H100, heads of 128, causal: 331
+TFLOP/s over 1,024 keys, 503 over 4,096, 565 over 16,384."""
 MEASURED_TOKENS = 16_384
 """Of the step that gave the speeds of the cards."""
 
@@ -330,7 +333,7 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
         plain += layer_work(layer, frozen=facts.keys.peft.is_on)
         again += recomputed_work(layer)
     micro = facts.micro_batches
-    fused = card.peak * min(1.0, _attention_speed(facts)) * card.attention_part
+    fused = card.peak * _attention_speed(facts) * card.attention_part
     products = card.peak * card.matmul_part * _filled(facts)
     parts = {
         "matrix products": micro * plain.slow_matmul / products,
@@ -371,12 +374,13 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
 
 
 def _attention_speed(facts: RunFacts) -> float:
-    """The speed of the attention that was chosen, in that of the best for the card."""
+    """The speed of the attention that was chosen, in that of the best for the card over many keys."""
     slow = ("sdpa_flash", "sdpa_efficient", "flash_attn")
     capability = facts.target.capability or (0, 0)
     last = facts.stacks[-1]
     speed = SLOW_ATTENTION if capability >= (9, 0) and last.attention.backend in slow else 1.0
-    return speed * (NARROW if last.stack.attention.head_dim <= NARROW_HEADS else 1.0)
+    keys = max(stack.length for stack in facts.stacks)
+    return speed * (NARROW if last.stack.attention.head_dim <= NARROW_HEADS else 1.0) * keys / (keys + FILLING_KEYS)
 
 
 def _filled(facts: RunFacts) -> float:
