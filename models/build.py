@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -20,9 +20,7 @@ from .attention_plan import CallFacts, PlannedAttention, planned_attentions
 from .bert import BERT
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
-from .config.memory import RecomputeModule
-from .config.memory_slice import RecomputeSlice
-from .config.peft_slice import LoRASlice, PeftSlice, PromptSlice, peft_dropout
+from .config.peft_slice import PeftSlice, PromptSlice, peft_dropout
 from .config.samples import SampleForm
 from .config.slices import StackSlice
 from .config.t5_slice import T5Slice
@@ -33,8 +31,8 @@ from .offload_copies import Copies, CudaCopies, HostPool
 from .offload_weights import WeightOffload
 from .peft.adapt import adapt
 from .peft.added import initial_values
-from .peft.lora_mlp import is_one_operation
 from .recompute import policies_of
+from .recompute_effects import has_dropout, training_labels
 from .stack import Stack
 from .t5 import T5
 
@@ -46,9 +44,6 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
-
-
-_CHEAP_FIRST: tuple[RecomputeModule, ...] = ("norm", "mlp_activation", "core_attention", "moe")
 
 
 class Sharding(Protocol):
@@ -122,7 +117,7 @@ def build_model(
     }
     model = _assembled(described, form, plan.decisions, backends, peft).to(dtype)
     make_copies = copies_of(device) if "training" in kinds else None
-    for part, stack, labels in zip(described.stacks, stacks_of(model), _training_labels(described), strict=True):
+    for part, stack, labels in zip(described.stacks, stacks_of(model), training_labels(described), strict=True):
         for policy in policies_of(part, plan.decisions, *labels, offloads=make_copies is not None):
             policy.apply(stack)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
@@ -317,141 +312,12 @@ def offload(model: LanguageModel, described: FamilySlice, make_copies: Callable[
             stack.weight_offload = WeightOffload(make_copies(), list(stack.layers), part.offload.layers)
 
 
-def _training_labels(model: FamilySlice) -> tuple[tuple[str, ...], ...]:
-    """The attentions of each stack in training, self-attention first, as the decisions name them."""
-    if isinstance(model, T5Slice):
-        return ("encoder training",), ("decoder training", "cross training")
-    return (("training",),)
-
-
 def parameter_count(model: nn.Module) -> int:
     """Parameters of a built model, shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-# ---------------------------------------------------------------- decisions
-
-
-def has_dropout(stack: StackSlice) -> bool:
-    """Whether a layer draws random numbers in training."""
-    moe = stack.moe
-    of_experts = moe is not None and (moe.dropout or moe.jitter)
-    return bool(stack.hidden_dropout or stack.attention.dropout or stack.mlp.dropout or of_experts)
-
-
-def recomputes_draws(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
-    """Whether random numbers are drawn in what the backward runs again: it then asks generators for their state.
-
-    Args:
-        stack: what it recomputes, and where it has dropout.
-        peft: what fine-tuning adds: a projection with a low-rank update runs again with the part it reads.
-    """
-    recompute, moe = stack.recompute, stack.moe
-    if recompute is None:
-        return False
-    in_mlp = bool(stack.mlp.dropout)
-    in_experts = moe is not None and bool(moe.dropout or moe.jitter or (moe.shared_ffn_hidden_size and in_mlp))
-    of_modules: dict[RecomputeModule, bool] = {
-        "norm": False,
-        "mlp_activation": in_mlp,
-        "core_attention": bool(stack.attention.dropout),
-        "moe": in_experts,
-    }
-    drawn = (recompute.layers > 0 and has_dropout(stack)) or any(of_modules[name] for name in recompute.modules)
-    in_parts = isinstance(peft, LoRASlice) and bool(recompute.modules - {"core_attention"})
-    return drawn or (peft_dropout(peft) > 0 and (recompute.layers > 0 or in_parts))
-
-
-def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> tuple[RecomputeSlice | None, ...]:
-    """What the backward of each stack calculates again: core attention only where an attention of it keeps scores.
-
-    Args:
-        model: what the model is.
-        decisions: what the dispatcher chose for each attention and kind of call.
-    """
-    acting: list[RecomputeSlice | None] = []
-    for stack, labels in zip(model.stacks, _training_labels(model), strict=True):
-        recompute = stack.recompute
-        made = [decisions[label] for label in labels if label in decisions]
-        if recompute is not None and made and not any(decision.keeps_scores for decision in made):
-            modules = recompute.modules - {"core_attention"}
-            recompute = replace(recompute, modules=modules) if recompute.layers or modules else None
-        acting.append(recompute)
-    return tuple(acting)
-
-
-def made_again_for_copies(
-    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
-) -> tuple[frozenset[RecomputeModule], ...]:
-    """What offloaded layers of each stack make again so that it need not be copied, of what they would keep.
-
-    Args:
-        model: what the model is.
-        decisions: what the dispatcher chose for each attention and kind of call; on a GPU, for elsewhere it is nothing.
-        peft: what fine-tuning adds.
-        compiled: whether layers are.
-    """
-    found: list[frozenset[RecomputeModule]] = []
-    for stack, labels in zip(model.stacks, _training_labels(model), strict=True):
-        made = [decisions[label] for label in labels if label in decisions]
-        layers = range(stack.offload.layers if stack.offload is not None else 0)
-        again = frozenset[RecomputeModule]().union(*(stack.made_again(number, offloads=True) for number in layers))
-        if not any(decision.keeps_scores for decision in made):
-            again -= {"core_attention"}
-        if compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack) and peft.updates_all_readers:
-            again -= {"norm"}
-        if made and is_one_operation(peft, stack, made[0].call.device, made[0].call.dtype):
-            again -= {"mlp_activation"}
-        found.append(again)
-    return tuple(found)
-
-
-def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None) -> Iterator[str]:
-    """For each part that shall be recomputed but keeps nothing: why that saves nothing, and what would.
-
-    Args:
-        model: what the model is.
-        decisions: what the dispatcher chose for each attention and kind of call.
-        peft: what fine-tuning adds.
-    """
-    acting = acting_recompute(model, decisions)
-    for stack, labels, done in zip(model.stacks, _training_labels(model), acting, strict=True):
-        if stack.recompute is None:
-            continue
-        call = decisions[labels[0]].call
-        spared = isinstance(peft, LoRASlice) and peft.spares_norms(stack)
-        if "norm" in stack.recompute.modules and spared:
-            yield (
-                "recomputing norm has no effect in compiled layers where LoRA updates what reads an RMS norm: they do "
-                "not keep the norm"
-            )
-        if "mlp_activation" in stack.recompute.modules and is_one_operation(peft, stack, call.device, call.dtype):
-            why = "where LoRA updates both projections of an MLP: it keeps no activated rows"
-            more = "; activations_checkpoint_modules=[norm] saves memory"
-            idle = spared or "norm" in stack.recompute.modules
-            yield f"recomputing mlp_activation has no effect {why}{'' if idle else more}"
-        if "core_attention" not in stack.recompute.modules:
-            continue
-        modules = _with_more(stack, frozenset() if done is None else done.modules)
-        for label in labels:
-            if label in decisions and not decisions[label].keeps_scores:
-                at = f"model.{label.split()[0].replace('cross', 'decoder')}" if " " in label else "model"
-                yield (
-                    f"recomputing core attention has no effect on attention `{label}`: its backend "
-                    f"{decisions[label].backend} keeps no scores"
-                    + (f"; {at}.activations_checkpoint_modules=[{','.join(modules)}] saves memory" if modules else "")
-                )
-
-
-def _with_more(stack: StackSlice, modules: frozenset[RecomputeModule]) -> list[RecomputeModule]:
-    """These parts and others that act in the stack: the cheap ones, or else the experts; [] where none is left."""
-    first = 0 if stack.recompute is None else stack.recompute.layers
-    acting = stack.acting_modules(range(first, stack.num_layers))
-    steps: tuple[frozenset[RecomputeModule], ...] = (frozenset({"norm", "mlp_activation"}), frozenset({"moe"}))
-    for step in steps:
-        if more := (step & acting) - modules:
-            return [name for name in _CHEAP_FIRST if name in modules | more]
-    return []
+# ---------------------------------------------------------------- policies
 
 
 def compile_policy(

@@ -11,7 +11,7 @@ from torch import Tensor
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.moe.routing import Choice
 from stoker.models import checkpointing
-from stoker.models.build import build_gpt, build_model, has_dropout
+from stoker.models.build import build_gpt, build_model
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.samples import SampleForm
 from stoker.models.config.slices import stack_slice
@@ -23,6 +23,7 @@ from stoker.models.moe.layer import MoE
 from stoker.models.moe.layers import moe_layers
 from stoker.models.moe.router import SUMS
 from stoker.models.norms import Read, RMSNorm
+from stoker.models.recompute_effects import has_dropout
 
 EXPERTS, TOKENS, VOCAB = 4, 16, 100
 STACK: dict[str, Any] = {

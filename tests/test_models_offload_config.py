@@ -15,7 +15,7 @@ from tiny_run import tiny_config
 from torch import nn
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, made_again_for_copies, offload, stacks_of
+from stoker.models.build import build_model, offload, stacks_of
 from stoker.models.config.block import Finding
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
@@ -25,6 +25,7 @@ from stoker.models.config.samples import SampleForm
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
 from stoker.models.offload_weights import WeightOffload, weight_offloads
+from stoker.models.recompute_effects import made_again_for_copies
 from stoker.trainer import memory
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.errors import UserError

@@ -13,7 +13,7 @@ from config_helpers import gpt, load, problems
 from tiny_run import tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, idle_recompute, recomputes_draws
+from stoker.models.build import build_model
 from stoker.models.config.families import family_slice
 from stoker.models.config.family_rules import model_rules
 from stoker.models.config.gpt import GPTKeys
@@ -23,6 +23,7 @@ from stoker.models.config.samples import SampleForm
 from stoker.models.config.slices import StackSlice, gpt_slice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.recompute import RecomputedAttention
+from stoker.models.recompute_effects import idle_recompute, recomputes_draws
 from stoker.models.stack import Layer, Stack
 from stoker.trainer import parts, run_description
 from stoker.trainer.data.build import build_data

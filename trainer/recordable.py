@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..kernels.launch import HAS_TRITON
-from ..models.build import recomputes_draws
 from ..models.config.families import family_slice
 from ..models.config.family_rules import stacks_of_keys
 from ..models.config.memory_slice import offload_slice
 from ..models.config.moe_slice import moe_slice
 from ..models.config.peft_slice import peft_slice
 from ..models.config.t5 import T5Keys
+from ..models.recompute_effects import recomputes_draws
 from .config.schema import RootBlock
 from .errors import UserError
 from .sample_form import sample_form

@@ -6,20 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from ..models.build import (
-    LanguageModel,
-    acting_recompute,
-    idle_recompute,
-    made_again_for_copies,
-    parameter_count,
-    stacks_of,
-)
+from ..models.build import LanguageModel, parameter_count, stacks_of
 from ..models.config.counting import count_parameters
 from ..models.config.families import FamilySlice, family_slice
 from ..models.config.family_rules import stacks_of_keys
 from ..models.config.memory_slice import named
 from ..models.config.peft_slice import peft_slice
 from ..models.peft.adapt import trained_parameters
+from ..models.recompute_effects import acting_recompute, idle_recompute, made_again_for_copies
 from .config.schema import RootBlock
 from .counted import counted
 from .cuda_graph import WARM_UP

@@ -12,7 +12,7 @@ from ...kernels.attention.dispatch import Decision
 from ...kernels.attention.flags import AttentionFlags
 from ...models.attention_calls import CallKind, decide
 from ...models.attention_plan import CallFacts, planned_attentions
-from ...models.build import DTYPE_NAMES, compile_policy, has_dropout
+from ...models.build import DTYPE_NAMES, compile_policy
 from ...models.config.families import FamilySlice, family_slice
 from ...models.config.peft_slice import (
     PROJECTIONS,
@@ -27,6 +27,7 @@ from ...models.config.samples import SampleForm
 from ...models.config.slices import AttentionSlice, StackSlice
 from ...models.config.t5_slice import T5Slice
 from ...models.peft.lora_mlp import is_one_operation
+from ...models.recompute_effects import has_dropout
 from ..config.schema import AnyModelBlock, RootBlock
 from ..distributed.asked import layout_of, reduce_dtype
 from ..distributed.layout import DataLayout

@@ -8,10 +8,10 @@ import torch
 
 from ...kernels.attention.backends import installed
 from ...kernels.attention.dispatch import Decision
-from ...models.build import idle_recompute, made_again_for_copies
 from ...models.config.memory import RecomputeModule
 from ...models.config.peft_slice import peft_slice
 from ...models.offload_copies import SLAB
+from ...models.recompute_effects import idle_recompute, made_again_for_copies
 from ..config.schema import RootBlock
 from ..determinism import attention_flags
 from ..manifest import device_name
