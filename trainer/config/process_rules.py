@@ -68,9 +68,15 @@ def sharding_has_processes(facts: Facts) -> Iterator[Finding]:
                 "`fsdp_sharding_strategy: hybrid` is `full` on one machine that shares one copy of the parameters",
                 f"model.fsdp_shard_size={half}" if half else "model.fsdp_sharding_strategy=full",
             )
-    for path in ("model.fsdp_grad_reduce_dtype", "trainer.process_timeout"):
+    reduce, timeout = "model.fsdp_grad_reduce_dtype", "trainer.process_timeout"
+    for path in (reduce, timeout):
         if path in facts.given and not several:
             yield no_effect(path, "trainer.devices", "with one process")
+    narrow = trainer.precision == "bf16-true" or (trainer.precision in (None, "bf16") and model.megatron_amp_O2)
+    if trainer.precision is None and trainer.accelerator == "cpu":
+        narrow = False
+    if reduce in facts.given and several and not narrow:
+        yield no_effect(reduce, "trainer.precision", "with weights that are not bf16: gradients are summed as they are")
 
 
 def ramp_up_divides(facts: Facts) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ def layout_of(root: RootBlock, world_size: int) -> DataLayout | None:
 
 
 def reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
-    """The dtype in which gradients are summed over processes; None: that of the weights."""
-    wide = str(root.model.fsdp_grad_reduce_dtype) in ("32", "fp32")
-    return torch.float32 if weights == torch.bfloat16 and wide else None
+    """The dtype in which gradients are summed over processes; None: as they are, where weights are not bf16."""
+    if weights != torch.bfloat16:
+        return None
+    return torch.bfloat16 if root.model.fsdp_grad_reduce_dtype == "bf16" else torch.float32

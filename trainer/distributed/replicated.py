@@ -1,6 +1,7 @@
 """Weights that every rank keeps whole: data parallel (DDP), and the distributed optimizer (ZeRO-1) that cuts its state.
 
-No flat buffers: while the backward pass runs, the gradients of a layer are summed in place as soon as all are there;
+No flat buffers: while the backward pass runs, the gradients of a layer are summed as soon as all are there, in place
+unless they shall be summed in another dtype than the one they are kept in;
 with a distributed optimizer each rank receives the sums of its own rows only, updates those, and the rows of the other
 ranks are gathered into the weights themselves. FSDP2 does the same with a copy into and out of every message.
 
@@ -25,7 +26,7 @@ from .pieces import Piece, chunk
 
 
 class Replicated(DataParallel):
-    """Sums gradients in place; a unit (the embeddings, a layer, what comes after) is one message.
+    """Sums gradients; a unit (the embeddings, a layer, what comes after) is one message.
 
     Args:
         layout: of the run.
@@ -118,18 +119,23 @@ class Replicated(DataParallel):
                 self._sum(gradients)
 
     def _sum(self, gradients: Sequence[Tensor]) -> None:
-        """Over the ranks, in place; with a distributed optimizer the rows of other ranks may stay unsummed."""
+        """Over the ranks; with a distributed optimizer the rows of other ranks may stay unsummed."""
         cut = [self.layout.shards > 1 and self._is_even(gradient) for gradient in gradients]
+        sums = [gradient.to(self._reduce_dtype or gradient.dtype) for gradient in gradients]
         if any(cut):
             with self._one_message():
-                for gradient, is_cut in zip(gradients, cut, strict=True):
+                for total, is_cut in zip(sums, cut, strict=True):
                     if is_cut:
-                        dist.reduce_scatter_tensor(self.piece_of(gradient).local, gradient)
+                        dist.reduce_scatter_tensor(self.piece_of(total).local, total)
         if not all(cut):
             with self._one_message():
-                for gradient, is_cut in zip(gradients, cut, strict=True):
+                for total, is_cut in zip(sums, cut, strict=True):
                     if not is_cut:
-                        dist.all_reduce(gradient)
+                        dist.all_reduce(total)
+        for gradient, total, is_cut in zip(gradients, sums, cut, strict=True):
+            if total is not gradient:
+                into, of = (self.piece_of(each).local if is_cut else each for each in (gradient, total))
+                into.copy_(of)
 
     def _is_even(self, tensor: Tensor) -> bool:
         return tensor.shape[0] % self.layout.shards == 0

@@ -24,7 +24,7 @@ from .ends import (
 )
 from .facts import RunFacts, StackFacts
 from .layer import LayerMemory, layer_memory
-from .states import HeldState, adds_up, held_state, parameters_of, trained_of, update_working
+from .states import HeldState, adds_up, held_state, parameters_of, summed_apart, trained_of, update_working
 
 _NOTHING = RecomputeSlice(chunk=1, layers=0, modules=frozenset())
 
@@ -211,7 +211,12 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
                 activations=under + stack.during_backward(layer.number),
                 recomputed=again,
                 # the gradient of what cross-attention reads is added up over the layers
-                working=working + gathered + gradients.adding(parameters) + 2 * memory * reads_memory + waiting,
+                working=working
+                + gathered
+                + gradients.adding(parameters)
+                + gradients.summing(parameters)
+                + 2 * memory * reads_memory
+                + waiting,
                 away=away_below + stack.weights_away_at(layer.number),
             )
             have += gradients.of(parameters)
@@ -232,6 +237,7 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
         gradients=gradients.all,
         working=table * table_is_read_twice(facts)
         + waiting * gradients.adds_in_place
+        + gradients.summing(entries)
         + layers[0].memory.boundary
         + gathered,
     )
@@ -314,6 +320,7 @@ class _Gradients:
         # narrow gradients are added to the sums at once (ranks) or after the micro batch, and dropped
         narrow = self._width < 4 and facts.precision.main_weights
         accumulates = facts.micro_batches > 1
+        self._summed_in = facts.reduce_width if summed_apart(facts) else 0
         self.all = self.of(parameters)
         self.adds_in_place = accumulates and not narrow
         self.before = self.all if self.adds_in_place else 0
@@ -327,6 +334,10 @@ class _Gradients:
     def adding(self, parameters: int) -> int:
         """Bytes of the gradients of a layer while they are added to those of the micro batch before."""
         return int(parameters * self._trained) * self._width if self.adds_in_place else 0
+
+    def summing(self, parameters: int) -> int:
+        """Bytes of copies of the gradients of a layer in which they are summed over ranks."""
+        return int(parameters * self._trained) * self._summed_in
 
 
 def _gathered(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> int:

@@ -128,9 +128,18 @@ def held_state(facts: RunFacts) -> HeldState:
 
 def adds_up(facts: RunFacts) -> bool:
     """Whether the optimizer adds gradients of narrow weights up in fp32: over micro batches, or to sum over ranks."""
+    if not facts.precision.main_weights:
+        return False
     if facts.layout is not None and facts.layout.whole_weights and facts.reduce_width > facts.widths.weights:
         return True
     return facts.micro_batches > 1
+
+
+def summed_apart(facts: RunFacts) -> bool:
+    """Whether gradients are summed over ranks in copies, of another dtype than the one they are kept in."""
+    if facts.layout is None or not facts.layout.whole_weights:
+        return False
+    return facts.reduce_width != (4 if adds_up(facts) else facts.widths.weights)
 
 
 def _masks(facts: RunFacts) -> int:

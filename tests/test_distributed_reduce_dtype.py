@@ -1,0 +1,125 @@
+"""`model.fsdp_grad_reduce_dtype` is what gradients of bf16 weights are summed in, whatever else is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from config_helpers import load
+from tiny_run import tiny_config
+from torch import Tensor
+
+from stoker.trainer import parts
+from stoker.trainer.data.build import build_data
+from stoker.trainer.distributed.asked import layout_of, reduce_dtype
+from stoker.trainer.distributed.replicated import Replicated
+from stoker.trainer.feed import fields_of
+from stoker.trainer.plan.cards import card_named
+from stoker.trainer.plan.plan import make_plan, target_elsewhere
+from stoker.trainer.precision import plan_precision
+
+CPU = torch.device("cpu")
+
+
+class TwoRanks:
+    """Stands in for two processes with the same samples, of which this is the second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.dtypes: set[torch.dtype] = set()
+        monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
+        monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
+        monkeypatch.setattr(dist, "reduce_scatter_tensor", self._reduce_scatter)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        self.dtypes.add(tensor.dtype)
+        tensor.mul_(2)
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+        self.dtypes.add(tensor.dtype)
+        output.copy_(2 * tensor[tensor.shape[0] // 2 :])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("asked", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["fused_adam", "distributed_fused_adam"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true", "32"])
+def test_gradients_are_summed_in_what_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str, asked: str, micro_batches: int
+) -> None:
+    ranks = TwoRanks(monkeypatch)
+    root = tiny_config(
+        tmp_path,
+        trainer__precision=precision,
+        trainer__devices=2,
+        model__fsdp_grad_reduce_dtype=asked,
+        model__optim__name=optimizer,
+        model__num_layers=1,
+        model__hidden_dropout=0.0,
+        model__attention_dropout=0.0,
+    ).root
+    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
+    layout = layout_of(root, 2)
+    assert layout is not None
+    data = build_data(root)
+    alone, model = (parts.build_model(root, data, plan, CPU) for _ in range(2))
+    optimizer_of_run = parts.build_optimizer(root, model, plan)
+    parallel = Replicated(layout, CPU, reduce_dtype(root, plan.weights))
+    parallel.attach(model, optimizer_of_run)
+    fields = fields_of(data.train.batch(0, 2))
+    for number in range(micro_batches):
+        parallel.before_micro_batch(first=number == 0, last=number == micro_batches - 1)
+        model.batch_loss(fields, torch.tensor(16.0)).backward()
+    alone.batch_loss(fields, torch.tensor(16.0)).backward()
+
+    assert ranks.dtypes == {torch.float32 if precision == "32" or asked == "fp32" else torch.bfloat16}
+    kept = optimizer_of_run._sums  # pyright: ignore[reportPrivateUsage]
+    for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
+        found, expected = kept.get(weight, weight.grad), other.grad
+        assert found is not None
+        assert expected is not None
+        own = parallel.piece_of(found).local if weight.shape[0] % layout.shards == 0 else found
+        part = parallel.piece_of(expected).local if weight.shape[0] % layout.shards == 0 else expected
+        assert torch.allclose(own.float(), 2.0 * micro_batches * part.float(), rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("precision", "idle"), [("bf16", False), ("bf16-true", False), ("null", True), ("bf16-mixed", True), ("32", True)]
+)
+def test_weights_that_are_not_bf16_are_summed_as_they_are(precision: str, idle: bool) -> None:
+    given = ["trainer.devices=2", f"trainer.precision={precision}", "model.fsdp_grad_reduce_dtype=bf16"]
+    batch = ["model.micro_batch_size=2", "model.global_batch_size=4"]
+    findings = load("model=gpt_tiny", "data=mock", "trainer.accelerator=cpu", *given, *batch).findings
+    said = "`fsdp_grad_reduce_dtype` has no effect with weights"
+    assert any(finding.message.startswith(said) for finding in findings if finding.level == "warning") == idle
+
+
+def test_the_plan_counts_what_is_kept_and_copied() -> None:
+    """bf16 weights without main weights keep no sums; what is summed in another dtype is copied for a while."""
+
+    def planned(precision: str, asked: str, micro_batches: int) -> Any:
+        given = [f"trainer.precision={precision}", f"model.fsdp_grad_reduce_dtype={asked}", "trainer.devices=2"]
+        batch = f"model.global_batch_size={8 * micro_batches}"
+        root = load("experiment=llama_1b_bench", *given, batch).root
+        return make_plan(root, target_elsewhere(root, card_named("h100"), 2)).memory
+
+    layer = planned("bf16-true", "bf16", 1).layers[0].memory.parameters
+    for precision, asked, micro_batches, sums, copy in (
+        ("bf16", "fp32", 1, True, 0),
+        ("bf16", "fp32", 2, True, 0),
+        ("bf16", "bf16", 1, False, 0),
+        ("bf16", "bf16", 2, True, 2),
+        ("bf16-true", "fp32", 1, False, 4),
+        ("bf16-true", "bf16", 1, False, 0),
+    ):
+        memory, same = (
+            planned(precision, key, micro_batches) for key in (asked, "fp32" if precision == "bf16" else "bf16")
+        )
+        assert (memory.held.gradient_sums > 0) == sums
+        of_layers = [
+            next(moment for moment in each.moments if moment.where.startswith("layer 3,")).working
+            for each in (memory, same)
+        ]
+        assert of_layers[0] - of_layers[1] == copy * layer
