@@ -5,6 +5,7 @@ import torch
 
 from stoker.trainer.ema import EMA
 
+NORM = torch.tensor(1.0)
 
 def parameters(dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -30,7 +31,7 @@ def test_the_average_follows_its_formula():
     ema = EMA(weights, decay=0.9)
     for step in range(1, 6):
         train(weights, step)
-        ema.update(step)
+        ema.update(step, NORM)
         expected = {name: 0.9 * value + 0.1 * weights[name].detach() for name, value in expected.items()}
     for name, value in expected.items():
         torch.testing.assert_close(averages(ema)[name], value, rtol=1e-12, atol=1e-15)
@@ -42,9 +43,22 @@ def test_it_is_updated_every_n_steps():
     seen = []
     for step in range(1, 8):
         train(weights, step)
-        ema.update(step)
+        ema.update(step, NORM)
         seen.append(torch.equal(averages(ema)["a"], weights["a"]))
     assert seen == [False, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("norm", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_skipped_step_leaves_it_as_it_is(norm, dtype):
+    weights = parameters(dtype)
+    ema = EMA(weights, decay=0.9)
+    train(weights, 1)
+    before = {name: average.clone() for name, average in averages(ema).items()}
+    ema.update(1, torch.tensor(norm))
+    assert all(torch.equal(average, before[name]) for name, average in averages(ema).items())
+    ema.update(2, NORM)
+    assert not any(torch.equal(average, before[name]) for name, average in averages(ema).items())
 
 
 def test_a_bf16_weight_has_an_fp32_average_that_small_steps_move():
@@ -52,7 +66,7 @@ def test_a_bf16_weight_has_an_fp32_average_that_small_steps_move():
     ema = EMA(weights, decay=0.999)
     with torch.no_grad():
         weights["a"].add_(0.125)
-    ema.update(1)
+    ema.update(1, NORM)
     average = averages(ema)["a"]
     assert average.dtype == torch.float32
     torch.testing.assert_close(average, torch.full((4,), 1.000125))
@@ -72,7 +86,7 @@ def test_the_bits_come_back_in_the_same_memory(dtype, cpu_offload):
     weights = parameters(dtype)
     ema = EMA(weights, decay=0.5, cpu_offload=cpu_offload)
     train(weights, 1)
-    ema.update(1)
+    ema.update(1, NORM)
     before = {name: (weight.data_ptr(), weight.detach().clone()) for name, weight in weights.items()}
 
     def failing_validation():
@@ -96,7 +110,7 @@ def test_a_reloaded_average_goes_on_bit_for_bit():
     saved, halfway = {}, {}
     for step in range(1, 9):
         train(weights, step)
-        whole.update(step)
+        whole.update(step, NORM)
         if step == 4:
             saved = {name: tensor.clone() for name, tensor in averages(whole).items()}
             halfway = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -106,6 +120,6 @@ def test_a_reloaded_average_goes_on_bit_for_bit():
         average.copy_(saved[name])
     for step in range(5, 9):
         train(again, step)
-        resumed.update(step)
+        resumed.update(step, NORM)
     for name, tensor in averages(whole).items():
         assert torch.equal(tensor, averages(resumed)[name])

@@ -58,18 +58,23 @@ class EMA:
         }
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Take in the weights after `step` completed steps, if an update is due then."""
+    def update(self, step: int, grad_norm: Tensor) -> None:
+        """Take in the weights after `step` completed steps, if an update is due then.
+
+        Args:
+            step: how many.
+            grad_norm: of the last one; where it is not finite that step was skipped, and the average stays too.
+        """
         if step % self._every_n_steps:
             return
         self._settle()
         averages = [self._averages[name] for name in self._sources]
         if any(source.is_cpu and not average.is_cpu for source, average in self._pairs()):
             for source, average in self._pairs():  # one at a time: together they would fill the device
-                _lerp([average], [source.to(average, non_blocking=True)], 1.0 - self._decay)
+                self._lerp([average], [source.to(average, non_blocking=True)], grad_norm)
             return
         sources = [source.to(average) for source, average in self._pairs()]  # no copy where dtype and device are equal
-        _lerp(averages, sources, 1.0 - self._decay)
+        self._lerp(averages, sources, grad_norm)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -88,6 +93,11 @@ class EMA:
         """The averages by parameter name, as a checkpoint reads and writes them: this rank's rows."""
         return {name: self._pieces[name].of(average) for name, average in self._averages.items()}
 
+    def _lerp(self, averages: list[Tensor], sources: list[Tensor], grad_norm: Tensor) -> None:
+        is_taken = grad_norm.isfinite()  # read by the device, so that nobody waits for it
+        weight = is_taken.to(averages[0]) * (1.0 - self._decay)
+        torch._foreach_lerp_(averages, sources, [weight] * len(averages))  # pyright: ignore[reportPrivateImportUsage]
+
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((source, self._averages[name]) for name, source in self._sources.items())
 
@@ -96,7 +106,3 @@ class EMA:
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
         self._spread()
-
-
-def _lerp(averages: list[Tensor], sources: list[Tensor], weight: float) -> None:
-    torch._foreach_lerp_(averages, sources, weight)  # pyright: ignore[reportPrivateImportUsage]

@@ -172,7 +172,8 @@ class RunLoop(pl.Callback):
         self._observers.after(step - self._first_step)
         self._finish_report()  # of the step before, now that the device has this one to do
         if self._average is not None:
-            self._average.update(step)
+            assert pl_module.optimizer_state.grad_norm is not None
+            self._average.update(step, pl_module.optimizer_state.grad_norm)
         last = step == self._keys.max_steps
         told = self._ask(step)
         reason = None if last else self._stop.adopt(told)
