@@ -351,7 +351,7 @@ def init_rules(model: FamilySlice) -> InitRules:
     match model:
         case T5Slice():
             encoder, decoder = (_stack_rules(model.seed, stack) for stack in model.stacks)
-            parts = {"decoder.": decoder, "decoder_position": decoder, "cross_positions.": decoder}
+            parts = dict.fromkeys(("decoder.", "decoder_position", "cross_positions.", "head."), decoder)
             return replace(encoder, embedding_std=model.embedding_std, parts=parts)
         case _:
             return replace(_stack_rules(model.seed, model.stack), embedding_std=model.embedding_std)

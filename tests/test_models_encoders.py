@@ -373,6 +373,7 @@ def test_each_stack_starts_by_its_own_keys() -> None:
         encoder=wide | {"init_method_std": 0.5, "use_scaled_init_method": False},
         decoder=wide | {"init_method_std": 0.1},
         embedding_init_method_std=2.0,
+        share_decoder_tokens_head_embeddings=False,
     )
     deviations = {name: value.std().item() for name, value in model.named_parameters() if value.ndim == 2}
     assert deviations["token_embedding.weight"] == pytest.approx(2.0, rel=0.05)
@@ -380,6 +381,7 @@ def test_each_stack_starts_by_its_own_keys() -> None:
     assert deviations["decoder.layers.0.cross_attention.kv.weight"] == pytest.approx(0.1, rel=0.05)
     for part in ("attention", "cross_attention"):
         assert deviations[f"decoder.layers.0.{part}.output.weight"] == pytest.approx(0.1 / 4, rel=0.05)
+    assert deviations["head.weight"] == pytest.approx(0.1, rel=0.05)
     assert model.get_parameter("head_bias").abs().max() == 0
 
 

@@ -117,8 +117,9 @@ def test_keys_and_flags_act(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     packed = explain(capsys, *hopper, "model.data.reset_attention_mask=True", "data=text", "model.data.path=README.md")
     assert backends(packed) == ["triton", "triton", "sdpa_flash"]
     assert "packed documents" in packed["kinds"][0]["call"]
-    exact = explain(capsys, *hopper, "trainer.deterministic=True", "model.use_flash_attention=True")
-    assert backends(exact) == ["triton", "triton", "sdpa_flash"]  # torch is deterministic in such a run
+    for wish in ("True", "warn"):
+        exact = explain(capsys, *hopper, f"trainer.deterministic={wish}", "model.use_flash_attention=True")
+        assert backends(exact) == ["triton", "triton", "sdpa_flash"]  # torch is deterministic in such a run
     by_yaml = explain(capsys, *hopper, "+env_vars.NVTE_FUSED_ATTN=0")
     assert backends(by_yaml) == ["triton", "triton", "sdpa_flash"]
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")

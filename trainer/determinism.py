@@ -35,10 +35,12 @@ def determinism(wish: bool | Literal["warn"]) -> Iterator[None]:
 
 
 def attention_flags(root: RootBlock) -> AttentionFlags:
-    """The NVTE_* variables, with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 for `trainer.deterministic: true`.
+    """The NVTE_* variables, with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 for `trainer.deterministic: true` or `warn`.
+
+    Torch reports deterministic algorithms in both, which TransformerEngine takes for the same wish.
 
     Raises:
         ValueError: a variable is neither 0 nor 1.
     """
     flags = read_flags()
-    return replace(flags, allow_nondeterministic=False) if root.trainer.deterministic is True else flags
+    return replace(flags, allow_nondeterministic=False) if root.trainer.deterministic else flags

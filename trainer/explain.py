@@ -139,7 +139,7 @@ def run_flags(root: RootBlock) -> AttentionFlags:
         flags = read_flags({**environment.snapshot(), **own})
     except ValueError as error:
         raise UserError(str(error)) from None
-    return replace(flags, allow_nondeterministic=False) if root.trainer.deterministic is True else flags
+    return replace(flags, allow_nondeterministic=False) if root.trainer.deterministic else flags
 
 
 def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Installed, str]:

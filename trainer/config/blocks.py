@@ -44,7 +44,8 @@ class TrainerBlock(Block):
     val_check_interval: int = Field(100, ge=1)
     """Optimizer steps between two validations."""
     limit_val_batches: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = 50
-    """Global batches per validation (int), or the fraction of the validation set (float); 0 never validates."""
+    """Global batches per validation (int), or the part of the validation samples (float; 1.0 takes them all); 0 never
+    validates."""
     gradient_clip_val: float | None = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 or null: off."""
     enable_progress_bar: bool = True
@@ -55,7 +56,7 @@ class TrainerBlock(Block):
     """Global validation batches to run before the first step."""
     overfit_batches: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = 0
     """Train on the same first global batches again and again, and validate on them: how many (int), or which part of
-    an epoch (float); 0: off."""
+    an epoch (float; 1.0 takes all its whole batches); 0: off."""
     fast_dev_run: bool | Annotated[int, Field(ge=0)] = False
     """A trial of so many steps (True: 1) and validation batches through everything, in `fast_dev_run` in the run
     directory, without checkpoints and loggers."""
@@ -65,7 +66,8 @@ class TrainerBlock(Block):
     profile_steps: list[PositiveInt] = own([5, 8], min_length=2, max_length=2)
     """First and last step that `profiler: pytorch` traces, counted from the start of the process."""
     deterministic: bool | Literal["warn"] = False
-    """Only operations that give equal bits every time; where there is none: an error (True) or a warning (`warn`)."""
+    """Only operations that give equal bits every time; where there is none: an error (True) or a warning (`warn`).
+    Attention takes a backend that repeats in both."""
     max_skipped_steps: int = own(10, ge=0)
     """Steps in a row whose gradients may be infinite or NaN. Such a step changes nothing; after one more than this the
     run stops, at the next log line."""
@@ -189,7 +191,10 @@ class DataBlock(Block):
     splits_string: str = Field(
         "900,50,50", pattern=r"^\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){0,2}$", examples=["900,50,50"]
     )
-    """Proportions of train, validation, test; without effect where `data_prefix` names a set for each."""
+    """Proportions of train, validation, test; without effect where the data have splits of their own."""
+    validation_drop_last: bool = False
+    """Validation in training leaves the last samples out where they fill no global batch; False, unlike NeMo's default,
+    takes every sample."""
     dataset_type: Literal["gpt", "sft", "t5", "t5_prefix_lm", "seq2seq", "bert"] | None = None
     """What is learnt. `gpt`: the next token. `sft`: answers to prompts. `t5`: span corruption. `t5_prefix_lm`: to go on
     with a text that the encoder reads. `seq2seq`: pairs of texts. `bert`: hidden tokens. null: `gpt`, `t5` or `bert`,

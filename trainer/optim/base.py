@@ -27,16 +27,17 @@ from .host_state import HostState
 
 
 def decays(name: str, parameter: Tensor, *, norms_decay: bool = False) -> bool:
-    """Whether weight decay applies: to matrices and tables; to norm weights only with `norms_decay`; never to biases.
+    """Whether weight decay applies: to matrices and tables; to norm weights only with `norms_decay`; to nothing else.
 
-    This is NeMo's rule (nemo_semantics 1.7, `do_layer_norm_weight_decay`), told by shape and name: a vector that is
-    not a bias is the weight of a norm. The biases of all experts of a layer are one matrix.
+    This is NeMo's rule (`do_layer_norm_weight_decay`), told by shape and name. The biases of all experts of a layer are
+    one matrix. Vectors that are neither biases nor of norms scale heads or activations and shape distances: zero is not
+    where those rest.
     """
     if name.endswith(("up_bias", "down_bias")):
         return False
     if parameter.ndim >= 2:
         return True
-    return norms_decay and not name.endswith("bias")
+    return norms_decay and name.endswith("norm.weight")
 
 
 def no_shards(tensor: Tensor) -> Tensor:
