@@ -52,6 +52,7 @@ def _gate_and_slope(x, KIND: tl.constexpr):
         value = x * below
         slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
+        tl.static_assert(KIND == "gelu_tanh", "a kind that has no formula here")
         tanh = 2.0 * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) - 1.0
         value = 0.5 * x * (1.0 + tanh)
         inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)

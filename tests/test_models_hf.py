@@ -172,6 +172,31 @@ def test_presets_are_the_released_models(name: str) -> None:
     assert what_differs(described(preset, vocabulary, form), described(theirs, vocabulary, form)) == []
 
 
+EXPERTS = ("model.num_moe_experts=4", "model.moe_router_topk=2")
+
+
+@pytest.mark.parametrize(
+    ("base", "keys"),
+    [
+        ([], ["model.cpu_offloading=true", "model.cpu_offloading_num_layers=1"]),
+        ([], ["model.activations_checkpoint_modules=[norm,mlp_activation]"]),
+        ([], ["model.hidden_dropout=0.3", "model.attention_dropout=0.2", "model.init_method_std=0.5", "model.seed=9"]),
+        ([], ["model.attention_backend=unfused", "model.compile=false", "model.label_smoothing=0.1"]),
+        (EXPERTS, ["model.cpu_offloading=true", "model.cpu_offloading_num_layers=1", "model.moe_layer_recompute=true"]),
+        (EXPERTS, ["model.moe_aux_loss_coeff=0.1", "model.moe_z_loss_coeff=0.1", "model.moe_input_jitter_eps=0.1"]),
+    ],
+)
+def test_how_a_model_was_trained_is_no_other_model(base: tuple[str, ...], keys: list[str]) -> None:
+    def read(*overrides: str) -> Any:
+        return load("model=gpt_tiny", "data=mock", *overrides).root.model
+
+    form = SampleForm(length=256)
+    plain, changed = (described(read(*base, *more), 512, form) for more in ((), keys))
+    assert plain != changed
+    assert what_differs(plain, changed) == []
+    assert what_differs(plain, described(read(*base, *keys, "model.qk_layernorm=true"), 512, form))
+
+
 def test_layouts_by_hand() -> None:
     """Rows where they are said to be."""
     geometry = Geometry(heads=2, groups=1, vocab_size=5)

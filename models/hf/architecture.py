@@ -18,8 +18,9 @@ from .weights import WeightMap
 _TRAINING = {
     *("dropout", "hidden_dropout", "embedding_dropout", "label_smoothing", "init_std", "output_init_std"),
     *("embedding_std", "seed", "compile", "use_flash_attention", "backend", "transformer_engine"),
-    *("masked_softmax_fusion", "aux_loss", "z_loss", "jitter", "recompute", "implementation"),
-    *("router_dtype", "bias_update_rate", "seq_length", "positions_by_document", "padded_vocab_size"),
+    *("masked_softmax_fusion", "aux_loss", "z_loss", "jitter", "recompute", "offload"),
+    *("implementation", "router_dtype", "bias_update_rate", "seq_length", "positions_by_document"),
+    *("padded_vocab_size", "drop_policy", "pad_to_capacity"),  # the last two act with a capacity only
 }
 """Parts of a slice that say how a model is trained or computed, not what it is."""
 _MEANING = {"balancing": lambda kind: kind == "sinkhorn"}
