@@ -60,6 +60,16 @@ def test_torch_waits_for_a_valid_configuration(arguments: list[str], code: int, 
     assert done.stdout.splitlines()[-1] == f"loaded [] code {code}", done.stderr
 
 
+def test_training_imports_none_of_the_large_libraries_that_it_does_not_use() -> None:
+    """Also where they are installed, as they are here: Lightning's torchmetrics would."""
+    large = "transformers matplotlib scipy sklearn pandas torchvision datasets peft"
+    script = f"import sys, stoker.trainer.run\nprint(sorted(set({large.split()!r}) & set(sys.modules)))\n"
+    script += "from lightning_utilities.core.imports import RequirementCache\n"
+    script += "print(bool(RequirementCache('matplotlib')))"  # again as it is
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["[]", "True"], done.stderr
+
+
 def test_python_m_and_the_console_script_are_one(tmp_path: Path) -> None:
     done = run("config", "model.num_laers=3", "--json", cwd=tmp_path)
     assert done.returncode == 2

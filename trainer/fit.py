@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from lightning_fabric.plugins import ClusterEnvironment
-from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy
-from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from .distributed.ranks import Ranks
+from .lightning import ClusterEnvironment, ParallelStrategy, SIGTERMException, SingleDeviceStrategy, pl
 from .module import LanguageModule
 
 

@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 
 from .checkpoint import checkpoint_paths
@@ -29,6 +28,7 @@ from .errors import UserError
 from .evaluation import EvaluationResult, StoppedError
 from .expert_load import ExpertLoad
 from .late_values import runs_behind
+from .lightning import pl
 from .loop_state import LoopState
 from .metrics import Journal
 from .module import LanguageModule

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from .distributed.ranks import Ranks
 from .expert_balance import ExpertBalance
 from .feed import BatchFeed, GlobalBatch
 from .late_values import LateValues
+from .lightning import pl
 from .optim.base import Optimizer
 from .precision import PrecisionPlan
 from .schedule import Schedule

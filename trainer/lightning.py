@@ -1,0 +1,44 @@
+"""Lightning without what it never needs here, the first import of it in a process.
+
+Lightning imports torchmetrics, and that imports transformers, matplotlib and more wherever they are installed, which
+takes longer than all the rest of Lightning. Here neither is used; who wants torchmetrics whole imports it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_utilities.core.imports import RequirementCache
+
+EXTRAS = (
+    "gammatone", "librosa", "matplotlib", "nltk", "pesq", "pystoi", "regex", "scienceplots", "scipy", "torch_fidelity",
+    "torchvision", "transformers",
+)  # fmt: skip
+"""What torchmetrics asks for while it is imported, to have more metrics."""
+
+
+@contextmanager
+def _without_extras() -> Iterator[None]:
+    """Within it they seem not to be installed."""
+    is_there = RequirementCache.__bool__
+
+    def seems_there(self: RequirementCache) -> bool:
+        asked: Any = self.requirement or self.module
+        return not str(asked).startswith(EXTRAS) and is_there(self)
+
+    RequirementCache.__bool__ = seems_there
+    try:
+        yield
+    finally:
+        RequirementCache.__bool__ = is_there
+
+
+with _without_extras():
+    import pytorch_lightning as pl
+    from lightning_fabric.plugins import ClusterEnvironment
+    from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy
+    from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+__all__ = ["ClusterEnvironment", "ParallelStrategy", "SIGTERMException", "SingleDeviceStrategy", "pl"]
