@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
 from .attention_calls import CallKind, decision_for
+from .compiling import layers_as_written
 from .config.samples import SampleForm
 from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .moe.layers import moe_layers
+from .moe.routed import in_rows_with_label
 from .norms import LayerNorm, RMSNorm
-from .stack import Stack, layers_as_written
+from .stack import Stack
 
 
 class BERT(nn.Module):
@@ -78,6 +81,7 @@ class BERT(nn.Module):
         self.dropout = dropout
         self.label_smoothing = label_smoothing
         self.attention_decisions = dict(attention_decisions)
+        self._has_experts = bool(moe_layers(encoder))
 
     @property
     def output_weight(self) -> Tensor:
@@ -131,8 +135,11 @@ class BERT(nn.Module):
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
         """
+        routed = None
+        if self._has_experts and not self.training:  # with short windows, and rows to fill up a batch
+            routed = in_rows_with_label(tokens, labels, padding)
         return token_loss(
-            self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents),
+            self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents, routed=routed),
             self.output_weight,
             labels,
             vocab_size=self.vocab_size,
@@ -152,14 +159,23 @@ class BERT(nn.Module):
         token_types: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
+        routed: Tensor | None = None,
     ) -> Tensor:
-        """What the head reads, (batch, tokens, hidden_size); arguments as in `forward`."""
+        """What the head reads, (batch, tokens, hidden_size).
+
+        Args:
+            tokens: as in `forward`.
+            token_types: likewise.
+            padding: likewise.
+            documents: likewise.
+            routed: bool like `tokens`, True for those that go to experts; None for those of `padding`.
+        """
         length = tokens.shape[1]
         kind = self._kind_of_call(length, padding, documents)
         decision = decision_for(self.attention_decisions, kind)
         if kind == "generation" and length == 1:  # no backend has to take a single token: nobody sees the second
             real = torch.ones_like(tokens, dtype=torch.bool) if padding is None else padding
-            tokens, padding = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False)
+            tokens, padding, routed = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False), None
             token_types = None if token_types is None else F.pad(token_types, (0, 1))
         positions, packed = None, None
         embedded = self.token_embedding(tokens)
@@ -172,10 +188,9 @@ class BERT(nn.Module):
                 causal=False,
                 mask=decision.needs_mask,
             )
+        hidden = self._embed(embedded, token_types, positions)
         with layers_as_written(self.compiled and kind == "generation"):
-            hidden = self.encoder(
-                self._embed(embedded, token_types, positions), kind, positions=positions, packed=packed, padding=padding
-            )
+            hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed)
         hidden = hidden[:, :length]
         if self.transform is not None and self.transform_norm is not None:
             hidden = self.transform_norm(F.gelu(self.transform(hidden)))

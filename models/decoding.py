@@ -7,11 +7,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from .compiling import layers_as_written
 from .gpt import GPT
 from .head import add_places, add_positions, dtype_of_products, token_logits
 from .kv_cache import CachedMemory, KVCache, slots_of
 from .score_positions import RelativeBias, ScoreTerms
-from .stack import Layer, Stack, layers_as_written
+from .stack import Layer, Stack
 from .t5 import T5
 
 

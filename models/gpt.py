@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
 from .attention_calls import CallKind, decision_for
+from .compiling import layers_as_written
 from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .moe.layers import moe_layers
+from .moe.routed import up_to_last_label
 from .peft.prompt import Prompt
-from .stack import Stack, layers_as_written
+from .stack import Stack
 
 
 class GPT(nn.Module):
@@ -77,6 +80,7 @@ class GPT(nn.Module):
         self.reset_attention_mask = reset_attention_mask
         self.attention_decisions = dict(attention_decisions)
         self.prompt: Prompt | None = None
+        self._has_experts = bool(moe_layers(decoder))
 
     @property
     def output_weight(self) -> Tensor:
@@ -124,7 +128,7 @@ class GPT(nn.Module):
             A scalar in fp32 (fp64 for an fp64 model).
         """
         return token_loss(
-            self.hidden_states(tokens, documents, padding),
+            self.hidden_states(tokens, documents, self._routed(labels, padding)),
             self.output_weight,
             labels,
             vocab_size=self.vocab_size,
@@ -137,8 +141,14 @@ class GPT(nn.Module):
         """The loss of a batch of named tensors, those of `loss`."""
         return self.loss(batch["tokens"], batch["labels"], denominator, batch.get("documents"), batch.get("padding"))
 
-    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
-        """The normed output of the last layer, (batch, tokens, hidden_size); arguments as in `forward` and `loss`."""
+    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
+        """The normed output of the last layer, (batch, tokens, hidden_size).
+
+        Args:
+            tokens: as in `forward`.
+            documents: likewise.
+            routed: bool like `tokens`, True for those that go to experts; None for all, and in generation.
+        """
         length = tokens.shape[1]
         kind = self._kind_of_call(length, documents)
         decision = decision_for(self.attention_decisions, kind)
@@ -154,15 +164,19 @@ class GPT(nn.Module):
                     causal=True,
                     mask=decision.needs_mask,
                 )
-            if padding is not None and self.prompt is not None:
-                padding = F.pad(padding, (len(self.prompt), 0), value=True)
-            hidden = self.decoder(hidden, kind, positions=positions, packed=packed, padding=padding)
+            if self.prompt is not None:
+                routed = self.prompt.route(routed)
+            hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed)
             return hidden if self.prompt is None else hidden[:, len(self.prompt) :]
         if length == 1:  # no backend has to take a single token: a causal model does not see the one behind it
             tokens = F.pad(tokens, (0, 1))
         with layers_as_written(self.compiled):
             first = 0 if self.prompt is None else len(self.prompt)
             return self.decoder(self._embed(tokens), kind)[:, first : first + length]
+
+    def _routed(self, labels: Tensor, padding: Tensor | None) -> Tensor | None:
+        """Which tokens go to experts; None for all. Evaluation comes with short windows and rows to fill up a batch."""
+        return up_to_last_label(labels) if self._has_experts and not self.training else padding
 
     def _kind_of_call(self, length: int, documents: Tensor | None) -> CallKind:
         """Training and evaluation come in one length; everything else is as in generation, of any length.

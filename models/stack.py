@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
 
@@ -15,6 +14,7 @@ from ..kernels.attention.packed import PackedSequences
 from .attention import SelfAttention
 from .attention_calls import CallKind
 from .checkpointing import recomputes, run_again
+from .compiling import prepare_compiler
 from .cross_attention import CrossAttention, Memory
 from .kv_cache import CachedMemory, LayerCache
 from .mlp import MLP
@@ -27,14 +27,6 @@ from .positions import RotaryEmbedding, Rotation, XPosEmbedding
 from .score_positions import ScorePositions, ScoreTerms
 
 BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
-
-MOST_COMPILATIONS = 256
-"""Of one layer in one process: a few per model (training, validation), each for one shape."""
-
-
-def layers_as_written(compiled: bool) -> contextlib.AbstractContextManager[object]:
-    """Within it compiled layers run uncompiled, for generation: compiling for each length would take longer."""
-    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 class Layer(nn.Module):
@@ -107,6 +99,7 @@ class Layer(nn.Module):
         terms: ScoreTerms | None = None,
         padding: Tensor | None = None,
         cache: LayerCache | None = None,
+        routed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer without an effect on its buffers, so that it may run twice.
 
@@ -117,13 +110,14 @@ class Layer(nn.Module):
             packed: the documents of the rows.
             memory: what the cross-attention reads; None in a layer without it.
             terms: what the positions add to the scores.
-            padding: which tokens are real.
+            padding: which tokens attention sees.
             cache: keys and values of texts that grow token by token.
+            routed: which tokens go to experts; None for those of `padding`.
 
         Returns:
             (batch, tokens, hidden_size), and what `count` takes.
         """
-        inputs = hidden, rotary, kind, packed, memory, terms, padding, cache
+        inputs = hidden, rotary, kind, packed, memory, terms, padding, cache, routed
         if self.recompute and recomputes(self):
             return run_again(self._run, self.recompute_draws, *inputs)
         return self._run(*inputs)
@@ -143,6 +137,7 @@ class Layer(nn.Module):
         terms: ScoreTerms | None,
         padding: Tensor | None,
         cache: LayerCache | None,
+        routed: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         entered = hidden
         # a part adds to the stream as it multiplies, where nothing comes between
@@ -166,7 +161,8 @@ class Layer(nn.Module):
         if isinstance(self.mlp, MoE):
             read = self._before(self.mlp_norm, hidden, entered, None, read_often=not self.mlp.recompute)
             more = {"limited": kind != "generation", "again": read.again, "onto": read.stream if adds else None}
-            update, sums = self.mlp.run(read.normed, padding, read.norm, **more)
+            real = padding if routed is None else routed
+            update, sums = self.mlp.run(read.normed, real, read.norm, **more)
         else:
             read = self._before(self.mlp_norm, hidden, entered, self.mlp.up)
             update = self.mlp(read.normed, read.norm, read.stream if adds else None)
@@ -267,6 +263,7 @@ class Stack(nn.Module):
         positions: Tensor | None = None,
         packed: PackedSequences | None = None,
         padding: Tensor | None = None,
+        routed: Tensor | None = None,
         memory: Memory | None = None,
     ) -> Tensor:
         """Run all layers.
@@ -277,6 +274,8 @@ class Stack(nn.Module):
             positions: of the tokens, int64 (batch, tokens); None counts each row from 0.
             packed: the documents of the rows, where they must not see each other.
             padding: bool (batch, tokens), True for real tokens, which alone are seen; None where all are.
+            routed: bool (batch, tokens), True for the tokens that go to experts, which may be fewer than attention must
+                see; None for those of `padding`.
             memory: what cross-attention reads; None in a stack without it.
 
         Returns:
@@ -287,9 +286,9 @@ class Stack(nn.Module):
         terms = None if self.score_positions is None else self.score_positions(tokens, tokens)
         weights, activations = self.weight_offload, None
         if self.activation_offload is not None and recomputes(self):
-            shared = (rotary, packed, memory, terms, padding)
+            shared = (rotary, packed, memory, terms, padding, routed)
             activations = self.activation_offload.forward_pass(len(self.layers), shared)
-        given = kind, rotary, packed, memory, terms, padding
+        given = kind, rotary, packed, memory, terms, padding, routed
         chunk = self.recompute_chunk if recomputes(self) else 1
         for first in range(0, len(self.layers), chunk):
             numbers = range(first, min(first + chunk, len(self.layers)))
@@ -339,7 +338,7 @@ class Stack(nn.Module):
 
     def compile_steps(self) -> None:
         """Compile a layer that goes on with texts by one token; equal layers share one compilation."""
-        _prepare_compiler()
+        prepare_compiler()
         self._compiled_step = torch.compile(_go_on, fullgraph=True, dynamic=False)
 
     def compile_parts(self, *, hooked: bool = False, whole: bool = True) -> None:
@@ -350,25 +349,12 @@ class Stack(nn.Module):
                 leave those outside.
             whole: each part is one graph; otherwise its attention, which cannot be traced, stays outside.
         """
-        _prepare_compiler()
+        prepare_compiler()
         for part in (*self.layers, *([] if self.final_norm is None else [self.final_norm])):
             if hooked:
                 part.forward = torch.compile(part.forward, fullgraph=whole, dynamic=False)
             else:
                 part.compile(fullgraph=whole, dynamic=False)
-
-
-def _prepare_compiler() -> None:
-    """Let a process compile many layers, and hear nothing of what nobody can change.
-
-    A limit of 8 counts the layers of all models of a process together, since they are one piece of code; the third
-    configuration trained in one notebook would end in an error.
-    """
-    from torch._dynamo import config  # seconds of import, only where it is needed
-
-    config.recompile_limit = max(config.recompile_limit, MOST_COMPILATIONS)
-    # Inductor 2.11 says so of every softmax over fewer than 8 numbers, such as that of the gates of some experts.
-    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
 
 
 def _go_on(
@@ -392,10 +378,11 @@ def _run(
     memory: Memory | None,
     terms: ScoreTerms | None,
     padding: Tensor | None,
+    routed: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Some layers in a row; what each of them has to `count` comes out with the result, which may be made twice."""
     counted: list[Tensor | None] = []
     for layer in layers:
-        hidden, sums = layer(hidden, rotary, kind, packed, memory, terms, padding)
+        hidden, sums = layer(hidden, rotary, kind, packed, memory, terms, padding, None, routed)
         counted.append(sums)
     return hidden, counted

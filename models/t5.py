@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import Decision
 from ..kernels.attention.packed import PackedSequences, positions_in_documents
 from .attention_calls import CallKind, decision_for
+from .compiling import layers_as_written
 from .config.samples import SampleForm
 from .cross_attention import Memory
 from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
 from .moe.layers import moe_layers
+from .moe.routed import in_documents_with_label, in_rows_with_label
 from .peft.prompt import Prompt
 from .score_positions import CrossRelativeBias
-from .stack import Stack, layers_as_written
+from .stack import Stack
 
 
 class Encoded(NamedTuple):
@@ -102,7 +104,8 @@ class T5(nn.Module):
         self.label_smoothing = label_smoothing
         self.attention_decisions = dict(attention_decisions)
         self.prompt: Prompt | None = None
-        self._experts_see_padding = (form.padded or form.packed) and bool(moe_layers(decoder))
+        self._encoder_has_experts = bool(moe_layers(encoder))
+        self._decoder_has_experts = bool(moe_layers(decoder))
 
     @property
     def decoder_embedding(self) -> nn.Embedding:
@@ -181,7 +184,11 @@ class T5(nn.Module):
             encoder_padding=encoder_padding,
             encoder_documents=encoder_documents,
             decoder_documents=decoder_documents,
-            decoder_padding=labels >= 0 if self._experts_see_padding else None,  # only padding has no label
+            encoder_routed=self._encoder_routed(
+                encoder_tokens, labels, encoder_padding, encoder_documents, decoder_documents
+            ),
+            # Only padding has no label. Samples of every form may have some, as where `seq_length_dec` is long.
+            decoder_routed=labels >= 0 if self._decoder_has_experts else None,
         )
         return token_loss(
             hidden,
@@ -205,7 +212,8 @@ class T5(nn.Module):
         encoder_padding: Tensor | None = None,
         encoder_documents: Tensor | None = None,
         decoder_documents: Tensor | None = None,
-        decoder_padding: Tensor | None = None,
+        encoder_routed: Tensor | None = None,
+        decoder_routed: Tensor | None = None,
     ) -> Tensor:
         """What the head reads, (batch, tokens, hidden_size).
 
@@ -215,16 +223,18 @@ class T5(nn.Module):
             encoder_padding: likewise.
             encoder_documents: likewise.
             decoder_documents: likewise.
-            decoder_padding: bool, like `decoder_tokens`, False for what experts leave out; no other token sees it.
+            encoder_routed: bool, like `encoder_tokens`, True for those that go to experts; None for those of
+                `encoder_padding`, and in generation.
+            decoder_routed: likewise of `decoder_tokens`; None for all.
         """
         kind = self._kind_of_call(
             encoder_tokens.shape[1], decoder_tokens.shape[1], encoder_padding, encoder_documents, decoder_documents
         )
         if kind == "generation":
             return self.decode(decoder_tokens, self.encode(encoder_tokens, encoder_padding))
-        encoded = self._run_encoder(encoder_tokens, encoder_padding, encoder_documents, kind)
+        encoded = self._run_encoder(encoder_tokens, encoder_padding, encoder_documents, kind, encoder_routed)
         documents = encoder_documents, decoder_documents
-        return self._run_decoder(decoder_tokens, encoded, *documents, kind, decoder_padding)
+        return self._run_decoder(decoder_tokens, encoded, *documents, kind, decoder_routed)
 
     def encode(self, tokens: Tensor, padding: Tensor | None = None) -> Encoded:
         """Read texts of any length, as in generation.
@@ -254,18 +264,42 @@ class T5(nn.Module):
         with layers_as_written(self.compiled):
             return self._run_decoder(tokens, encoded, None, None, "generation")[:, :length]
 
-    def _run_encoder(self, tokens: Tensor, padding: Tensor | None, documents: Tensor | None, kind: CallKind) -> Encoded:
+    def _encoder_routed(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        padding: Tensor | None,
+        documents: Tensor | None,
+        decoder_documents: Tensor | None,
+    ) -> Tensor | None:
+        """Which of the encoder's tokens go to experts; None for those of `padding`."""
+        if not self._encoder_has_experts:
+            return None
+        if documents is not None and decoder_documents is not None:
+            return in_documents_with_label(documents, labels, decoder_documents)
+        if self.training and padding is None:  # evaluation comes with short windows, and rows to fill up a batch
+            return None
+        return in_rows_with_label(tokens, labels, padding)
+
+    def _run_encoder(
+        self,
+        tokens: Tensor,
+        padding: Tensor | None,
+        documents: Tensor | None,
+        kind: CallKind,
+        routed: Tensor | None = None,
+    ) -> Encoded:
         positions, packed = None, None
         decision = decision_for(self.attention_decisions, f"encoder {kind}")
         hidden = self.token_embedding(tokens)
         if self.prompt is not None:
-            hidden, padding = self.prompt(hidden), self.prompt.pad(padding)
+            hidden, padding, routed = self.prompt(hidden), self.prompt.pad(padding), self.prompt.route(routed)
         if documents is not None:
             positions = positions_in_documents(documents)
             dtype, mask = dtype_of_products(hidden), decision.needs_mask
             packed = PackedSequences.of(documents, dtype=dtype, causal=False, mask=mask)
         hidden = self._dropped(add_positions(hidden, self.encoder_position_embedding, positions), self.dropouts[0])
-        hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding)
+        hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed)
         return Encoded(hidden, padding)
 
     def _run_decoder(
@@ -275,7 +309,7 @@ class T5(nn.Module):
         encoder_documents: Tensor | None,
         documents: Tensor | None,
         kind: CallKind,
-        padding: Tensor | None = None,
+        routed: Tensor | None = None,
     ) -> Tensor:
         positions, packed, across = None, None, None
         own, cross = (decision_for(self.attention_decisions, f"{part} {kind}") for part in ("decoder", "cross"))
@@ -289,7 +323,7 @@ class T5(nn.Module):
             terms = self.cross_positions(tokens.shape[1], encoded.hidden.shape[1]).distance_bias
         hidden = self._dropped(add_positions(hidden, self.decoder_position_embedding, positions), self.dropouts[1])
         memory = Memory(encoded.hidden, encoded.padding, across, terms)
-        hidden = self.decoder(hidden, kind, positions=positions, packed=packed, padding=padding, memory=memory)
+        hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed, memory=memory)
         return hidden if self.output_scale == 1.0 else hidden * self.output_scale
 
     def _dropped(self, embedded: Tensor, dropout: float) -> Tensor:

@@ -138,6 +138,31 @@ def test_each_job_has_its_directory_and_the_rest_of_the_configuration(here, caps
     assert last.split() == ["3", "0", "8", "4.0000", "3.0000", "3", "model.seed=2", "trainer.max_steps=9"]
 
 
+def test_a_training_loss_is_not_shown_in_a_column_of_validation_losses(here, capsys):
+    def ended(number, *figures):
+        def start(config, placement):
+            starts.configs.append(config)
+            directory = Path(config.root.exp_manager.explicit_log_dir)
+            directory.mkdir(parents=True)
+            (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in figures))
+            return number
+
+        return start
+
+    starts = Starts()
+    jobs = [ended(2, {"step": 1, "loss": 0.5}), ended(0, {"step": 1, "loss": 6.0}, {"step": 4, "val_loss": 3.0})]
+    multirun.sweep("tiny", None, ["model.seed=1,2"], lambda *job: jobs[len(starts.configs)](*job), starts.said.append)
+    *_, head, diverged, whole, _ = capsys.readouterr().out.splitlines()
+    assert head.split()[3:7] == ["last", "val_loss", "best", "val_loss"]
+    assert diverged.split()[:5] == ["0", "2", "1", "-", "-"]
+    assert whole.split()[:5] == ["1", "0", "4", "3.0000", "3.0000"]
+    starts, jobs = Starts(), jobs[:1] * 2
+    multirun.sweep("tiny", None, ["model.seed=3,4", "exp_manager.version=w"], lambda *job: jobs[0](*job), print)
+    *_, head, one, _, _ = capsys.readouterr().out.splitlines()
+    assert head.split()[3:7] == ["last", "loss", "best", "loss"]
+    assert one.split()[3:5] == ["0.5000", "0.5000"]
+
+
 def test_a_failing_job_stops_no_other_and_the_first_gives_the_exit_code(here, capsys):
     starts = Starts(0, UserError(["no luck", "more"], 74), 0, UserError("rank 1 was killed", 1))
     assert starts.sweep("model.seed=range(5)") == 74

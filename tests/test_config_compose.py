@@ -180,6 +180,16 @@ def test_text_keys_take_text_as_typed() -> None:
     )
 
 
+@pytest.mark.parametrize("form", ["warmup_steps: 5", "warmup_steps: 5\n      warmup_ratio: null"])
+def test_steps_of_a_users_file_replace_a_ratio_of_a_packaged_one(tmp_path: Path, form: str) -> None:
+    write(tmp_path, "experiment/mine", f"# @package _global_\nmodel:\n  optim:\n    sched:\n      {form}\n")
+    schedule = load("experiment=mine", directory=tmp_path).root.model.optim.sched
+    assert (schedule.warmup_steps, schedule.warmup_ratio) == (5, None)
+    both = "# @package _global_\nmodel: {optim: {sched: {warmup_steps: 5, warmup_ratio: 0.5}}}\n"
+    write(tmp_path, "experiment/both", both)
+    assert "model.optim.sched.warmup_ratio" in problems("experiment=both", directory=tmp_path)
+
+
 def test_steps_typed_replace_a_ratio_of_a_file() -> None:
     config = load("model.optim.sched.warmup_steps=10")
     assert (config.root.model.optim.sched.warmup_steps, config.root.model.optim.sched.warmup_ratio) == (10, None)
@@ -272,6 +282,26 @@ def test_t5_file_composes_and_says_what_it_is(tmp_path: Path) -> None:
     assert isinstance(model, T5ModelBlock)
     assert (model.encoder.num_layers, model.decoder.num_layers, model.decoder.hidden_size) == (3, 2, 64)
     assert config.origins["model.family"].text == "model.encoder and model.decoder are there"
+
+
+def test_a_reset_names_the_value_there_is_or_none() -> None:
+    assert load("~model.seed=1234", "~trainer.max_steps=2000").root.model.seed == 1234
+    found = problems("~model.seed=5")
+    assert found["model.seed"].lines() == [
+        "~model.seed=5 (command line): model.seed = 1234",
+        "    is reset only where it is 5; its value is from default",
+        "    fix: ~model.seed, or model.seed=5",
+    ]
+    assert "no such key" in problems("~model.sede=5")["model.sede"].rule
+
+
+def test_a_file_that_is_not_chosen_cannot_be_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "own", "model: {num_layers: 2}\n")
+    for group in ("trainer", "model", "data"):
+        said = refusal(f"~{group}", name="own", directory=tmp_path)
+        assert said.startswith(f"~{group} (command line): no file of the group {group} is chosen")
+        assert "fix: " in said
+    assert "the file of the group data is pystd, not mock" in refusal("~data=mock")
 
 
 def test_launcher_file_is_refused_in_one_line(tmp_path: Path) -> None:

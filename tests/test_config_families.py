@@ -12,6 +12,7 @@ from stoker.models.config.model import FAMILIES, Family
 from stoker.models.config.stack import StackKeys
 from stoker.trainer import cli
 from stoker.trainer.config import show
+from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import BertModelBlock, ModelBlock, RootBlock, T5ModelBlock
 from stoker.trainer.config.schema_index import schema_blocks, schema_keys
@@ -102,6 +103,85 @@ def test_nemos_t5_is_found_by_its_stacks(tmp_path: Path) -> None:
     assert (model.max_position_embeddings, model.decoder.num_layers, model.embedding_dropout) == (128, 12, 0.1)
     assert "model.decoder.persist_layer_norm" in config.historical
     assert not [finding for finding in config.findings if finding.level == "warning"]
+
+
+FLAT = """
+model:
+  {length}: 128
+  num_layers: 2
+  hidden_size: 32
+  num_attention_heads: 2
+  tokenizer: {{library: byte-level}}
+  data: {{data_impl: mock, {data}}}
+  {model}
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "family", "told_by"),
+    [
+        ("bert_binary_head: false", "", "bert", "model.bert_binary_head is there"),
+        ("mcore_bert: true", "", "bert", "model.mcore_bert is there"),
+        ("add_lm_head: true", "", "bert", "model.add_lm_head is there"),
+        ("add_pooler: false", "seq_length_dec: 64", "t5", "model.data.seq_length_dec is there"),
+        ("", "dataset_type: t5", "t5", "model.data.dataset_type is t5"),
+        ("bert_binary_head: false\n  mcore_gpt: true", "", "gpt", ""),
+        ("bert_binary_head: false\n  family: gpt", "", "gpt", ""),
+    ],
+)
+def test_the_family_of_a_flat_file_is_told_by_its_keys(
+    tmp_path: Path, model: str, data: str, family: Family, told_by: str
+) -> None:
+    length = "seq_length" if family == "t5" else "encoder_seq_length"
+    write(tmp_path, "flat", FLAT.format(length=length, data=data, model=model))
+    config = load(name="flat", directory=tmp_path)
+    assert config.root.model.family == family
+    notes = [finding.message for finding in config.findings if finding.keys == ("model.family",)]
+    assert notes == ([f"`{family}`, since {told_by}"] if told_by else [])
+    if family == "t5":
+        assert isinstance(config.root.model, T5ModelBlock)
+        assert config.root.model.decoder.num_layers == 2
+
+
+def test_the_family_of_a_file_is_told_before_a_fix_takes_its_key_away(tmp_path: Path) -> None:
+    key = "model.bert_binary_head"
+    write(tmp_path, "flat", FLAT.format(length="encoder_seq_length", data="", model="bert_binary_head: true"))
+    assert problems(name="flat", directory=tmp_path)[key].fix == f"{key}=false"
+    assert load(f"~{key}", name="flat", directory=tmp_path).root.model.family == "bert"
+    assert load("model.family=gpt", f"~{key}", name="flat", directory=tmp_path).root.model.family == "gpt"
+
+
+def test_word_pieces_are_those_of_a_bert(tmp_path: Path) -> None:
+    write(tmp_path, "flat", "model:\n  tokenizer: {library: megatron, type: BertWordPieceCase}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(name="flat", directory=tmp_path)
+    assert caught.value.findings[0].message == "`bert`, since model.tokenizer.type is BertWordPieceCase"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "called"),
+    [
+        ("name: megatron_mamba_8b\nmodel: {num_layers: x}\n", "name", "Mamba"),
+        ("name: megatron_griffin\n", "name", "Griffin"),
+        ("exp_manager: {name: megatron_retro}\nmodel: {bert_binary_head: true}\n", "exp_manager.name", "RETRO"),
+        ("model: {bert_binary_head: true, data: {data_impl: retmmap}}\n", "model.data.data_impl", "RETRO"),
+        ("model: {mamba_ssm_ngroups: null, nonsense: 1}\n", "model.mamba_ssm_ngroups", "Mamba"),
+        ("model: {hybrid_override_pattern: null}\n", "model.hybrid_override_pattern", "Mamba"),
+        ("model: {activations_checkpoint_recurrent: false}\n", "model.activations_checkpoint_recurrent", "Griffin"),
+        ("model: {retro: {retro_num_neighbors: 2}}\n", "model.retro.retro_num_neighbors", "RETRO"),
+    ],
+)
+def test_a_file_of_another_model_of_nemos_is_one_error(tmp_path: Path, text: str, key: str, called: str) -> None:
+    write(tmp_path, "other", text)
+    found = problems(name="other", directory=tmp_path)
+    assert list(found) == [key]
+    assert f"NeMo's {called}" in found[key].rule
+    assert found[key].origin.startswith("other.yaml:")
+
+
+def test_a_task_of_t5s_asks_a_gpt_for_another_family() -> None:
+    (problem,) = problems("model.data.dataset_type=t5").values()
+    assert problem.fix == "model.family=t5 (a preset: model=t5_small)"
 
 
 def test_what_is_not_there_yet_is_refused_in_a_stack_too(tmp_path: Path) -> None:

@@ -145,3 +145,16 @@ def test_names_of_peft_are_answered_with_ours(folder: Path, theirs: str, ours: s
     problem = problems(folder, f"{key}={theirs}")[key]
     assert problem.fix.endswith(f": {key}={ours}")
     finetune_config(folder / "llama", folder / "run", f"{key}={ours}")
+
+
+def test_nemos_list_of_files_says_what_is_learnt(folder: Path, tmp_path: Path) -> None:
+    text = "model:\n  restore_from_path: {}\n  data:\n    {}\ntrainer: {{limit_val_batches: 0}}\n"
+    base = folder / "llama"
+    (tmp_path / "nemo.yaml").write_text(text.format(base, "train_ds: {file_names: [a.jsonl]}"))
+    config = load_run_config("nemo", tmp_path, [], {}, finetune=True)
+    assert config.root.model.data.data_impl == "jsonl"
+    (tmp_path / "none.yaml").write_text(text.format(base, "seq_length: null"))
+    with pytest.raises(ConfigError) as caught:
+        load_run_config("none", tmp_path, [], {}, finetune=True)
+    (problem,) = [problem for problem in caught.value.problems if problem.key == "model.data.data_impl"]
+    assert (problem.rule, problem.origin) == ("must be named: what the model is to learn", "default")

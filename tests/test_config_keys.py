@@ -115,6 +115,9 @@ def test_historical_keys_are_accepted_and_listed_once(override: str) -> None:
         ("trainer.use_distributed_sampler=True", "trainer.use_distributed_sampler"),
         ("trainer.replace_sampler_ddp=True", "trainer.replace_sampler_ddp"),
         ("trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches"),
+        ("trainer.limit_train_batches=1", "trainer.limit_train_batches"),
+        ("trainer.accumulate_grad_batches=true", "trainer.accumulate_grad_batches"),
+        ("trainer.logger=0", "trainer.logger"),
         ("model.use_emha=True", "model.use_emha"),
         ("model.encoder.num_layers=2", "model.encoder.num_layers"),
         ("model.tokens_head_bias=True", "model.tokens_head_bias"),
@@ -141,6 +144,7 @@ def test_a_key_may_repeat_another() -> None:
         ["model.fp8=null", "model.fp8_hybrid=True", "model.activations_checkpoint_method=block"],
         ["model.moe_router_topk=2", "model.window_size=null", "exp_manager.create_wandb_logger=False"],
         ["exp_manager.ema.enable=False", "exp_manager.ema.decay=0.9", "model.peft.peft_scheme=null"],
+        ["trainer.limit_train_batches=1.0", "trainer.limit_predict_batches=1.0", "trainer.accumulate_grad_batches=1.0"],
     ],
 )
 def test_what_is_off_loads(overrides: list[str]) -> None:
@@ -155,6 +159,8 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
         "model.fp8=True",
         "exp_manager.create_fault_tolerance_callback=True",
         "model.data.add_fim=True",
+        "trainer.limit_predict_batches=1",
+        "exp_manager.checkpoint_callback_params.every_n_epochs=1",
     ],
 )
 def test_what_is_not_yet_there_says_so(override: str) -> None:
@@ -285,3 +291,102 @@ def test_case_of_words() -> None:
     assert gpt(config.root).position_embedding_type == "alibi"
     (warning,) = [finding for finding in config.findings if finding.level == "warning"]
     assert "`ALiBi` is read as `alibi`" in warning.message
+
+
+WANDB = "exp_manager.wandb_logger_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("trainer.gpus=8", "~trainer.gpus trainer.devices=8"),
+        (
+            "trainer.resume_from_checkpoint=/a",
+            "~trainer.resume_from_checkpoint exp_manager.resume_from_checkpoint=/a",
+        ),
+        ("trainer.track_grad_norm=inf", "trainer.track_grad_norm=-1"),
+        ("trainer.terminate_on_nan=true", "~trainer.terminate_on_nan trainer.max_skipped_steps=0"),
+        ("trainer.amp_level=O2", "~trainer.amp_level"),
+        (
+            "exp_manager.checkpoint_callback_params.save_weights_only=true",
+            "exp_manager.checkpoint_callback_params.save_weights_only=false",
+        ),
+        ("model.nsys_profile.enabled=true", "model.nsys_profile.enabled=false"),
+        ("model.optim.grad_sync_dtype=fp16", "~model.optim.grad_sync_dtype, with model.fsdp_grad_reduce_dtype"),
+        ("model.optim.param_sync_dtype=fp8", "~model.optim.param_sync_dtype"),
+        ("model.optim.dtype=bf16", "model.optim.dtype=fp32"),
+        (
+            "model.mcore_customization_config.attn_logit_softcapping=50",
+            "~model.mcore_customization_config.attn_logit_softcapping model.attn_logit_softcapping=50",
+        ),
+        ("model.add_bias_linear=false", "~model.add_bias_linear model.bias=false"),
+        ("model.data.validation_ds.micro_batch_size=9", "~model.data.validation_ds.micro_batch_size"),
+        ("model.data.train_ds.label_key=answer", "~model.data.train_ds.label_key model.data.label_key=answer"),
+        ("model.gated_linear_unit=true", "~model.gated_linear_unit model.activation=geglu"),
+        ("model.language_model_path=/a", "~model.language_model_path model.restore_from_path=/a"),
+        ("model.virtual_prompt_style=p-tuning", "~model.virtual_prompt_style model.peft.peft_scheme=ptuning"),
+    ],
+)
+def test_the_way_out_keeps_what_a_refused_key_says(override: str, fix: str) -> None:
+    (problem,) = problems(override).values()
+    assert problem.rule.startswith("refused: ")
+    assert problem.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.mcore_customization_config.query_pre_attn_scalar=224",
+        "model.mcore_customization_config.parallel_attention=true",
+        "model.mcore_customization_config.new_decoder_architecture=true",
+        "model.mamba_ssm_ngroups=8",
+        "model.encoder_arch=perceiver",
+    ],
+)
+def test_a_model_that_is_not_there_has_no_way_out(override: str) -> None:
+    (problem,) = problems(override).values()
+    assert problem.rule.endswith("stoker has no such model")
+    assert not problem.fix
+
+
+def test_what_says_the_same_as_another_key_or_nothing_is_accepted() -> None:
+    load("trainer.gpus=1", "trainer.track_grad_norm=2", "model.optim.dtype=fp32", "model.nsys_profile.enabled=false")
+    load("trainer.precision=bf16", "model.optim.param_sync_dtype=bf16", "model.kv_channels=16", "model.hidden_size=64")
+    load("model.kv_channels=16", "model.mcore_customization_config.query_pre_attn_scalar=16")
+    config = load("model.gated_linear_unit=true", "model.activation=fast-geglu")
+    assert any("adds nothing to `fast-geglu`" in finding.message for finding in config.findings)
+
+
+def test_other_names_of_nemos_are_read_as_ours() -> None:
+    typed = [f"{WANDB}.dir=/a", f"{WANDB}.version=b", "model.optim.grad_sync_dtype=torch.bfloat16"]
+    config = load(*typed)
+    wandb = config.root.exp_manager.wandb_logger_kwargs
+    assert (wandb.save_dir, wandb.id, config.root.model.fsdp_grad_reduce_dtype) == ("/a", "b", "bf16")
+    rows = {row.path: row.origin for row in config.account}
+    assert rows[f"{WANDB}.save_dir"] == f"{typed[0]} (command line)"
+    without = [finding.fix for finding in config.findings if "has no effect with one process" in finding.message]
+    assert without == ["~model.optim.grad_sync_dtype"]
+    assert list(problems(f"{WANDB}.dir=/a", f"{WANDB}.save_dir=/b")) == [f"{WANDB}.dir"]
+
+
+def test_historical_keys_of_the_command_line_are_all_named(tmp_path: Path) -> None:
+    files = "".join(f"  {name}: 1\n" for name in ("pre_process", "post_process", "gc_interval", "mcore_gpt"))
+    write(tmp_path, "a", f"defaults: [train, _self_]\nmodel:\n{files}")
+    typed = [f"model.{name}" for name in ("bias_gelu_fusion", "apply_rope_fusion", "persist_layer_norm")]
+    typed += [f"model.{name}" for name in ("bias_dropout_fusion", "sharp", "pipeline_dtype", "batch_p2p_comm")]
+    config = load(*(f"{path}=1" for path in typed), name="a", directory=tmp_path)
+    (note,) = [finding for finding in config.findings if "command line" in finding.message]
+    assert set(note.keys) == set(typed)
+    assert all(path in note.message for path in typed)
+
+
+def test_a_key_read_as_another_has_its_own_default(tmp_path: Path) -> None:
+    rows = {row.path: row for row in load("+model.moe_token_dropping=alltoall").account}
+    assert (rows["model.moe_token_dropping"].value, rows["model.moe_token_dropping"].origin) == ("false", "default")
+    assert "command line" in rows["model.moe_token_dispatcher_type"].origin
+    write(tmp_path, "pairs", "defaults: [train, _self_]\nmodel:\n  data:\n    train_ds: {file_names: [a.jsonl]}\n")
+    rows = {
+        row.path: row
+        for row in load("data=null", "trainer.limit_val_batches=0", name="pairs", directory=tmp_path).account
+    }
+    assert rows["model.data.data_impl"].origin.endswith("pairs.yaml:4")

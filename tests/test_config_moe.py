@@ -181,6 +181,9 @@ def test_t5_keys_reach_their_own_stack() -> None:
         (SINKHORN, "", ""),
         ({**SINKHORN, "moe_aux_loss_coeff": 0.01}, "error moe_aux_loss_coeff", "must not meet"),
         ({**SINKHORN, "moe_expert_capacity_factor": 1.0}, "error moe_expert_capacity_factor", "knows no capacity"),
+        ({**SINKHORN, "moe_expert_capacity_factor": 0.0}, "error moe_expert_capacity_factor", "knows no capacity"),
+        ({**SINKHORN, "moe_expert_capacity_factor": -1.0}, "warning moe_expert_capacity_factor", "read as null"),
+        ({**SINKHORN, "moe_token_drop_policy": "position"}, "warning moe_token_drop_policy", "knows no capacity"),
         ({**SINKHORN, "moe_pad_expert_input_to_capacity": True}, "error moe_pad_expert_input_to_capacity", "=false"),
         ({**SINKHORN, "moe_token_dropping": True}, "error moe_token_dropping", "knows no capacity"),
         ({**SINKHORN, "moe_router_enable_expert_bias": True}, "error moe_router_enable_expert_bias", "of its own"),
@@ -192,10 +195,25 @@ def test_t5_keys_reach_their_own_stack() -> None:
         # scores
         ({**BALANCED, "moe_router_topk": 1}, "warning moe_router_pre_softmax", "would learn nothing"),
         ({**BALANCED, "moe_router_topk": 1, "moe_router_pre_softmax": True}, "", ""),
+        (
+            {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+            "warning num_moe_experts",
+            "with `moe_router_pre_softmax` too",
+        ),
         ({**SIGMOID, "moe_router_topk": 1}, "", ""),
         ({**SIGMOID, "moe_router_pre_softmax": True}, "warning moe_router_pre_softmax", "no effect"),
         ({**BALANCED, "moe_router_enable_expert_bias": True}, "error moe_router_enable_expert_bias", "sigmoid"),
         ({**SIGMOID, "moe_aux_loss_coeff": 0.0, "moe_router_enable_expert_bias": True}, "", ""),
+        (
+            {
+                **EXPERTS,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_topk": 8,
+                "moe_router_enable_expert_bias": True,
+            },
+            "warning moe_router_enable_expert_bias",
+            "goes to all experts",
+        ),
         ({**BALANCED, "moe_router_bias_update_rate": 0.1}, "warning moe_router_bias_update_rate", "no effect"),
         # groups
         ({**BALANCED, "moe_router_num_groups": 2}, "warning moe_router_num_groups", "without `moe_router_group_topk`"),

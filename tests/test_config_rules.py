@@ -245,3 +245,12 @@ def test_random_configurations() -> None:
 @pytest.mark.full
 def test_many_random_configurations() -> None:
     junk(3000, 2)
+
+
+def test_shares_of_a_batch_are_not_judged_beside_a_refused_way_to_cut_the_model() -> None:
+    """Llama 3.1 405B of NeMo: 4,608 GPUs, of which 32 have samples of their own."""
+    asked = ["model.global_batch_size=2016", "model.micro_batch_size=1", "trainer.devices=8", "trainer.num_nodes=576"]
+    sizes = {"tensor_model": 8, "pipeline_model": 9, "context": 2}
+    cut = [f"model.{name}_parallel_size={size}" for name, size in sizes.items()]
+    assert problems(*asked, *cut).keys() == {f"model.{name}_parallel_size" for name in sizes}
+    assert problems(*asked).keys() == {"model.global_batch_size"}

@@ -9,7 +9,8 @@ import pytest
 from config_helpers import load, problems, write
 
 from stoker.trainer.config.foreign_names import FOREIGN_NAMES
-from stoker.trainer.config.key_states import is_known, known_keys, suggestions
+from stoker.trainer.config.key_states import is_known, known_keys, state_of, suggestions
+from stoker.trainer.config.key_table import State
 from stoker.trainer.config.problems import Problem
 from stoker.trainer.config.schema_index import schema_keys
 from stoker.trainer.config.suggest import closest, distance
@@ -132,6 +133,18 @@ def test_typos_in_the_name_of_a_block() -> None:
 )
 def test_right_name_in_the_wrong_place(wrong: str, right: str) -> None:
     assert right in suggestions(wrong)[:2]
+
+
+def test_no_historical_key_is_suggested() -> None:
+    historical = [path for path, acts in known_keys() if not acts and state_of(path) is State.HISTORICAL]
+    assert len(historical) > 100
+    for path in (*historical[::7], "resume", "exp_manager.checkpoint_callback_params.n_resum"):
+        for near in suggestions(f"{path}x" if is_known(path) else path):
+            assert state_of(near) is not State.HISTORICAL, (path, near)
+
+
+def test_of_equal_names_the_one_nearest_to_the_top_comes_first() -> None:
+    assert suggestions("max_steps")[0] == "trainer.max_steps"
 
 
 def test_foreign_names_are_many_and_lead_to_known_keys() -> None:

@@ -10,6 +10,8 @@ from stoker.trainer.data.task import Task, task_of
 T5 = ("model=t5_tiny", "model.seq_length=512")
 BERT = ("model=bert_tiny",)
 DATA, TYPE = "model.data.", "model.data.dataset_type"
+SFT_MOCK = ("data=mock", f"{TYPE}=sft")
+T5_PIECES = (*T5, "data=mmap", "model.data.data_prefix=x", "model.data.respect_document_boundaries=true")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,9 @@ def test_the_cure_for_pairs_is_one_that_the_family_has() -> None:
         ([*BERT, "model.data.seq_length_dec=64"], "seq_length_dec"),
         ([*BERT, "model.data.packed_sequence=true"], "packed_sequence"),
         (["model.data.masked_lm_prob=0.3"], "masked_lm_prob"),
+        ([*SFT_MOCK, "model.data.packed_sequence=true"], "packed_sequence"),
+        ([*T5_PIECES, "model.data.shuffle_documents=false"], "shuffle_documents"),
+        ([*T5_PIECES, "model.data.index_mapping_dir=x"], "index_mapping_dir"),
     ],
 )
 def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
@@ -105,8 +110,10 @@ def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
         [*T5, "data=mock"],
         [*BERT, "data=mock"],
         [*T5, "data=docstring", "model.data.packed_sequence=true"],
+        T5_PIECES,
+        [*T5, "data=mmap", "model.data.data_prefix=x", "model.data.shuffle_documents=false"],
         [*T5, "model.data.respect_document_boundaries=true", "model.data.packed_sequence=true"],
-        [*T5, "model.data.geometric_dist=true", "model.data.max_ngram_size=3", "model.data.mean_ngram_size=4.0"],
+        [*T5, "model.data.geometric_dist=true", "model.data.max_ngram_size=10", "model.data.mean_ngram_size=4.0"],
         [*T5, "model.data.dataset_type=t5_prefix_lm", "model.data.seq_length_dec=64"],
         [*T5, "model.data.seq_length_dec=114"],
         ["experiment=t5_pystd"],
@@ -117,6 +124,29 @@ def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
 )
 def test_what_acts_is_not_warned_of(overrides: list[str]) -> None:
     assert not [finding for finding in load(*overrides).findings if finding.level != "info"]
+
+
+@pytest.mark.parametrize(
+    ("family", "mean", "longest", "level", "left"),
+    [
+        (T5, 20, 10, "warning", "8.03 is left of it (model.data.max_ngram_size=45 leaves nine tenths)"),
+        (BERT, 4, 3, "warning", "2.31 is left of it"),
+        (T5, 1000, 50, "warning", "48.8 is left of it (model.data.max_ngram_size=1000)"),
+        (T5, 8, 10, "info", "5.9 is left of it"),
+        (T5, 4, 10, "", ""),
+        (T5, 1, 1, "", ""),
+        ([*T5, "data=mock"], 20, 10, "", ""),  # which has T5's spans
+    ],
+)
+def test_a_mean_that_is_cut_is_told(family: list[str], mean: int, longest: int, level: str, left: str) -> None:
+    keys = f"geometric_dist=true mean_ngram_size={mean} max_ngram_size={longest}".split()
+    findings = [
+        finding
+        for finding in load(*family, *(f"{DATA}{key}" for key in keys)).findings
+        if finding.keys[0] == DATA + "mean_ngram_size"
+    ]
+    assert [finding.level for finding in findings] == [level] * bool(level)
+    assert all(left in f"{finding.message} ({finding.fix})" for finding in findings)
 
 
 def test_places_that_stay_empty_are_told() -> None:
@@ -135,6 +165,7 @@ def test_the_lengths_of_a_task() -> None:
     assert not plain.padded
     ngrams = task(*T5, "model.data.geometric_dist=true")
     assert (ngrams.length, ngrams.window, ngrams.padded) == (512, 511, True)
+    assert ngrams.decoder_length == 2 * 77 + 1  # 15 % of 511, each with a sentinel, and the end
     assert task(*T5, "model.data.dataset_type=t5_prefix_lm").decoder_length == 512
     assert task(*T5, "data=docstring").decoder_length == 128
     assert task(*T5, "data=docstring").padded

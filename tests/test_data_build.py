@@ -109,6 +109,13 @@ def test_text_without_path(file: Path) -> None:
         build_data(_root(data={"data_impl": "text"}))
 
 
+def test_what_a_folder_leaves_out_is_described(file: Path) -> None:
+    root = _root({"limit_val_batches": 0}, data=_text(file.parent))
+    assert "left out" not in build_data(root).description
+    file.with_name("more.jsonl").write_text("{}")
+    assert "1 file (1 file left out, no plain text by name: more.jsonl); train" in build_data(root).description
+
+
 def test_override_vocab_size(file: Path) -> None:
     data = build_data(_root(data=_text(file), override_vocab_size=300))
     assert data.vocab_size == len(data.token_bytes) == 300
@@ -133,7 +140,7 @@ def test_pystd_is_the_default_and_described() -> None:
 
 
 def test_evaluation_data_cover_a_whole_file(file: Path) -> None:
-    windows, token_bytes = evaluation_data(file, _root(override_vocab_size=300), ByteTokenizer())
+    windows, token_bytes, _ = evaluation_data(file, _root(override_vocab_size=300), ByteTokenizer())
     assert len(token_bytes) == 300
     assert token_bytes[_labels(windows)].sum() == len(file.read_bytes())
     with pytest.raises(UserError, match="--data-path"):

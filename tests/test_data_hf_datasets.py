@@ -16,6 +16,7 @@ from stoker.trainer.data.build import build_data
 from stoker.trainer.data.hf_datasets import read_dataset
 from stoker.trainer.data.samples import IGNORED_LABEL
 from stoker.trainer.errors import UserError
+from stoker.trainer.parts import check_splits
 
 ROWS = [{"input": f"question {n}", "output": f"answer {n}", "id": n} for n in range(40)]
 PATH = "model.data.path"
@@ -48,7 +49,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, found: Any) -> Stub:
 
 def inputs(found: Any, **options: str) -> dict[Any, list[str]]:
     shares = (0.5, 0.25, 0.25)
-    return dict(read_dataset(found, options, shares, lambda row, where: row["input"], lambda text: text))
+    return dict(read_dataset(found, options, shares, lambda row, where: row["input"], lambda text: text).records)
 
 
 def test_splits_are_those_of_the_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +117,18 @@ def test_a_gpt_and_a_t5_are_trained_on_them(monkeypatch: pytest.MonkeyPatch) -> 
     model = {"encoder_seq_length": 64, "data": data}
     with pytest.raises(UserError, match="row 1 of `train` of org/name must have a text `output`"):
         build_data(RootBlock.model_validate({"model": model, "trainer": {"limit_val_batches": 0}}))
+
+
+def test_splits_string_that_divides_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out: dict[str, Any] = {"train": ROWS[:30], "validation": ROWS[30:]}
+    for found, shares, told in ((held_out, "1,1,0", 1), (held_out, "900,50,50", 0), ({"train": ROWS}, "1,1,0", 0)):
+        stub(monkeypatch, found)
+        data = {"data_impl": "huggingface", "path": "org/name", "splits_string": shares}
+        for family, length in (("gpt", "encoder_seq_length"), ("t5", "seq_length")):
+            root = RootBlock.model_validate({"model": {"family": family, length: 64, "data": data}})
+            warnings = check_splits(root, build_data(root))
+            assert len(warnings) == told
+            assert all("`model.data.splits_string` (1,1,0) has no effect: org/name has" in line for line in warnings)
 
 
 def test_keys() -> None:

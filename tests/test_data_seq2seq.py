@@ -329,7 +329,7 @@ def test_evaluation_of_another_text(texts: Path) -> None:
     for case in ("t5", "pieces"):
         configuration = root(**text_data(texts, **CASES[case]))
         data = build_data(configuration)
-        samples, token_bytes = evaluation_data(file, configuration, data.tokenizer)
+        samples, token_bytes, _ = evaluation_data(file, configuration, data.tokenizer)
         pieces = [restored(data, *row) for row in rows_of(samples.batch(0, samples.samples)) if row[1]]
         assert all(piece in file.read_text() for piece in pieces)
         assert len(token_bytes) == 384

@@ -159,6 +159,45 @@ def test_unusable_text_gives_one_line_with_the_path(tmp_path: Path, make, words:
         assert word in caught.value.lines[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a.jsonl", ["objects with texts", "stoker preprocess", "data=mmap model.data.data_prefix=NAME", "data=sft"]),
+        ("a.ndjson", ["stoker preprocess"]),
+        ("a.parquet", ["stoker preprocess"]),
+        ("A.JSON.GZ", ["compressed", "stoker preprocess"]),
+        ("a.jsonl.zst", ["stoker preprocess"]),
+        ("a.txt.gz", ["compressed", "unpack it first"]),
+        ("a.idx", ["tokens", "a.idx holds", "train on it with data=mmap", "/a"]),
+        ("a.bin", ["tokens"]),
+    ],
+)
+def test_what_is_no_plain_text_by_name_is_refused_with_what_reads_it(
+    tmp_path: Path, name: str, words: list[str]
+) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n')
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(UserError) as caught:
+            read_text(path, THIRDS)
+        (line,) = caught.value.lines
+        assert line.startswith("`model.data.path`: ")
+        for word in words:
+            assert word in line
+    with pytest.raises(UserError, match=r"^--data-path: .*; give the text itself, as a plain file$"):
+        read_text(tmp_path / name, THIRDS, "--data-path", trains=False)
+
+
+def test_folder_tells_of_what_it_leaves_out(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "texts", 5)
+    assert read_text(folder, THIRDS).left_out == ""
+    before = read_text(folder, THIRDS).fingerprint
+    for name in ("a.jsonl", "part0/b.bin", "part0/b.idx", "z.gz"):
+        (folder / name).write_text("{}")
+    corpus = read_text(folder, THIRDS)
+    assert corpus.left_out == "4 files left out, no plain text by name: a.jsonl, part0/b.bin, part0/b.idx, ..."
+    assert (corpus.files, corpus.fingerprint) == (5, before)
+
+
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")
 def test_unreadable_file_is_a_user_error(tmp_path: Path) -> None:
     path = tmp_path / "secret.txt"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from span_texts import restore
 
-from stoker.trainer.data.corruption import Corruption, corrupted_lengths, noise_counts, window_length
+from stoker.trainer.data.corruption import Corruption, corrupted_lengths, cut_mean, noise_counts, window_length
 from stoker.trainer.data.samples import philox
 from stoker.trainer.data.sentinels import mask_id, sentinel_ids, with_sentinels
 from stoker.trainer.data.spans import (
@@ -156,6 +156,27 @@ def test_ngram_spans_stay_within_their_budget(length, longest, density, whole, s
         assert set(edges) <= set(units.tolist()) or mask.noise.sum() == 1
     encoder, decoder = corrupt(text[None], SpanMask(mask.noise[None], mask.starts[None]), SENTINELS)
     np.testing.assert_array_equal(restore(encoder, decoder, SENTINELS), text)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 100), st.floats(0.0, 0.95), st.floats(0.05, 0.5), seeds)
+def test_ngram_spans_leave_out_what_is_kept(length, share, density, seed):
+    kept = philox(seed, 1).random_raw(length) < share * 2.0**64
+    kept[seed % length] = False
+    budget = max(1, round((~kept).sum() * density))
+    spans = SpanLengths.geometric(10, 5.0)
+    mask = ngram_spans(philox(seed, 2), np.arange(length + 1), spans, budget, budget, kept)
+    assert mask.noise.sum() == budget
+    assert not (mask.noise & kept).any()
+    assert (mask.noise | ~mask.starts).all()
+
+
+@pytest.mark.parametrize(("mean", "longest", "left"), [(5.0, 10, 4.463), (20.0, 10, 8.025), (3.0, 1000, 3.0)])
+def test_what_a_cut_leaves_of_a_mean(mean, longest, left):
+    assert cut_mean(mean, longest) == pytest.approx(left, abs=1e-3)
+    bounds = SpanLengths.geometric(longest, mean).bounds
+    chances = np.diff(bounds, prepend=0.0)
+    assert cut_mean(mean, longest) == pytest.approx((chances * np.arange(1, longest + 1)).sum())
 
 
 def test_span_lengths_follow_their_distribution():

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from config_helpers import load, problems
 
 from stoker.trainer import run
@@ -18,6 +19,7 @@ from stoker.trainer.data.indexed import IndexedWriter
 from stoker.trainer.data.mapped import MappedTraining
 from stoker.trainer.data.prefixes import parse_prefixes
 from stoker.trainer.data.samples import IGNORED_LABEL, EndOfDocumentMasked, MockSamples, Samples
+from stoker.trainer.data.tokenizer_json import canonical, define
 from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer
 from stoker.trainer.distributed.ranks import Ranks
 from stoker.trainer.errors import UserError
@@ -298,3 +300,27 @@ def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path)
         run._data_of_all(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
         made[number] = folder.is_dir()
     assert made == {0: True, 1: False}
+
+
+def test_what_would_stand_around_a_text_makes_no_other_tokenizer(tmp_path: Path) -> None:
+    """Transformers writes a post-processor that adds nothing into a tokenizer.json that has none."""
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(70)} | {"?": 70}, "?"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    plain = define(canonical(library.to_str()), {})
+    library.post_processor = tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B:1")
+    framed = define(canonical(library.to_str()), {})
+    library.normalizer = tokenizers.normalizers.Lowercase()
+    lowered = define(canonical(library.to_str()), {})
+    assert plain.to_document() != framed.to_document()
+    prefix = token_set(tmp_path, "a")
+    record(prefix, plain)
+    assert build_data(root(prefix), framed).tokenizer is framed
+    with pytest.raises(UserError, match="is not the tokenizer that made the data"):
+        build_data(root(prefix), lowered)
+
+
+def test_a_tokenizer_that_nobody_vouches_for_is_told(tmp_path: Path) -> None:
+    prefix = token_set(tmp_path, "a")
+    assert "taken for that of the data, which do not say" in build_data(root(prefix)).description
+    record(prefix, ByteTokenizer())
+    assert "do not say" not in build_data(root(prefix)).description

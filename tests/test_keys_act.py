@@ -615,6 +615,8 @@ ROWS = [
     Row(TRAINER + "limit_val_batches", 2, validated_tokens, VALIDATES),
     Row(TRAINER + "limit_val_batches", 0.05, validated_tokens, VALIDATES),
     Row(TRAINER + "limit_val_batches", 0, validated_tokens, VALIDATES),
+    # 5 of the 1,024 samples, in batches of 4
+    Row(DATA + "validation_drop_last", True, validated_tokens, {**VALIDATES, TRAINER + "limit_val_batches": 0.005}),
     Row(TRAINER + "gradient_clip_val", 1e-3, trained),
     Row(TRAINER + "gradient_clip_val", None, trained, before=1e-3),
     Row(TRAINER + "enable_progress_bar", False, panel),
@@ -892,6 +894,7 @@ class Values:
     others: Changes | None = None
 
 
+OTHER_NAMES = {"reduced_train_loss": "loss", "train_loss": "loss", "validation_loss": "val_loss"}
 VALUES = {
     TRAINER + "accelerator": Values(device, {"gpu": "cuda", "auto": "cuda"}),
     "model.fsdp_sharding_strategy": Values(layout, {}, {MODEL + "fsdp": True, MODEL + "fsdp_shard_size": 2}),
@@ -901,9 +904,9 @@ VALUES = {
         {"64": 64, "64-true": 64, "32": 32, "32-true": 32, "bf16-mixed": "bf16"},
         {MODEL + "megatron_amp_O2": False},
     ),
-    CALLBACK + "monitor": Values(monitored, {"reduced_train_loss": "loss", "train_loss": "loss"}),
+    CALLBACK + "monitor": Values(monitored, OTHER_NAMES),
     CALLBACK + "mode": Values(monitored, {}),
-    STOPPING + "monitor": Values(watched, {"reduced_train_loss": "loss", "train_loss": "loss"}),
+    STOPPING + "monitor": Values(watched, OTHER_NAMES),
     STOPPING + "mode": Values(watched, {}),
     TRAINER + "profiler": Values(profiles, {}, {TRAINER + "profile_steps": [1, 2]}),
     MODEL + "family": Values(shapes_of_family, {}),
@@ -1464,6 +1467,9 @@ def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
 
 # ---------------------------------------------------------------- combinations in which a key has no effect
 
+WEIGHTS = "model.restore_from_path=x"
+LORA, ADAPTER, IA3 = ([WEIGHTS, f"model.peft.peft_scheme={scheme}"] for scheme in ("lora", "adapter", "ia3"))
+
 
 @pytest.mark.parametrize(
     ("overrides", "key"),
@@ -1501,11 +1507,36 @@ def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
             MODEL + "layernorm_zero_centered_gamma",
         ),
         (["trainer.precision=bf16-true", "model.megatron_amp_O2=false"], MODEL + "megatron_amp_O2"),
+        (["trainer.accelerator=cpu", "model.megatron_amp_O2=false"], MODEL + "megatron_amp_O2"),
+        (["trainer.limit_val_batches=0", f"{DATA}validation_drop_last=true"], DATA + "validation_drop_last"),
+        (["trainer.overfit_batches=2", f"{DATA}validation_drop_last=true"], DATA + "validation_drop_last"),
+        (["model.do_layer_norm_weight_decay=true", f"{OPTIM}weight_decay=0.0"], MODEL + "do_layer_norm_weight_decay"),
+        ([*LORA, "model.do_layer_norm_weight_decay=true"], MODEL + "do_layer_norm_weight_decay"),
+        ([*IA3, "model.do_layer_norm_weight_decay=true"], MODEL + "do_layer_norm_weight_decay"),
+        (
+            [*ADAPTER, "model.peft.adapter_tuning.norm_position=null", "model.do_layer_norm_weight_decay=true"],
+            MODEL + "do_layer_norm_weight_decay",
+        ),
+        ([WEIGHTS, "model.init_method_std=0.5"], MODEL + "init_method_std"),
+        ([WEIGHTS, "model.use_scaled_init_method=false"], MODEL + "use_scaled_init_method"),
+        ([WEIGHTS, "model.embedding_init_method_std=0.5"], MODEL + "embedding_init_method_std"),
+        (["model=t5_tiny", WEIGHTS, "model.decoder.init_method_std=0.5"], MODEL + "decoder.init_method_std"),
+        (
+            [*LORA, "model.peft.restore_from_path=y", "model.peft.lora_tuning.row_init_method=normal"],
+            MODEL + "peft.lora_tuning.row_init_method",
+        ),
     ],
 )
 def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
     warned = [finding.keys[0] for finding in load(*overrides).findings if finding.level == "warning"]
     assert warned == [key]
+
+
+@pytest.mark.parametrize("kept", [-1, 0])
+def test_ranks_that_choose_no_checkpoint_are_told(kept: int) -> None:
+    given = [f"{CALLBACK}monitor=loss", f"{CALLBACK}mode=max", f"{CALLBACK}save_top_k={kept}"]
+    found = load(*given).findings
+    assert [(one.level, one.keys[0]) for one in found] == [("info", CALLBACK + "monitor"), ("info", CALLBACK + "mode")]
 
 
 @pytest.mark.parametrize(
@@ -1515,6 +1546,17 @@ def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
         ["trainer.limit_val_batches=0", "trainer.val_check_interval=5"],
         ["experiment=llama_1b_bench"],
         ["trainer.precision=32", "model.megatron_amp_O2=false"],
+        ["model.megatron_amp_O2=false"],
+        ["trainer.precision=bf16", "trainer.accelerator=cpu", "model.megatron_amp_O2=false"],
+        [*ADAPTER, "model.do_layer_norm_weight_decay=true"],
+        ["model.init_method_std=0.5", "model.embedding_init_method_std=0.5"],
+        ["model=t5_tiny", WEIGHTS],
+        ["experiment=shakespeare_char_cpu", "model.data.path=x", WEIGHTS],
+        [*LORA, "model.peft.lora_tuning.row_init_method=normal"],
+        [f"{DATA}validation_drop_last=true"],
+        [f"{CALLBACK}save_top_k=-1"],
+        [f"{CALLBACK}save_top_k=-1", f"{CALLBACK}monitor=val_loss", f"{CALLBACK}mode=min"],
+        [f"{CALLBACK}monitor=loss", f"{CALLBACK}mode=max"],
         [
             "exp_manager.create_checkpoint_callback=false",
             "exp_manager.resume_if_exists=true",

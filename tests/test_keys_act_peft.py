@@ -181,6 +181,29 @@ def test_what_has_no_effect_is_warned_of(overrides: list[str], key: str) -> None
     assert [finding.keys[0] for finding in load(*overrides).findings if finding.level == "warning"] == [key]
 
 
+BIAS = ("num_moe_experts=4", "moe_router_score_function=sigmoid", "moe_router_enable_expert_bias=true")
+RATE = "moe_router_bias_update_rate=0.1"
+SELECTIVE = "model.peft.peft_scheme=selective", AT + "selective_tuning.tunable_base_param_names="
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["peft=lora", BASE, RATE], ["moe_router_bias_update_rate"]),
+        (["peft=lora", BASE], []),  # the biases of the base choose
+        (["peft=lora", "model.data.data_impl=mock"], ["moe_router_enable_expert_bias"]),
+        ([SELECTIVE[0], SELECTIVE[1] + "[attention]", BASE, RATE], ["moe_router_bias_update_rate"]),
+        ([SELECTIVE[0], SELECTIVE[1] + "[mlp]", BASE, RATE], []),
+        ([SELECTIVE[0], SELECTIVE[1] + "[layers.0.mlp.router]", BASE, RATE], []),
+    ],
+)
+def test_a_bias_that_stays_is_told(overrides: list[str], keys: list[str]) -> None:
+    given = [key if key.startswith(("model.", "peft=")) else f"model.{key}" for key in (*BIAS, *overrides)]
+    findings = load(*given, "model.moe_aux_loss_coeff=0.01").findings
+    assert [finding.keys[0] for finding in findings if finding.level == "warning"] == [f"model.{key}" for key in keys]
+    assert all("which trains no router" in finding.message for finding in findings if finding.level == "warning")
+
+
 @pytest.mark.parametrize("scheme", ["lora", "adapter", "ia3"])
 def test_a_whole_scheme_is_not_warned_of(scheme: str) -> None:
     assert not load(f"peft={scheme}", BASE).findings

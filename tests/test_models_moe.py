@@ -11,11 +11,9 @@ from torch import Tensor
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.moe.routing import Choice
 from stoker.models import checkpointing
-from stoker.models.build import build_gpt, build_model
+from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.slices import stack_slice
-from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
 from stoker.models.moe import router as router_module
 from stoker.models.moe.experts import Experts
@@ -270,51 +268,6 @@ def test_a_token_above_capacity_gets_nothing_but_the_shared_expert() -> None:
     kept = alone.flatten(0, 1).abs().sum(dim=1) > 1e-9
     assert kept.tolist() == [True] * 3 + [False] * 9  # ceil(12 * 2 / 4 * 0.5) = 3 of 12
     assert sums_of(layer)["dropped"] == 2 * 9
-
-
-def test_padding_goes_to_no_expert_and_counts_nowhere() -> None:
-    stack = STACK | {"position_embedding_type": "relative", "moe_router_load_balancing_type": "aux_loss"}
-    dense = stack | {"num_moe_experts": None, "moe_router_topk": None}
-    keys = T5Keys.model_validate({"encoder": stack | {"moe_expert_capacity_factor": 1.0}, "decoder": dense})
-    form = SampleForm(length=TOKENS, decoder_length=8, padded=True)
-    model = build_model(
-        keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=2, form=form
-    )
-    padding = torch.ones(2, TOKENS, dtype=torch.bool)
-    padding[1, 5:] = False
-    layers = moe_layers(model)
-    assert list(layers) == ["encoder.layers.0.mlp", "encoder.layers.1.mlp"]
-    fields = {"encoder_tokens": texts(), "decoder_tokens": texts(1)[:, :8], "encoder_padding": padding}
-    first: Any = model(**fields)
-    assert sums_of(layers["encoder.layers.0.mlp"])["assignments"] == 2 * (TOKENS + 5)
-    changed = fields["encoder_tokens"].clone()
-    changed[~padding] = 3
-    torch.testing.assert_close(model(**fields | {"encoder_tokens": changed}), first, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_padding_of_a_decoder_goes_to_no_expert(packed: bool) -> None:
-    stack = STACK | {"position_embedding_type": "relative", "moe_router_load_balancing_type": "aux_loss"}
-    dense = stack | {"num_moe_experts": None, "moe_router_topk": None}
-    keys = T5Keys.model_validate({"encoder": dense, "decoder": stack | {"moe_expert_capacity_factor": 1.0}})
-    form = SampleForm(length=TOKENS, decoder_length=8, padded=not packed, packed=packed)
-    model = build_model(
-        keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=2, form=form
-    )
-    labels = texts(2)[:, :8].clone()
-    labels[1, 3:] = -100
-    batch = {"encoder_tokens": texts(), "decoder_tokens": texts(1)[:, :8], "labels": labels}
-    if packed:
-        of_decoder = torch.zeros(2, 8, dtype=torch.int32)
-        of_decoder[1, 3:] = 1
-        batch |= {"encoder_documents": torch.zeros(2, TOKENS, dtype=torch.int32), "decoder_documents": of_decoder}
-    else:
-        batch["encoder_padding"] = torch.ones(2, TOKENS, dtype=torch.bool)
-    loss = model.batch_loss(batch, 1.0)
-    assert sums_of(moe_layers(model)["decoder.layers.0.mlp"])["assignments"] == 2 * (8 + 3)
-    changed = batch["decoder_tokens"].clone()
-    changed[1, 3:] = 3
-    torch.testing.assert_close(model.batch_loss(batch | {"decoder_tokens": changed}, 1.0), loss, rtol=1e-12, atol=0)
 
 
 def test_layers_without_experts_stay_dense_and_names_tell_which() -> None:

@@ -116,7 +116,8 @@ def test_each_kind_of_bad_line_is_counted(tmp_path: Path, capsys: pytest.Capture
     assert skipped == {kind: kinds.count(kind) for kind in kinds}
     printed = capsys.readouterr().out
     for kind in kinds:
-        assert f"{kind}: {kinds.count(kind)}, first at {tmp_path}/a.jsonl:{kinds.index(kind) + 2}\n" in printed
+        there = "; --json-key is one of 'other'" if kind == "no key 'text'" else ""
+        assert f"{kind}: {kinds.count(kind)}, first at {tmp_path}/a.jsonl:{kinds.index(kind) + 2}{there}\n" in printed
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -146,8 +147,14 @@ def test_a_file_without_any_good_line_is_an_error(tmp_path: Path, capsys: pytest
     assert main(command) == 2
     error = capsys.readouterr().err
     assert f"{tmp_path}/b.jsonl: none of 4 gives a document" in error
-    assert f"no key 'text': 4, first at {tmp_path}/b.jsonl:1" in error
+    assert f"no key 'text': 4, first at {tmp_path}/b.jsonl:1; --json-key is one of 'content'" in error
     assert not (tmp_path / "p.bin").exists()
+    (tmp_path / "a.jsonl").unlink()
+    command.append("--overwrite")
+    assert main([*command, "--on-error", "stop"]) == 2
+    assert f"{tmp_path}/b.jsonl:1: no key 'text'; --json-key is one of 'content'" in capsys.readouterr().err
+    assert main([*command, "--train-tokenizer", "300"]) == 2
+    assert "holds no document; no key 'text'; --json-key is one of 'content'" in capsys.readouterr().err
 
 
 def test_damaged_compression_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,17 @@ def test_the_yaml_of_docs_finetune_is_a_run(tmp_path, monkeypatch, capsys):
     assert values["model.hidden_size"]["value"] == random_model("llama").config.hidden_size
 
 
+@pytest.mark.usefixtures("little_pystd")
+def test_the_lines_of_docs_library_run(tmp_path, monkeypatch, capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["value"].shape == names["query"].shape == (128, 128)
+    assert names["restored"].tokenizer.decode(names["restored"].tokenizer.encode("def main(").tolist()) == "def main("
+
+
 def test_the_refusals_shown_are_the_real_ones(capsys):
     """The block in the README is what the command prints, letter for letter."""
     block = re.search(

@@ -303,6 +303,44 @@ def test_a_tokenizer_that_leads_elsewhere(
     assert "tokenizer.json is a link that leads out of its folder" in told
 
 
+def _words(folder: Path, *special: str, **settings: str) -> None:
+    """A tokenizer of whole words, as many as the model has tokens."""
+    import tokenizers
+
+    names = ["[PAD]", "[UNK]", "[SEP]", *special]
+    names += [f"word{number}" for number in range(VOCAB - len(names))]
+    model = tokenizers.models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[SEP]", "pad_token": "[PAD]", **settings}))
+
+
+@pytest.mark.parametrize("settings", [{}, {"mask_token": "[HIDE]"}])
+def test_a_tokenizer_without_a_mask(
+    saved: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, str]
+) -> None:
+    folder = copied(saved("bert"), tmp_path / "theirs")
+    _words(folder, **settings)
+    told = refusal(capsys, folder, tmp_path / "ours", options=())
+    assert "the tokenizer has no mask token: neither [MASK] nor <mask>; name the one that it has" in told
+    assert "belongs to another model" not in told
+
+
+def test_a_mask_of_another_name(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copied(saved("bert"), tmp_path / "theirs")
+    _words(folder, "[HIDE]", mask_token="[HIDE]")
+    assert main(["convert", str(folder), str(tmp_path / "ours")]) == EXIT_DONE
+    assert 'mask_token: "[HIDE]"' in (tmp_path / "ours" / "conf" / "tokenizer" / "converted.yaml").read_text()
+
+
+def test_a_tokenizer_without_room_for_sentinels(
+    saved: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(saved("t5_v1_1"), tmp_path / "theirs")
+    _words(folder)
+    told = refusal(capsys, folder, tmp_path / "ours", options=())
+    assert "the tokenizer lacks 100 of the sentinels <extra_id_0>" in told
+
+
 # ---------------------------------------------------------------- places
 
 

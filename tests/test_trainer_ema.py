@@ -7,6 +7,7 @@ from stoker.trainer.ema import EMA
 
 NORM = torch.tensor(1.0)
 
+
 def parameters(dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {

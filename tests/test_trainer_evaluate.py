@@ -23,6 +23,7 @@ from stoker.trainer.checkpoint import OPTIMIZER, WEIGHTS, RunState
 from stoker.trainer.checkpoint_writing import Content, write_checkpoint
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.build import build_data
+from stoker.trainer.data.indexed import IndexedWriter
 from stoker.trainer.data.samples import EvaluationWindows
 from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
 from stoker.trainer.distributed.pieces import piece_of
@@ -287,8 +288,35 @@ def test_evaluate_refuses_another_pythons_library(tmp_path: Path, text: Path) ->
 def test_empty_split_is_a_user_error(tmp_path: Path, text: Path) -> None:
     data = {"data_impl": "text", "path": str(text), "splits_string": "70,30"}
     run, _ = _write_run(tmp_path / "run", text, data=data)
-    with pytest.raises(UserError, match="--split test is empty"):
+    with pytest.raises(UserError, match=r"--split test is empty: `model\.data\.splits_string=70,30`"):
         _run(evaluate_command, "--checkpoint", str(run), "--split", "test", "--device", "cpu")
+
+
+def test_empty_split_of_sets_names_the_set_that_it_lacks(tmp_path: Path, text: Path) -> None:
+    for name in "ab":
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            for number in range(20):
+                writer.add_document(np.arange(10) + number + 3)
+            writer.finish()
+    prefixes = {"train": [str(tmp_path / "a")], "validation": [str(tmp_path / "b")]}
+    run, _ = _write_run(tmp_path / "run", text, data={"data_impl": "mmap", "data_prefix": prefixes})
+    with pytest.raises(UserError, match=r"names no set for it \(data_prefix\.test\)") as caught:
+        _run(evaluate_command, "--checkpoint", str(run), "--split", "test", "--device", "cpu")
+    assert "splits_string" not in str(caught.value)
+
+
+def test_evaluate_tells_what_a_folder_leaves_out(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = _write_run(tmp_path / "run", text)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("Another text, quite short.")
+    (tmp_path / "texts" / "b.jsonl").write_text('{"text": "no"}')
+    command = ["--checkpoint", str(run), "--data-path", str(tmp_path / "texts"), "--device", "cpu", "--json"]
+    assert _run(evaluate_command, *command) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["bytes"] == 26
+    assert "1 file left out, no plain text by name: b.jsonl" in said.err
 
 
 def test_generate_command_repeats_itself(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

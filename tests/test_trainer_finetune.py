@@ -126,19 +126,43 @@ def test_an_average_is_of_what_is_trained(ours: Path, tmp_path: Path) -> None:
     assert set(held) == set(trained_parameters(run.model))
 
 
+EXPERTS: dict[str, Any] = {
+    "model__num_moe_experts": 4,
+    "model__moe_router_score_function": "sigmoid",
+    "model__moe_router_enable_expert_bias": True,
+    "model__moe_router_bias_update_rate": 0.5,
+    "model__max_position_embeddings": None,
+    "model__global_batch_size": 2,
+    "trainer__limit_val_batches": 0,
+}
+
+
 @pytest.mark.usefixtures("without_pictures")
 def test_frozen_experts_keep_their_bias(tmp_path: Path) -> None:
-    experts: dict[str, Any] = {
-        "model__num_moe_experts": 4,
-        "model__moe_router_score_function": "sigmoid",
-        "model__moe_router_enable_expert_bias": True,
-        "model__moe_router_bias_update_rate": 0.5,
-    }
-    experts |= {"trainer__max_steps": 1, "trainer__limit_val_batches": 0, "model__global_batch_size": 2}
-    base = run_training(tiny_config(tmp_path / "base", **experts))
-    run = peft_run(base.directory, tmp_path / "run", "lora", **experts, model__max_position_embeddings=None)
+    base = run_training(tiny_config(tmp_path / "base", **EXPERTS, trainer__max_steps=1))
+    run = peft_run(base.directory, tmp_path / "run", "lora", **EXPERTS, trainer__max_steps=1)
     before, after = weights_of(base.model), weights_of(run.model)
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_trained_routers_move_their_bias_and_an_adapter_holds_it(tmp_path: Path) -> None:
+    base = run_training(tiny_config(tmp_path / "base", **EXPERTS, trainer__max_steps=1))
+    bias = "decoder.layers.0.mlp.expert_bias"
+    runs = {}
+    for name, stops in (("unbroken", (4,)), ("resumed", (3, 4))):
+        for steps in stops:
+            changes = {**EXPERTS, "trainer__max_steps": steps}
+            runs[name] = peft_run(base.directory, tmp_path / name, "selective", **changes)
+    held = {
+        name: load_file(find_checkpoint(run.directory)[0].path / "adapter.safetensors") for name, run in runs.items()
+    }
+    assert not torch.equal(held["unbroken"][bias], weights_of(base.model)[bias])
+    assert all(torch.equal(tensor, held["resumed"][name]) for name, tensor in held["unbroken"].items())
+    merged = tmp_path / "merged"
+    assert cli.main(["convert", "--merge", "--to", "stoker", str(tmp_path / "resumed"), str(merged)]) == EXIT_DONE
+    for place in (merged, tmp_path / "resumed"):
+        assert torch.equal(weights_of(restore(place, "cpu").model)[bias], held["unbroken"][bias])
 
 
 def test_a_run_goes_on_with_an_adapter(ours: Path, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ def test_names_of_secrets(name):
         "keyboard",
         "model.moe_token_dropping",
         "model.hidden_size",
+        "model.data.label_key",
+        "model.data.train_ds.context_key",
     ],
 )
 def test_names_of_no_secrets(name):

@@ -97,8 +97,7 @@ def test_a_run_trains_validates_and_is_evaluated_packed(
 
     # the figure of the run is that of the command, and not that of a model that sees over the ends
     assert packed.data.validation is not None
-    batches = round(packed.data.validation.samples / 2)
-    own = evaluated(capsys, "--checkpoint", str(packed.directory), "--limit-batches", str(batches))
+    own = evaluated(capsys, "--checkpoint", str(packed.directory))
     assert own["tokens"] == packed.validation.tokens
     assert own["loss"] == pytest.approx(packed.validation.loss, rel=1e-6)
     document = json.loads((packed.directory / "checkpoints" / "step-8" / "config.json").read_text())

@@ -409,6 +409,9 @@ def test_the_verb_tells_warnings_and_what_does_nothing(capsys):
 
 
 def test_a_run_on_the_host_is_not_planned_for_a_card_in_silence(capsys):
+    assert main(["plan", LLAMA, "--json"]) == EXIT_DONE
+    here = "no CUDA device is here: this is the plan of an NVIDIA H100 80GB HBM3; see --device"
+    assert json.loads(capsys.readouterr().out)["notes"] == ([] if torch.cuda.is_available() else [here])
     assert main(["plan", LLAMA, "trainer.accelerator=cpu", "--json"]) == EXIT_DONE
     assert "`trainer.accelerator` (cpu)" in json.loads(capsys.readouterr().out)["notes"][0]
 

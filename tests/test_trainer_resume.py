@@ -33,7 +33,8 @@ def test_other_data_are_named(tmp_path: Path) -> None:
     lines = refused(tmp_path / "run", model__data={"data_impl": "text", "path": str(other)})
     assert lines[1:] == [
         f"`model.data.path` was {one} in step-1 and is {other} now",
-        "use the same data, or start a new run",
+        "use the same data, or start a new run from these weights: model.restore_from_path="
+        f"{tmp_path / 'run' / 'checkpoints' / 'step-1'}, with another exp_manager.explicit_log_dir",
     ]
     one.write_text("whether it is nobler " * 40)
     lines = refused(tmp_path / "run", model__data={"data_impl": "text", "path": str(one)})
@@ -50,6 +51,18 @@ def test_another_python_is_named_where_its_library_is_the_data(tmp_path: Path) -
     then = now.model_copy(update={"data_fingerprint": "old", "versions": {"python": "3.11.7"}})
     with pytest.raises(UserError, match=r"standard library of the running Python: 3\.11\.7 then, 3\.11\.8 now"):
         check_resumed(Checkpoint(tmp_path, then, ()), now, {}, config.root)
+    with pytest.raises(UserError, match=rf"new run from these weights: model\.peft\.restore_from_path={tmp_path},"):
+        check_resumed(Checkpoint(tmp_path, then, ("adapter.safetensors",)), now, {}, config.root)
+
+
+def test_keys_of_the_model_that_no_shape_tells_of_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run", 1)
+    capsys.readouterr()
+    run(tmp_path / "run", 2, model__hidden_dropout=0.3, model__activation="relu")
+    said = capsys.readouterr().out
+    assert "`model.hidden_dropout` was 0.1 in step-1 and is 0.3 now" in said
+    assert "`model.activation` is relu, but these weights were trained with gelu" in said
+    assert "attention_dropout" not in said
 
 
 def test_keys_that_change_the_shape_are_named_first(tmp_path: Path) -> None:

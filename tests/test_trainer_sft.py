@@ -271,6 +271,23 @@ def test_a_changed_template_is_told_on_resuming_and_moves_nothing(
     assert "done after step 2" in said
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_splits_string_beside_splits_of_their_own_is_told(
+    own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pairs(folder).rename(folder / ("train.jsonl" if own else "all.jsonl"))
+    if own:
+        pairs(folder, 10).rename(folder / "validation.jsonl")
+    source = ["data=sft", f"model.data.path={folder}", "model.data.splits_string='50,50,0'"]
+    run = last_of_each([*RUN, "trainer.limit_val_batches=1", "trainer.max_steps=1"])
+    assert cli.main(["train", *source, *run, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]) == 0
+    line = f"warning: `model.data.splits_string` (50,50,0) has no effect: {folder} has splits of its own; leave it out"
+    assert (line in capsys.readouterr().out) == own
+    assert (line in (tmp_path / "run" / "run.log").read_text()) == own
+
+
 def test_a_gpt_and_a_t5_hold_the_same_pairs_out(tmp_path: Path) -> None:
     of_gpt = build_data(root(tmp_path)).examples
     t5 = {"family": "t5", "seq_length": 64, "data": {"data_impl": "jsonl", "path": str(pairs(tmp_path))}}

@@ -5,6 +5,7 @@ import math
 import pickle
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,18 @@ from stoker.trainer.checkpoint import find_checkpoint
 from stoker.trainer.config.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema import RootBlock
+from stoker.trainer.data.build import build_data
 from stoker.trainer.data.samples import MockSamples
 from stoker.trainer.data.tokenizers import ByteTokenizer
-from stoker.trainer.development import FirstSamples, trial_of
-from stoker.trainer.early_stopping import EarlyStopping
+from stoker.trainer.development import FirstSamples, overfitted, trial_of
+from stoker.trainer.early_stopping import EarlyStopping, ways_on
 from stoker.trainer.errors import EXIT_DONE, UserError
 from stoker.trainer.loop_state import LoopState, Patience
 from stoker.trainer.run import run_training
 from stoker.trainer.spikes import FEWEST, RECENT, REFERENCE, deviations_above
 from stoker.trainer.step_policy import DivergedError, StepPolicy
+from stoker.trainer.validated import validated_samples
 
 NAN = float("nan")
 FRESH = LoopState.model_validate({})
@@ -278,7 +282,20 @@ def test_early_stopping_ends_a_run_well_and_for_good(tmp_path):
         assert (result.step, result.exit_code) == (2, EXIT_DONE)
         assert "early stopping (val_loss was no better" in (result.stopped_by or "")
         assert find_checkpoint(tmp_path)[0].state.step == 2
+        last = (tmp_path / "run.log").read_text().splitlines()[-1]
+        assert "exp_manager.create_early_stopping_callback=False or" in last
+        assert last.endswith("exp_manager.early_stopping_callback_params.patience above 1")
     assert "early stopping: val_loss" in (tmp_path / "run.log").read_text()
+    settings["exp_manager__early_stopping_callback_params"]["patience"] = 2  # as the last line says
+    assert run_training(tiny_config(tmp_path, **settings)).step == 3
+
+
+def test_what_goes_on_after_early_stopping_names_the_thresholds_that_are_set():
+    assert ways_on(EarlyStoppingParams.model_validate({"patience": 3, "divergence_threshold": 2.0})) == (
+        "exp_manager.create_early_stopping_callback=False, "
+        "exp_manager.early_stopping_callback_params.patience above 3 or "
+        "exp_manager.early_stopping_callback_params.divergence_threshold=null"
+    )
 
 
 def manifest(directory, step):
@@ -402,6 +419,47 @@ def test_more_batches_by_heart_than_there_are_is_one_line(tmp_path):
     ) as error:
         run_training(tiny_config(tmp_path / "run", **settings))
     assert len(error.value.lines) == 1
+
+
+@pytest.mark.parametrize(("samples", "batches"), [(3, 1), (4, 1), (14, 3), (15, 3), (16, 4), (19, 4)])
+def test_an_epoch_by_heart_is_all_its_whole_batches(samples, batches):
+    root = RootBlock.model_validate(tiny_document(Path("."), trainer__overfit_batches=1.0))
+    data = build_data(root)
+    few = replace(data, train=FirstSamples(data.train, samples))
+    if samples < 4:
+        with pytest.raises(UserError, match="have 3; use a smaller `model"):
+            overfitted(few, root)
+    else:
+        assert overfitted(few, root).train.samples == 4 * batches
+
+
+@pytest.mark.parametrize(
+    ("limit", "drops", "counts"),
+    [
+        (1.0, False, {1: 1, 5: 5, 9: 9, 10: 10, 13: 13}),
+        (0.5, False, {1: 1, 5: 3, 9: 5, 10: 5, 13: 7}),
+        (7, False, {1: 1, 5: 5, 13: 13}),
+        (1.0, True, {4: 4, 5: 4, 9: 8, 13: 12}),
+        (0.5, True, {9: 4, 13: 4, 16: 8}),
+        (7, True, {5: 4, 13: 12}),
+    ],
+)
+def test_a_part_of_the_validation_samples_is_counted_in_samples(limit, drops, counts):
+    keys = {"trainer__limit_val_batches": limit, "model__data": {"data_impl": "mock", "validation_drop_last": drops}}
+    root = RootBlock.model_validate(tiny_document(Path("."), **keys))
+    found = {n: validated_samples(root, MockSamples(100, 8, seed=1, samples=n)).samples for n in counts}
+    assert found == counts
+
+
+@pytest.mark.parametrize(("limit", "left"), [(5, "3 samples, no"), (0.25, r"1 sample \(`trainer.limit_val_batches`")])
+def test_no_whole_batch_to_validate_on_is_one_line(limit, left, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("all there is " * 30)
+    data = {"data_impl": "text", "path": str(text), "splits_string": "80,20", "validation_drop_last": True}
+    settings = {"model__data": data, "trainer__limit_val_batches": limit, "model__encoder_seq_length": 32}
+    with pytest.raises(UserError, match=f"nothing to validate on: {left}"):
+        run_training(tiny_config(tmp_path / "run", **settings))
+    assert not (tmp_path / "run").exists()
 
 
 # ---------------------------------------------------------------- errors of loader workers

@@ -259,8 +259,9 @@ def base_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trained_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained, by name."""
-    return dict(trained_parameters(model))
+    """Those of `weights_of` that training changes: the parameters that are trained, and the biases that move."""
+    biases = {f"{name}.expert_bias": layer.expert_bias for name, layer in moe_layers(model).items() if layer.moves_bias}
+    return dict(trained_parameters(model)) | {name: bias for name, bias in biases.items() if bias is not None}
 
 
 def saved_of(model: nn.Module) -> tuple[str, dict[str, Tensor]]:

@@ -82,11 +82,14 @@ def overfitted(data: Data, root: RootBlock) -> Data:
     asked, size = root.trainer.overfit_batches, root.model.global_batch_size
     if not asked:
         return data
-    batches = asked if isinstance(asked, int) else max(1, round(asked * data.train.samples / size))
-    if batches * size > data.train.samples:
+    whole = data.train.samples // size
+    # A part of an epoch is one of its whole batches.
+    batches = asked if isinstance(asked, int) else max(1, min(whole, int(asked * data.train.samples / size + 0.5)))
+    if batches > whole:
+        cure = f"use at most {whole}" if whole else "use a smaller `model.global_batch_size`, or more data"
         raise UserError(
             f"`trainer.overfit_batches` ({asked}) asks for {counted(batches * size, 'sample')}, but the training data "
-            f"have {data.train.samples:,}; use at most {data.train.samples // size}"
+            f"have {data.train.samples:,}; {cure}"
         )
     few = FirstSamples(data.train, batches * size)
     return replace(

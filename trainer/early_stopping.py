@@ -10,6 +10,24 @@ import math
 from .config.exp_manager import EarlyStoppingParams, logged_name
 from .loop_state import Patience
 
+EARLY_STOPPING = "early stopping"
+"""What the reason for which a run has stopped begins with, where it is this one."""
+
+
+def ways_on(params: EarlyStoppingParams) -> str:
+    """The keys with which a run goes on that was stopped by these, in words."""
+    block = "exp_manager.early_stopping_callback_params"
+    ways = [
+        "exp_manager.create_early_stopping_callback=False",
+        f"{block}.patience above {max(params.patience, 1):,}",
+        *(
+            f"{block}.{name}=null"
+            for name in ("stopping_threshold", "divergence_threshold")
+            if getattr(params, name) is not None
+        ),
+    ]
+    return f"{', '.join(ways[:-1])} or {ways[-1]}"
+
 
 class EarlyStopping:
     """Checks a metric.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from .data.build import Data
     from .data.examples import Example
     from .data.seq2seq import AnySamples
     from .data.text_pairs import TextPair
@@ -121,21 +123,32 @@ def _held_out(restored: Restored, split: Literal["validation", "test"], path: Pa
         samples, token_bytes, made = evaluation_examples(path, restored.config.root, restored.tokenizer)
         return _HeldOut(str(path), samples, token_bytes, examples=made.of("validation"))
     if path is not None:
-        return _HeldOut(str(path), *evaluation_data(path, restored.config.root, restored.tokenizer))
+        samples, token_bytes, corpus = evaluation_data(path, restored.config.root, restored.tokenizer)
+        if corpus.left_out:
+            print(f"note: --data-path {path}: {corpus.left_out}", file=sys.stderr)
+        return _HeldOut(str(path), samples, token_bytes)
     data = build_data(restored.config.root, restored.tokenizer)
     trained_on = restored.state.data_fingerprint
     if trained_on and data.fingerprint != trained_on:
         raise UserError(_other_data(restored, data.fingerprint, trained_on))
     samples = data.validation if split == "validation" else data.test
     if samples is None:
-        raise UserError(
-            f"--split {split} is empty (`model.data.splits_string={restored.config.root.model.data.splits_string}`); "
-            "choose the other split, or give a text with --data-path"
-        )
+        raise UserError(f"--split {split} is empty: {_why_empty(restored, data, split)}")
     pairs = None if data.pairs is None else data.pairs.pairs[split]
     examples = None if data.examples is None else all_of(data.examples[split])
     name = f"{split} split of {data.description.partition(':')[0]}"
     return _HeldOut(name, samples, data.token_bytes, pairs, examples)
+
+
+def _why_empty(restored: Restored, data: Data, split: str) -> str:
+    """What has given a split nothing, and the way out."""
+    keys = restored.config.root.model.data
+    why = f"`model.data.splits_string={keys.splits_string}` of the run gives it nothing"
+    if isinstance(keys.data_prefix, dict):
+        why = f"`model.data.data_prefix` of the run names no set for it (data_prefix.{split})"
+    elif data.has_own_splits:
+        why = "the data of the run have a training set of their own, and none for it"
+    return f"{why}; choose the other split, or give a text with --data-path"
 
 
 def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:

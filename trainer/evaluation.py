@@ -144,6 +144,9 @@ def evaluate(
 
 
 def _with_rows(name: str, field: Tensor, rows: int) -> Tensor:
-    """A field with rows in which nothing counts added behind; all their tokens are there, to be looked at."""
+    """A field with rows in which nothing counts added behind; all their tokens are there, to be looked at.
+
+    Experts leave them out, since they have no label (`models/moe/routed.py`).
+    """
     value = IGNORED_LABEL if name == "labels" else field.dtype == torch.bool
     return torch.cat([field, field.new_full((rows - len(field), *field.shape[1:]), value)])

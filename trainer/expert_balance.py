@@ -33,7 +33,7 @@ class ExpertBalance:
     Args:
         layers: the layers with experts by name.
         micro_batches: completed steps to the micro batches of the step that follows, on all ranks.
-        bias_rates: of the layers with an expert bias, by name.
+        bias_rates: of the layers whose expert bias moves, by name.
         ranks: the processes of the run.
     """
 
@@ -88,7 +88,7 @@ def build_expert_balance(
     rates = {
         name: stack_keys_of(root.model, name).moe_router_bias_update_rate
         for name, layer in layers.items()
-        if layer.expert_bias is not None and not root.model.peft.is_on  # frozen weights keep their routing
+        if layer.moves_bias
     }
     return ExpertBalance(layers, micro_batches, bias_rates=rates, ranks=ranks)
 

@@ -16,7 +16,7 @@ from .config.run_config import RunConfig
 from .config.schema import MODEL_BLOCKS, AnyModelBlock, RootBlock
 from .counted import counted
 from .data.tokenizer_files import tokenizer_of_keys
-from .data.tokenizers import Tokenizer
+from .data.tokenizers import Tokenizer, makes_same_tokens
 from .errors import UserError
 from .peft_weights import load_initial_adapter
 
@@ -65,7 +65,7 @@ def load_initial_weights(
         if trained is None:
             yield f"{base.path}: its configuration cannot be read here; only the shapes of its weights were compared"
         else:
-            yield from _other_functions(root.model, trained)
+            yield from other_functions(root.model, trained)
         steps = f", trained for {counted(base.checkpoint.state.step, 'step')}" if base.checkpoint is not None else ""
         yield f"weights from {base.path}{steps}"
     yield from load_initial_adapter(root, model, tokenizer, base)
@@ -74,7 +74,7 @@ def load_initial_weights(
 def _has_tokenizer_of(base: BaseWeights, keys: TokenizerBlock, tokenizer: Tokenizer) -> bool:
     """Whether token ids mean to these weights what they mean in a run; also where nobody knows."""
     if base.checkpoint is not None:
-        return base.checkpoint.tokenizer_document == tokenizer.to_document()
+        return makes_same_tokens(base.checkpoint.tokenizer_document, tokenizer.to_document())
     theirs = tokenizer_keys(base.path)
     files = dict.fromkeys(("type", "model", "vocab_file", "merge_file"))
     if not theirs or all(getattr(keys, name) == value for name, value in {**files, **theirs}.items()):
@@ -82,7 +82,7 @@ def _has_tokenizer_of(base: BaseWeights, keys: TokenizerBlock, tokenizer: Tokeni
     if {keys.library, theirs["library"]} & {"byte-level", "char"}:  # no file says what their tokens are
         return False
     one, other = (tokenizer_of_keys(each) for each in (keys, keys.model_copy(update={**files, **theirs})))
-    return one.to_document() == other.to_document()
+    return makes_same_tokens(one.to_document(), other.to_document())
 
 
 def _trained_as(base: BaseWeights) -> AnyModelBlock | None:
@@ -98,8 +98,8 @@ def _trained_as(base: BaseWeights) -> AnyModelBlock | None:
         return None
 
 
-def _other_functions(model: AnyModelBlock, trained: AnyModelBlock) -> Iterator[str]:
-    """Keys that no shape tells of, and with which the same weights compute something else: positions, norms, masks."""
+def other_functions(model: AnyModelBlock, trained: AnyModelBlock) -> Iterator[str]:
+    """Keys of a model with which weights of its shapes compute something else than trained: positions, norms, masks."""
     before = stacks_of_keys(trained)
     for at, stack in stacks_of_keys(model).items():
         for name, now in stack.model_dump(include=set(StackKeys.model_fields) - _SAME_FUNCTION).items():

@@ -15,13 +15,13 @@ from ..models.peft.adapt import trained_parameters
 from .batching import BatchPlan
 from .checkpoint import AVERAGE, OPTIMIZER, RunState, saved_of
 from .checkpoint_writing import Content, apply_retention
+from .config.blocks import DataBlock
 from .config.exp_manager import logged_name
 from .config.run_config import RunConfig
 from .config.schema import RootBlock
 from .counted import counted
 from .cuda_graph import RecordedMicroBatches, RunMicroBatch
 from .data.build import Data
-from .data.seq2seq import AnySamples
 from .data.tokenizers import saved_document
 from .determinism import attention_flags
 from .distributed.asked import layout_of, reduce_dtype
@@ -45,6 +45,7 @@ from .sample_form import sample_form
 from .saving import Saver
 from .step_reports import Rates
 from .stop import StopRequest
+from .validated import validated_samples
 
 
 def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
@@ -189,6 +190,28 @@ def check_metrics(root: RootBlock, data: Data) -> list[str]:
     return warnings
 
 
+def check_splits(root: RootBlock, data: Data) -> list[str]:
+    """Find out whether the splits are what the keys ask for.
+
+    Returns:
+        A warning where `model.data.splits_string` had nothing to divide.
+
+    Raises:
+        UserError: nothing would be left to validate on.
+    """
+    if root.trainer.limit_val_batches and data.validation is not None:
+        validated_samples(root, data.validation)
+    keys = root.model.data
+    if not data.has_own_splits or keys.splits_string == DataBlock.model_fields["splits_string"].default:
+        return []
+    if keys.train_ds.file_names is not None:
+        return []  # a rule of the configuration has told
+    return [
+        f"`model.data.splits_string` ({keys.splits_string}) has no effect: {keys.path} has splits of its own; leave "
+        "it out"
+    ]
+
+
 def build_validation(
     root: RootBlock,
     model: LanguageModel,
@@ -199,20 +222,24 @@ def build_validation(
     data_parallel: DataParallel | None = None,
 ) -> Validate | None:
     """A function that validates on the samples `trainer.limit_val_batches` asks for, or None for 0."""
-    limit, samples = root.trainer.limit_val_batches, data.validation
-    if not limit or samples is None:
+    limit = root.trainer.limit_val_batches
+    if not limit or data.validation is None:
         return None
+    samples = validated_samples(root, data.validation)
     size = root.model.micro_batch_size
+    per_global_batch = root.model.global_batch_size // size
+    all_asked = limit if isinstance(limit, int) else None
 
     def validate(global_batches: int | None, is_told_to_stop: Callable[[], bool] | None) -> EvaluationResult:
         model.eval()
+        asked = all_asked if global_batches is None else global_batches
         try:
             return evaluate(
                 summed_loss(model, precision, device),
                 samples,
                 token_bytes=data.token_bytes,
                 batch_size=size,
-                limit_batches=_micro_batches(root, samples, limit if global_batches is None else global_batches),
+                limit_batches=None if asked is None else asked * per_global_batch,
                 device=device,
                 ranks=ranks,
                 is_told_to_stop=is_told_to_stop,
@@ -223,14 +250,6 @@ def build_validation(
             model.train()
 
     return validate
-
-
-def _micro_batches(root: RootBlock, samples: AnySamples, limit: int | float) -> int:
-    """Micro batches of a validation; an int limit counts global batches, a float is a part of all samples."""
-    size = root.model.micro_batch_size
-    if isinstance(limit, int):
-        return limit * (root.model.global_batch_size // size)
-    return max(1, round(limit * samples.samples / size))
 
 
 def build_save(

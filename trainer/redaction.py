@@ -12,7 +12,7 @@ _SECRET_WORDS = frozenset({"secret", "password", "passwd", "credential", "creden
 _LAST_WORDS = frozenset({"key", "token"})
 """Secret at the end of a name only: `HF_TOKEN` is, `model.moe_token_dropping` is not."""
 _SPECIAL_TOKENS = "special_tokens."
-_FIELDS = ("data.context_key", "data.label_key")
+_FIELDS = frozenset({"context_key", "label_key"})
 """Keys that say what a field of JSON lines is called."""
 _ASSIGNMENT = re.compile(r"(?P<name>[+~-]*[\w.@/-]+)=(?P<value>.*)", re.DOTALL)
 _IN_BLOCK = re.compile(r"(?<=[{,\s])([\w.\-]+)(\s*:\s*)[^,{}\s][^,{}]*")
@@ -26,7 +26,7 @@ def is_secret(name: str) -> bool:
     `WANDB_API_KEY`, `HF_TOKEN`, `db.password` are; `TOKENIZERS_PARALLELISM` and
     `model.apply_query_key_layer_scaling` are not, nor are the texts of special tokens and the names of fields.
     """
-    if _SPECIAL_TOKENS in name or name.endswith(_FIELDS):
+    if _SPECIAL_TOKENS in name or name.rpartition(".")[2] in _FIELDS:
         return False
     return _words(name)[-1] in _LAST_WORDS or not is_ambiguous(name)
 

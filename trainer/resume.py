@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..models.config.family_rules import stacks_of_keys
 from .base_weights import BaseWeights
 from .checkpoint import BaseRecord, Checkpoint, MisfitError, RunState, find_checkpoint, newest_checkpoint
 from .checkpoint_writing import remove_leftovers
@@ -21,6 +22,7 @@ from .data.build import Data
 from .data.task import task_name
 from .environment import user_path
 from .errors import EXIT_IO, UserError
+from .initial_weights import other_functions
 from .manifest import stoker_version
 from .optim.build import settings
 from .peft_weights import load_with_base
@@ -42,6 +44,11 @@ _NOT_SAMPLES = {
     *("seq_length", "seq_length_dec"),  # in the lengths
     *("index_mapping_dir", "num_workers", "train_ds", "validation_ds", "test_ds"),
 }
+_HOW_TRAINED = (
+    *("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_input_jitter_eps", "moe_router_bias_update_rate"),
+)
+"""Keys of a stack that change its training and leave it the same function of its weights."""
 _SETS = {"file_names", "concat_sampling_probabilities"}  # in the fingerprint, and the order
 
 
@@ -144,7 +151,7 @@ def check_resumed(
                 f"checkpoint {checkpoint.path} was trained on other data: fingerprint {saved.data_fingerprint[:16]}, "
                 f"now {now.data_fingerprint[:16]}",
                 *_other_data(checkpoint, now, root),
-                "use the same data, or start a new run",
+                f"use the same data, or start a new run from these weights: {_new_run_from(checkpoint)}",
             ]
         )
     if checkpoint.tokenizer_document != tokenizer_document:
@@ -174,6 +181,7 @@ def check_resumed(
                 f"`model.data.{key}` was {before} in {checkpoint.path.name} and is {after} now: samples are made "
                 "differently"
             )
+    warnings += _changes_of_model(checkpoint, root)
     for key in sorted(saved.optimizer.keys() | now.optimizer.keys()):
         before, after = saved.optimizer.get(key), now.optimizer.get(key)
         if before != after:
@@ -182,6 +190,24 @@ def check_resumed(
         if saved.versions.get(name) != after:
             warnings.append(f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ")
     return warnings
+
+
+def _changes_of_model(checkpoint: Checkpoint, root: RootBlock) -> Iterator[str]:
+    """Keys of the model that no shape tells of, with other values than those of a checkpoint."""
+    try:
+        document = checkpoint.config_document
+        before = RunConfig.from_document(document, trusted=False, origin=str(checkpoint.path)).root.model
+    except UserError:  # of another version, whose keys mean nothing here
+        return
+    if before.family != root.model.family:
+        return  # its weights do not fit
+    yield from other_functions(root.model, before)
+    stacks = stacks_of_keys(before)
+    for at, stack in stacks_of_keys(root.model).items():
+        for name in _HOW_TRAINED:
+            then, now = getattr(stacks[at], name), getattr(stack, name)
+            if then != now:
+                yield f"`model.{at}{name}` was {then} in {checkpoint.path.name} and is {now} now"
 
 
 def load_resumed(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights | None, root: RootBlock) -> None:
@@ -228,6 +254,12 @@ def _other_data(checkpoint: Checkpoint, now: RunState, root: RootBlock) -> list[
     if data.path:
         return [f"the data at `model.data.path` ({data.path}) have changed since"]
     return [f"what `model.data.data_impl={data.data_impl}` reads has changed since"]
+
+
+def _new_run_from(checkpoint: Checkpoint) -> str:
+    """The keys with which a new run has the weights of a checkpoint."""
+    key = "model.peft.restore_from_path" if checkpoint.is_adapter else "model.restore_from_path"
+    return f"{key}={checkpoint.path}, with another exp_manager.explicit_log_dir"
 
 
 def _changed_keys(checkpoint: Checkpoint, root: RootBlock, asked: Callable[[str], bool]) -> list[str]:

@@ -23,6 +23,7 @@ from .determinism import attention_flags, determinism
 from .development import overfitted, trial_of
 from .distributed.asked import layout_of
 from .distributed.ranks import Ranks, describe_process
+from .early_stopping import EARLY_STOPPING, ways_on
 from .errors import EXIT_DONE, UserError
 from .evaluation import EvaluationResult
 from .expert_balance import build_expert_balance
@@ -48,6 +49,7 @@ from .parts import (
     build_validation,
     check_attention,
     check_metrics,
+    check_splits,
     choose_device,
 )
 from .plan.advice import out_of_memory_lines, plan_here
@@ -146,7 +148,7 @@ def _prepare_and_train(
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(root.trainer.max_time, root.exp_manager.max_time_per_run))
         data = _data_of_all(root, ranks)  # before the run directory: text that cannot be read leaves nothing behind
-        unmeasured = check_metrics(root, data)
+        warnings = check_metrics(root, data) + check_splits(root, data)
         directory, resumed, lines = _first_then_others(config, ranks, stack)
         step = resumed.state.step if resumed else 0
         if ranks.is_first:
@@ -156,7 +158,7 @@ def _prepare_and_train(
         else:
             journal = Journal.silent()
         with journal:
-            for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in unmeasured)]:
+            for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
                 journal.say(line)
             plan = plan_here(root, device, world_size=ranks.world_size, vocab_size=data.vocab_size)
             for line in summary(plan) if plan is not None else ():
@@ -338,7 +340,7 @@ def _train(
         journal.say(f"warning: {stopped_by} was over before the first step, and would be again; raise it")
     # Not `loop.checkpoint` itself: of the best that are kept it may not be one.
     written = next(reversed(checkpoint_paths(directory.checkpoints)), None) if loop.checkpoint else None
-    journal.say(_last_line(directory, module.step, written, stopped_by))
+    journal.say(_last_line(root, directory, module.step, written, stopped_by))
     return TrainingResult(
         directory=directory.path,
         checkpoint=written or (resumed.path if resumed else None),
@@ -359,9 +361,13 @@ def _base_record(root: RootBlock, base: BaseWeights | None, ranks: Ranks) -> Bas
     return BaseRecord.model_validate_json(ranks.from_first(text))
 
 
-def _last_line(directory: RunDirectory, step: int, checkpoint: Path | None, stopped_by: str | None) -> str:
+def _last_line(
+    root: RootBlock, directory: RunDirectory, step: int, checkpoint: Path | None, stopped_by: str | None
+) -> str:
     where = f"; checkpoint {checkpoint}" if checkpoint else ""
     if stopped_by is None:
         return f"done after step {step:,}{where}"
     again = f"exp_manager.explicit_log_dir={directory.path} exp_manager.resume_if_exists=True"
+    if stopped_by.startswith(EARLY_STOPPING):  # what it waited for is in the checkpoint, so it would stop again
+        again += f" and {ways_on(root.exp_manager.early_stopping_callback_params)}"
     return f"stopped by {stopped_by} after step {step:,}{where}; go on with {again}"

@@ -128,10 +128,14 @@ def write_record(directory: Path, runs: Sequence[SweptRun], key: str) -> None:
         raise cannot_write(directory, error, key) from error
 
 
+def _wanted(run: SweptRun) -> str:
+    """The metric that ranks the checkpoints of a job, as it is logged."""
+    return logged_name(run.config.root.exp_manager.checkpoint_callback_params.monitor)
+
+
 def figures_of(run: SweptRun) -> dict[str, Any] | None:
     """The last step in metrics.jsonl, and the last and best value of the metric that ranks checkpoints."""
-    params = run.config.root.exp_manager.checkpoint_callback_params
-    wanted = logged_name(params.monitor)
+    wanted = _wanted(run)
     rows: list[dict[str, Any]] = []
     try:
         with (run.directory / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
@@ -147,7 +151,7 @@ def figures_of(run: SweptRun) -> dict[str, Any] | None:
     if not rows:
         return None
     metric = wanted if any(wanted in row for row in rows) else "loss"
-    better = max if params.mode == "max" and metric == wanted else min
+    better = max if run.config.root.exp_manager.checkpoint_callback_params.mode == "max" and metric == wanted else min
     values = [row[metric] for row in rows if isinstance(row.get(metric), float)]
     return {
         "step": rows[-1]["step"],
@@ -158,13 +162,20 @@ def figures_of(run: SweptRun) -> dict[str, Any] | None:
 
 
 def table_of(runs: Sequence[SweptRun], directory: Path) -> list[str]:
-    """A line for each job, below a heading."""
-    metrics = {run.figures["metric"] for run in runs if run.figures}
+    """A line for each job, below a heading.
+
+    Figures of one kind only: where some job has the metric that ranks its checkpoints, a training loss that stands for
+    it in another, which ended before it was measured, is not shown beside it.
+    """
+    measured = [run for run in runs if run.figures and run.figures["metric"] == _wanted(run)]
+    compared = measured or [run for run in runs if run.figures]
+    shown = {run.job.number for run in compared}
+    metrics = {run.figures["metric"] for run in compared if run.figures}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
     rows = [["job", "exit", "step", f"last {metric}", f"best {metric}", "directory", "overrides"]]
     for run in runs:
         figures = run.figures or {}
-        numbers = [figures.get("last"), figures.get("best")]
+        numbers = [figures.get("last"), figures.get("best")] if run.job.number in shown else [None, None]
         rows.append(
             [
                 str(run.job.number),

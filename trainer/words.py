@@ -12,6 +12,17 @@ from .redaction import words_without_secrets
 
 _ABSENT = "the following arguments are required: "
 _UNKNOWN = "unrecognized arguments: "
+_OF_HYDRA = {
+    "--config-path": "write --config-dir {}",
+    "-cp": "write --config-dir {}",
+    "-cd": "write --config-dir {}",
+    "-cn": "write --config-name {}",
+    "--cfg": "`stoker config` shows the configuration, with the same overrides",
+    "-c": "`stoker config` shows the configuration, with the same overrides",
+    "--info": "`stoker config --all` shows every key with its state and origin",
+    "-i": "`stoker config --all` shows every key with its state and origin",
+}
+"""Options of Hydra's own command lines, and what to write instead."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,13 +74,15 @@ class Parser(argparse.ArgumentParser):
         from .config.suggest import closest
 
         name, _, value = word.partition("=")
+        behind = self._words[self._words.index(word) + 1 :][:1] if word else ()
+        follows = behind[0] if behind and "=" not in behind[0] and not behind[0].startswith("-") else "VALUE"
+        if name in _OF_HYDRA and any(action.dest == "overrides" for action in self._actions):
+            return _OF_HYDRA[name].format(value or follows)
         options = [text for action in self._actions for text in action.option_strings if text.startswith("--")]
         if near := closest(name, options) if name.startswith("-") else None:
             return f"did you mean {near}?"
         key = name.lstrip("-")
-        if all(action.dest != "overrides" for action in self._actions) or not re.fullmatch(r"--?[a-z_][\w.]*", name):
+        if all(action.dest != "overrides" for action in self._actions) or not re.fullmatch(r"--?[a-z_][\w.-]*", name):
             return ""
         keys = [key] if is_known(key) else suggestions(key)
-        behind = self._words[self._words.index(word) + 1 :][:1]
-        follows = behind[0] if behind and "=" not in behind[0] and not behind[0].startswith("-") else "VALUE"
         return " or ".join(f"{'' if at else 'write '}{corrected(key, value or follows)}" for at, key in enumerate(keys))

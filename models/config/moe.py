@@ -68,7 +68,8 @@ class MoEKeys(Block):
     """From logits to scores. `sigmoid`: the gates are the chosen scores divided by their sum (DeepSeek-V3)."""
     moe_router_enable_expert_bias: bool = False
     """Balance without a loss (arXiv 2408.15664): a bias on each expert's score, for the choice only, goes up after each
-    step where the expert got less than its share, and down where it got more. Needs `sigmoid`."""
+    step where the expert got less than its share, and down where it got more. Needs `sigmoid`. Where fine-tuning
+    freezes a router, its biases stay."""
     moe_router_bias_update_rate: float = Field(1e-3, gt=0)
     """How far that bias goes in a step."""
     moe_router_topk_scaling_factor: float | None = Field(None, gt=0)

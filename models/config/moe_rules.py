@@ -148,7 +148,16 @@ def defaults_of_t5_are_told(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
 
 def one_expert_needs_pre_softmax(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
     """Softmax over one number is 1 and has no gradient: the router would learn nothing from the loss."""
-    if needs_pre_softmax(keys, of_t5=of_t5) and not keys.moe_router_pre_softmax:
+    if keys.num_moe_experts == 1:
+        if needs_pre_softmax(keys, of_t5=of_t5):
+            yield Finding(
+                "warning",
+                (_EXPERTS, _SCORE),
+                f"`{_EXPERTS}` (1) leaves the router nothing to learn: the softmax over one expert is 1 whatever it "
+                "says, with `moe_router_pre_softmax` too.",
+                f"use {_EXPERTS}=8, or null for a dense MLP",
+            )
+    elif needs_pre_softmax(keys, of_t5=of_t5) and not keys.moe_router_pre_softmax:
         yield Finding(
             "warning",
             ("moe_router_pre_softmax", "moe_router_topk"),
@@ -173,8 +182,7 @@ def sinkhorn_balances_alone(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
         (_DROPPING, "knows no capacity"),
         (_BIAS, "is a balance of its own"),
     ):
-        value = capacity_factor_of(keys) if name == _FACTOR else getattr(keys, name)
-        if value:
+        if capacity_factor_of(keys) is not None if name == _FACTOR else getattr(keys, name):
             field = MoEKeys.model_fields[name]
             off = "null" if field.default is None else f"{field.default:g}" if name == _AUX else "false"
             yield Finding(
@@ -183,9 +191,11 @@ def sinkhorn_balances_alone(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
                 f"`{name}` ({getattr(keys, name)}) must not meet {is_sinkhorn}, which {why}.",
                 f"use {modern}, or {name}={off}",
             )
-    for name in ("moe_router_pre_softmax", _SCORE, "moe_router_topk_scaling_factor", *_GROUPS):
+    gates = ("moe_router_pre_softmax", _SCORE, "moe_router_topk_scaling_factor", *_GROUPS)
+    for name in (*gates, "moe_token_drop_policy"):
         if getattr(keys, name) != MoEKeys.model_fields[name].default:
-            yield _no_effect(keys, name, _BALANCING, f"with {is_sinkhorn}, which has gates of its own", f"use {modern}")
+            why = "has gates of its own" if name in gates else "knows no capacity"
+            yield _no_effect(keys, name, _BALANCING, f"with {is_sinkhorn}, which {why}", f"use {modern}")
 
 
 def sigmoid_has_gates_of_its_own(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
@@ -256,19 +266,19 @@ def groups_are_equal(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
 
 
 def balancing_has_a_coefficient(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """A loss without a coefficient balances nothing, and a coefficient without the loss does nothing."""
+    """A loss without a coefficient balances nothing, and a coefficient without the loss does nothing.
+
+    Where no expert is chosen over another, neither the loss nor the bias has anything to balance.
+    """
     topk, balancing = routing_of(keys, of_t5=of_t5)
     everywhere = topk == keys.num_moe_experts
+    if everywhere and balancing != "sinkhorn":
+        where = f"where every token goes to all experts (`moe_router_topk` is `{_EXPERTS}`, {topk})"
+        for name, off in ((_AUX, "0"), (_BIAS, "false")):
+            if getattr(keys, name) and not (name == _AUX and balancing == "none"):
+                yield _no_effect(keys, name, "moe_router_topk", where, f"use {name}={off}")
     if balancing == "none" and keys.moe_aux_loss_coeff:
         yield _no_effect(keys, _AUX, _BALANCING, f"with `{_BALANCING}` (none)", f"use {_BALANCING}=aux_loss")
-    elif balancing == "aux_loss" and keys.moe_aux_loss_coeff and everywhere:
-        yield _no_effect(
-            keys,
-            _AUX,
-            "moe_router_topk",
-            f"where every token goes to all experts (`moe_router_topk` is `{_EXPERTS}`, {topk})",
-            f"use {_AUX}=0",
-        )
     elif balancing == "aux_loss" and not (keys.moe_aux_loss_coeff or everywhere or keys.moe_router_enable_expert_bias):
         left = ", the default" if keys.moe_router_load_balancing_type is None else ""
         yield Finding(
@@ -282,9 +292,18 @@ def balancing_has_a_coefficient(keys: StackKeys, of_t5: bool) -> Iterator[Findin
 def capacity_is_a_limit(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
     """Padding and dropping are about a capacity, which is above 0 and below all tokens."""
     topk, balancing = routing_of(keys, of_t5=of_t5)
-    if balancing == "sinkhorn" or keys.num_moe_experts is None:
+    if keys.num_moe_experts is None:
         return
     given, factor = keys.moe_expert_capacity_factor, capacity_factor_of(keys)
+    if given is not None and given < 0:
+        yield Finding(
+            "warning",
+            (_FACTOR,),
+            f"`{_FACTOR}` ({given:g}) is negative and read as null, as in Megatron: no limit.",
+            f"use {_FACTOR}=null",
+        )
+    if balancing == "sinkhorn":  # which knows no capacity: another rule tells
+        return
     if given == 0:
         yield Finding(
             "error",
@@ -293,13 +312,6 @@ def capacity_is_a_limit(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
             f"use {_FACTOR}=1.0 for an even share, or null for no limit",
         )
         return
-    if given is not None and given < 0:
-        yield Finding(
-            "warning",
-            (_FACTOR,),
-            f"`{_FACTOR}` ({given:g}) is negative and read as null, as in Megatron: no limit.",
-            f"use {_FACTOR}=null",
-        )
     padded = False
     for name in (_PAD, _DROPPING):
         if not getattr(keys, name):

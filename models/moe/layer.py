@@ -54,6 +54,11 @@ class MoE(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(number) if expert_bias else None)
         self.register_buffer("step_counts", torch.zeros(number) if expert_bias else None, persistent=False)
 
+    @property
+    def moves_bias(self) -> bool:
+        """Whether training moves the expert bias: it goes with the router, and a frozen one keeps its choice."""
+        return self.expert_bias is not None and self.router.weight.requires_grad
+
     def forward(self, hidden: Tensor, padding: Tensor | None = None) -> Tensor:
         """`run` and `count`."""
         output, sums = self.run(hidden, padding)

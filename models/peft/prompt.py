@@ -44,6 +44,10 @@ class Prompt(Added):
         """Which tokens are real, bool (batch, tokens), with the vectors in front; None where all are."""
         return None if padding is None else F.pad(padding, (len(self), 0), value=True)
 
+    def route(self, routed: Tensor | None) -> Tensor | None:
+        """Which tokens go to experts, likewise: the vectors go where the text behind them begins."""
+        return None if routed is None else torch.cat([routed[:, :1].expand(-1, len(self)), routed], dim=1)
+
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Normal embeddings and matrices, biases of 0."""
         if name.endswith("bias"):

@@ -12,6 +12,7 @@ from .. import environment
 from . import paths, starting_point
 from .interpolation import InterpolationError, Resolver, holds_interpolation
 from .load import nemo_default, takes_only_text
+from .nemo_spellings import names_files_of_prompts
 from .paths import MISSING
 from .problems import Problem
 from .run_config import DEFAULT, Origin
@@ -30,10 +31,11 @@ def begin(draft: Draft) -> None:
         rule = "must name the model to begin with: a stoker run or checkpoint, or a folder of Hugging Face's"
         draft.problems.append(Problem(key, show_value(named), draft.origin_text(key), rule, f"{key}=FOLDER"))
         return
-    if paths.get(draft.tree, "model.data.data_impl") is None:
+    source = "model.data.data_impl"
+    if paths.get(draft.tree, source) is None and not names_files_of_prompts(draft.tree):
         rule = "must be named: what the model is to learn"
         fix = "data=sft, data=chat or data=text (a T5: data=jsonl), each with model.data.path=FILE"
-        draft.problems.append(Problem("model.data.data_impl", None, draft.origin_text(key), rule, fix))
+        draft.problems.append(Problem(source, None, draft.origin_text(source), rule, fix))
     begins = starting_point.starting_point(environment.user_path(named, key))
     family = paths.get(draft.tree, "model.family")
     if family not in (None, begins.family):

@@ -202,12 +202,13 @@ class DataBlock(Block):
     seq_length: int | None = Field(None, ge=1)
     """Tokens in a sample; null: `model.encoder_seq_length` (T5: `model.seq_length`, of the encoder)."""
     seq_length_dec: int | None = Field(None, ge=1)
-    """Tokens of a sample on T5's decoder side; null: for span corruption as many as it needs (114 for 512), for a
-    prefix as many as on the encoder's, for pairs 128."""
+    """Tokens of a sample on T5's decoder side; null: for span corruption as many as it needs (114 for 512; of NeMo's
+    spans any number, 155), for a prefix as many as on the encoder's, for pairs 128. With less, NeMo's hide less."""
     masked_lm_prob: float = Field(0.15, gt=0, lt=1)
     """Span corruption, BERT: the part of the tokens that is hidden."""
     mean_ngram_size: float | None = Field(None, ge=1, le=1000)
-    """Span corruption: tokens in a span on average; null: 3, or with `geometric_dist: True` 5 (ByT5: 20)."""
+    """Span corruption: tokens in a span on average; null: 3 (ByT5: 20). With `geometric_dist: True`, BERT too: words
+    (or tokens) before longer spans are cut to `max_ngram_size`; null: 5, of which 4.46 are left with 10."""
     geometric_dist: bool | None = None
     """How spans are drawn. null: as T5 does, so many tokens in so many spans that lengths are fixed and no place is
     empty (BERT: single tokens). NeMo's: True draws each length from a geometric distribution with that mean, False

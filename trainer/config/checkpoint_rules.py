@@ -113,8 +113,13 @@ def some_checkpoint_is_kept(facts: Facts) -> Iterator[Finding]:
 def validation_keys_need_validation(facts: Facts) -> Iterator[Finding]:
     """`limit_val_batches: 0` never validates."""
     manager, trainer = facts.root.exp_manager, facts.root.trainer
+    drops = "model.data.validation_drop_last"
+    if facts.root.model.data.validation_drop_last and drops in facts.own and trainer.overfit_batches:
+        yield no_effect(drops, "trainer.overfit_batches", "with `overfit_batches`, which are whole")
     if trainer.limit_val_batches:
         return
+    if facts.root.model.data.validation_drop_last and drops in facts.own and not trainer.overfit_batches:
+        yield no_effect(drops, "trainer.limit_val_batches", "with `limit_val_batches` (0)")
     if trainer.num_sanity_val_steps and "trainer.num_sanity_val_steps" in facts.own:
         yield no_effect("trainer.num_sanity_val_steps", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
     params = manager.checkpoint_callback_params

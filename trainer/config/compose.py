@@ -289,15 +289,30 @@ def display(path: Path) -> str:
 
 def _fitted(choice: Override, known: Mapping[str, object]) -> Override | None:
     """`group=x` and `+group=x` alike, whichever Hydra needs for this defaults list; `group=null` takes no file."""
-    if choice.is_delete():
-        return choice
     group = choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
+    if choice.is_delete():
+        return _checked_deletion(choice, group, known)
     fitted = copy(choice)
     if choice.value() is None:
         fitted.type = OverrideType.DEL
         return fitted if known.get(group) is not None else None
     fitted.type = OverrideType.CHANGE if group in known else OverrideType.ADD
     return fitted
+
+
+def _checked_deletion(choice: Override, group: str, known: Mapping[str, object]) -> Override:
+    """`~group` leaves out the file that is chosen, `~group=x` only if that is x."""
+    chosen, named = known.get(group), choice.value()
+    if group in known and named in (None, chosen):
+        return choice
+    lines = [f"{choice.input_line} (command line): "]
+    if chosen is None:
+        lines[0] += f"no file of the group {group} is chosen, so there is none to leave out"
+        lines.append("    fix: leave it out; ~KEY puts one key back to its default")
+    else:
+        lines[0] += f"the file of the group {group} is {chosen}, not {named}"
+        lines.append(f"    fix: ~{group}, or ~{group}={chosen}")
+    raise UserError(lines)
 
 
 def _refusal(path: Path, error: YamlError) -> str:

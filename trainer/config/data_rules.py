@@ -8,6 +8,7 @@ from ...models.config.block import Finding
 from ..data.installed import BUILT_IN, installed_datasets
 from ..data.prefixes import is_per_split, parse_prefixes
 from ..data.sources import SPLITS
+from ..data.task import task_name
 from .blocks import DataBlock
 from .facts import Facts, Rule, no_effect
 from .schema import T5ModelBlock
@@ -165,9 +166,13 @@ def settings_have_an_effect(facts: Facts) -> Iterator[Finding]:
     """Settings of one source that are set beside another."""
     model = facts.root.model
     data = model.data
+    of_documents = data.respect_document_boundaries and task_name(model) == "t5"
     for name in ("index_mapping_dir", "shuffle_documents"):
         if data.data_impl in BUILT_IN and data.data_impl != "mmap" and _is_set(facts, name):
             yield no_effect(f"{_AT}.{name}", _IMPL, f"with `data_impl: {data.data_impl}`")
+        elif data.data_impl == "mmap" and of_documents and _is_set(facts, name):
+            when = "with `respect_document_boundaries`: pieces of documents are shuffled one by one, without an index"
+            yield no_effect(f"{_AT}.{name}", f"{_AT}.respect_document_boundaries", when)
     if data.data_impl in BUILT_IN and data.data_impl != "huggingface" and _is_set(facts, "dataset_kwargs"):
         yield no_effect(f"{_AT}.dataset_kwargs", _IMPL, f"with `data_impl: {data.data_impl}`, which takes none")
     if model.family == "gpt" and data.eod_mask_loss and data.data_impl == "mock":

@@ -9,17 +9,20 @@ from pydantic import Field
 from ...models.config.block import Block, own
 from .blocks import Text, nested
 
-Metric = Literal["val_loss", "bits_per_byte", "loss", "grad_norm", "reduced_train_loss", "train_loss"]
+Metric = Literal[
+    "val_loss", "validation_loss", "bits_per_byte", "loss", "grad_norm", "reduced_train_loss", "train_loss"
+]
 """Figures that rank checkpoints and stop runs: those of a validation, then those of the training steps."""
 Duration = Annotated[str, Field(pattern=r"^\d{1,4}:\d\d:\d\d:\d\d$", examples=["00:04:00:00"])]
 """`DD:HH:MM:SS`; text only, since YAML reads `10:30:00` as a number."""
 
+_OTHER_NAMES = {"reduced_train_loss": "loss", "train_loss": "loss", "validation_loss": "val_loss"}
 TRAINING_METRICS = frozenset({"loss", "grad_norm", "reduced_train_loss", "train_loss"})
 
 
 def logged_name(metric: Metric) -> str:
-    """The name under which a metric is logged: NeMo's `reduced_train_loss` and Lightning's `train_loss` are `loss`."""
-    return "loss" if metric in ("reduced_train_loss", "train_loss") else metric
+    """The name under which a metric is logged: `loss` and `val_loss` have other names in NeMo and Lightning."""
+    return _OTHER_NAMES.get(metric, metric)
 
 
 class CheckpointParams(Block):
@@ -28,7 +31,8 @@ class CheckpointParams(Block):
     dirpath: Text | None = None
     """Directory of checkpoints; null: `checkpoints` in the run directory."""
     monitor: Metric = "val_loss"
-    """The metric that ranks checkpoints; `reduced_train_loss` and `train_loss` mean `loss`, the training loss."""
+    """The metric that ranks checkpoints; `reduced_train_loss` and `train_loss` mean `loss`, the training loss,
+    and `validation_loss` means `val_loss`."""
     mode: Literal["min", "max"] = "min"
     """Whether a smaller or a larger metric is better."""
     save_top_k: int = Field(3, ge=-1)
@@ -52,7 +56,8 @@ class EarlyStoppingParams(Block):
     """
 
     monitor: Metric = "val_loss"
-    """The metric that is checked; `reduced_train_loss` and `train_loss` mean `loss`, the training loss."""
+    """The metric that is checked; `reduced_train_loss` and `train_loss` mean `loss`, the training loss,
+    and `validation_loss` means `val_loss`."""
     mode: Literal["min", "max"] = "min"
     """Whether a smaller or a larger metric is better."""
     min_delta: float = Field(0.001, ge=0)

@@ -121,6 +121,24 @@ def metrics_are_measured(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def ranks_choose_checkpoints(facts: Facts) -> Iterator[Finding]:
+    """`monitor` and `mode` choose the checkpoints to keep; all or none need no choice. A sweep tells of both too."""
+    params = facts.root.exp_manager.checkpoint_callback_params
+    if params.save_top_k > 0 or not facts.root.exp_manager.create_checkpoint_callback:
+        return
+    keeps = "keeps all of them" if params.save_top_k == -1 else "keeps none by its rank"
+    for name in ("monitor", "mode"):
+        path = f"{_CALLBACK}.{name}"
+        if path in facts.own and _differs(facts.root, path):
+            yield Finding(
+                "info",
+                (path, f"{_CALLBACK}.save_top_k"),
+                f"`{name}` ({getattr(params, name)}) chooses no checkpoint, but a figure in the table of a sweep: "
+                f"`save_top_k` ({params.save_top_k}) {keeps}",
+                f"{_CALLBACK}.save_top_k=3",
+            )
+
+
 def _never_measured(facts: Facts, metric: Metric) -> tuple[str, str] | None:
     """The key that keeps a metric from being measured, and how."""
     if metric in TRAINING_METRICS:
@@ -268,6 +286,7 @@ EXP_MANAGER_RULES: tuple[Rule, ...] = (
     wandb_has_a_project,
     mlflow_has_one_place,
     metrics_are_measured,
+    ranks_choose_checkpoints,
     average_is_used,
     smaller_limit_counts,
     limits_leave_time,

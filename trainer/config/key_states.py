@@ -12,6 +12,7 @@ from ...models.config.model import FAMILIES, Family
 from ..redaction import shown_value
 from . import paths
 from .key_table import KEY_TABLE, VALUES, Row, State, is_block_of_rows, row_of
+from .mistyped import corrected
 from .paths import MISSING, Tree
 from .problems import Problem
 from .schema import family_of
@@ -37,9 +38,20 @@ def known_keys(family: Family = "gpt") -> tuple[tuple[str, bool], ...]:
     return (*acting, *((path, False) for path in others if path not in keys))
 
 
+@cache
+def _keys_with_a_meaning(family: Family) -> tuple[tuple[str, bool], ...]:
+    """Known keys without those that are historical: nobody means one of them."""
+    return tuple((path, acts) for path, acts in known_keys(family) if acts or not _is_historical(path, family))
+
+
+def _is_historical(path: str, family: Family) -> bool:
+    row = row_of(path, family)
+    return row is not None and row.state is State.HISTORICAL
+
+
 def suggestions(path: str, family: Family = "gpt") -> tuple[str, ...]:
     """Known keys that an unknown one may have meant, the best first."""
-    near = keys_like(path, known_keys(family))
+    near = keys_like(path, _keys_with_a_meaning(family))
     meant = _OF_GPT.get(path) if family == "t5" else None
     return near if meant is None else (meant, *(other for other in near if other != meant))
 
@@ -89,11 +101,15 @@ class KeyStates:
     Args:
         tree: resolved values; a T5 is one by its `model.family`.
         origin_of: where the value of a path came from.
+        is_typed: whether a path was set on the command line.
     """
 
-    def __init__(self, tree: Tree, origin_of: Callable[[str], str]) -> None:
+    def __init__(
+        self, tree: Tree, origin_of: Callable[[str], str], is_typed: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self._tree = tree
         self._origin_of = origin_of
+        self._is_typed = is_typed
         self._family: Family = family_of(tree.get("model"))
         self._keys = schema_keys(self._family)
         self._blocks = schema_blocks(self._family)
@@ -122,11 +138,17 @@ class KeyStates:
     def findings(self) -> Iterator[Finding]:
         """What was accepted though it does nothing: one note on historical keys, one on settings of what is off."""
         history = [verdict.path for verdict in self._verdicts if verdict.state is State.HISTORICAL]
-        if history:
+        typed = [path for path in history if self._is_typed(path)]
+        files = [path for path in history if path not in typed]
+        if typed:  # every one: who types a key expects something of it
             yield Finding(
                 "info",
-                tuple(history),
-                f"{_counted(history)} of NeMo without meaning here, accepted: {_listed(history)}",
+                tuple(typed),
+                f"{_counted(typed)} of NeMo without meaning here, given on the command line: {', '.join(typed)}",
+            )
+        if files:
+            yield Finding(
+                "info", tuple(files), f"{_counted(files)} of NeMo without meaning here, accepted: {_listed(files)}"
             )
         inert = [v for v in self._verdicts if v.state is State.NOT_YET and not v.refusal and v.note and self._is_set(v)]
         if inert:
@@ -150,8 +172,15 @@ class KeyStates:
         if row.state is State.NOT_YET:
             off = "leave it out" if not row.off else f"{row.pattern.removesuffix('.*')}={show_value(row.off[0])}"
             return Verdict(path, value, row.state, row.note, f"not yet: {row.note}", off)
-        fix = f"~{path}" if not row.off or row.off[0] is None else f"{path}={show_value(row.off[0])}"
-        return Verdict(path, value, row.state, row.note, f"refused: {row.note}", fix)
+        return Verdict(path, value, row.state, row.note, f"refused: {row.note}", self._way_out(row, path, value))
+
+    def _way_out(self, row: Row, path: str, value: Any) -> str:
+        """The overrides that mend a refused key and keep what it says, where another key says it."""
+        if row.cure is not None:
+            return row.cure.format(path=path)
+        if row.same_as in self._keys:
+            return f"~{path} {corrected(row.same_as, show_value(value))}"
+        return f"~{path}" if not row.off or row.off[0] is None else f"{path}={show_value(row.off[0])}"
 
     def _why_accepted(self, row: Row) -> str:
         if not row.switch:
@@ -175,7 +204,7 @@ class KeyStates:
 
     def _is_accepted(self, row: Row, value: Any) -> bool:
         """Whether a key that does not act has a value that changes nothing."""
-        if value is None or value == MISSING or any(value == off for off in row.off):
+        if value is None or value == MISSING or any(_means(value, off) for off in row.off):
             return True
         if row.same_as:
             key = self._keys.get(row.same_as)
@@ -221,6 +250,13 @@ class KeyStates:
         row = row_of(verdict.path, self._family)
         value = verdict.value
         return value is not None and value != MISSING and bool(row and row.switch)
+
+
+def _means(value: Any, off: Any) -> bool:
+    """Whether a value is one that changes nothing: 1 of something is not 1.0, all of it, nor is a number true."""
+    if isinstance(off, float) and isinstance(value, int):
+        return False
+    return value == off and isinstance(value, bool) == isinstance(off, bool)
 
 
 def _names_code(value: Any) -> bool:

@@ -39,7 +39,8 @@ class Row:
         off: values that are accepted because they change nothing; null always is.
         default: NeMo's default, which references to the key get where a file does not set it.
         switch: path of the key that turns its feature on; while that is off, every value is accepted.
-        same_as: path of the key whose value it may repeat.
+        same_as: path of the key whose value it may repeat, and which has the value of a refused one instead.
+        cure: the way out of a refusal, with `{path}` for the key; empty: there is none; None: by `off` and `same_as`.
     """
 
     pattern: str
@@ -49,6 +50,7 @@ class Row:
     default: Any = None
     switch: str = ""
     same_as: str = ""
+    cure: str | None = None
 
 
 def _rows(state: State, parent: str, names: str, note: str, **facts: Any) -> Iterator[Row]:
@@ -71,7 +73,9 @@ def _history(parent: str, names: str, note: str, default: Any = None) -> Iterato
 
 _SPEED = "a speed setting of NeMo's kernels; results do not depend on it and stoker chooses its own"
 _NCCL = "a speed setting of NeMo's communication; results do not depend on it"
+_NO_MODEL = "stoker has no such model"
 _T5 = "acts with model.family=t5 (a preset: model=t5_small)"
+_FP32 = ("float32", "torch.float32", 32, "32", "32-true")
 _PICKLE = "belongs to NeMo's own checkpoint format; stoker writes safetensors, atomically"
 
 
@@ -136,11 +140,17 @@ def _trainer() -> Iterator[Row]:
     )
     yield from _history(
         at,
-        "weights_summary progress_bar_refresh_rate terminate_on_nan amp_backend "
-        "amp_level gpus tpu_cores "
-        "resume_from_checkpoint checkpoint_callback track_grad_norm move_metrics_to_cpu",
+        "weights_summary progress_bar_refresh_rate amp_backend tpu_cores checkpoint_callback move_metrics_to_cpu",
         "removed from Lightning long ago",
     )
+    yield _refused(at, "gpus", "use trainer.devices", None, same_as=f"{at}.devices")
+    resumed = "exp_manager.resume_from_checkpoint"
+    yield _refused(at, "resume_from_checkpoint", f"use {resumed}", None, same_as=resumed)
+    norm = "log lines have the 2-norm of all gradients together, always, and no other norm"
+    yield _refused(at, "track_grad_norm", norm, -1, False, 2, 2.0)
+    skipped = f"a loss or gradient that is not finite stops a run by {at}.max_skipped_steps"
+    yield _refused(at, "terminate_on_nan", skipped, False, cure=f"~{{path}} {at}.max_skipped_steps=0")
+    yield _refused(at, "amp_level", "levels of apex, which is not used; see model.megatron_amp_O2", None, "O0")
 
 
 def _exp_manager() -> Iterator[Row]:
@@ -163,7 +173,11 @@ def _exp_manager() -> Iterator[Row]:
     yield from _rows(
         State.REFUSED, wandb, "experiment", "objects are not named in YAML; `id` goes on with a run", off=({},)
     )
-    yield from _history(wandb, "version dir anonymous prefix", "a second name of `id` or `save_dir`, or a name prefix")
+    for name, ours in (("dir", "save_dir"), ("version", "id")):
+        yield _refused(wandb, name, f"use {wandb}.{ours}", None, same_as=f"{wandb}.{ours}")
+    resumed = "a resumed run goes on in W&B under its id, always; a new run has an id of its own"
+    yield _refused(wandb, "resume", resumed, None, True, "allow", "auto")
+    yield from _history(wandb, "anonymous prefix", "names of a logger's metrics and of a run without an account")
     yield from _history(mlflow, "synchronous checkpoint_path_prefix", "metrics are sent beside training, always")
     yield from _history(
         f"{at}.early_stopping_callback_params",
@@ -189,16 +203,16 @@ def _exp_manager() -> Iterator[Row]:
     at = f"{at}.checkpoint_callback_params"
     yield from _history(
         at,
-        "always_save_nemo save_nemo_on_train_end save_best_model postfix model_parallel_size prefix n_resume",
+        "always_save_nemo save_nemo_on_train_end save_nemo_on_validation_end save_best_model postfix "
+        "model_parallel_size prefix n_resume",
         _PICKLE,
     )
     yield _refused(at, "save_last_n_optim_states", "every checkpoint holds its optimizer state", -1)
     yield from _history(at, "filename", "a checkpoint is a directory `step-N`; its metrics are inside")
-    yield from _history(
-        at, "verbose save_weights_only auto_insert_metric_name", "a setting of Lightning's own checkpoints"
-    )
+    yield from _history(at, "verbose auto_insert_metric_name", "a setting of Lightning's own checkpoints")
+    yield _refused(at, "save_weights_only", "every checkpoint holds its optimizer state, to go on from", False)
     yield from _history(at, "save_on_train_epoch_end", "checkpoints are timed in steps", False)
-    yield _off(at, "every_n_epochs", "checkpoints timed in epochs; use every_n_train_steps", None, 0, 1)
+    yield _off(at, "every_n_epochs", "checkpoints timed in epochs; use every_n_train_steps", None, 0)
 
 
 def _batching_and_start() -> Iterator[Row]:
@@ -235,7 +249,8 @@ def _geometry() -> Iterator[Row]:
     yield _refused(at, "onnx_safe", "there is no ONNX export", False)
     yield _refused(at, "use_emha", "NeMo never supported it either; attention_backend chooses the kernels", False)
     yield _refused(at, "add_bias_linear", "use model.bias", None, same_as="model.bias")
-    yield _refused(at, "gated_linear_unit", "use model.activation=swiglu (geglu, reglu)", None, False)
+    gated = "use model.activation=swiglu (geglu, reglu): no other activation is gated"
+    yield _refused(at, "gated_linear_unit", gated, None, False, cure="")
     yield _refused(at, "vocab_size", "use model.override_vocab_size", None, same_as="model.override_vocab_size")
     for name, ours in (
         ("scale_factor", "rotary_scaling_factor"),
@@ -250,16 +265,18 @@ def _geometry() -> Iterator[Row]:
     yield Row(f"{custom}.*", State.REFUSED, "writes attributes onto Megatron's classes")
     yield _refused(at, "skip_train", "`stoker evaluate` measures a trained model", False)
     yield _refused(at, "drop_layers", "layers are not taken out of a trained model", [], None)
-    yield Row(f"{at}.retro.*", State.REFUSED, "retrieval-augmented models are not stoker's")
-    yield Row(f"{at}.data.retro_data.*", State.REFUSED, "retrieval-augmented models are not stoker's")
-    yield _refused(custom, "new_decoder_architecture", "Falcon's layer", False)
-    yield _refused(custom, "parallel_attention", "Falcon's layer: attention and MLP side by side", False)
+    for below in ("retro", "data.retro_data"):
+        yield Row(f"{at}.{below}.*", State.REFUSED, f"for retrieval-augmented models; {_NO_MODEL}", cure="")
+    falcon = f"Falcon's layer, with attention and MLP side by side; {_NO_MODEL}"
+    yield _refused(custom, "new_decoder_architecture", falcon, False, cure="")
+    yield _refused(custom, "parallel_attention", falcon, False, cure="")
     for name, ours in (
         ("attn_logit_softcapping", "attn_logit_softcapping"),
         ("final_logit_softcapping", "logits_soft_cap"),
     ):
         yield _refused(custom, name, f"use model.{ours}", None, same_as=f"model.{ours}")
-    yield _refused(custom, "query_pre_attn_scalar", "Gemma 2's scaling of scores", None)
+    scores = f"Gemma 2's divisor of attention scores, which is kv_channels here; {_NO_MODEL}"
+    yield _refused(custom, "query_pre_attn_scalar", scores, None, same_as=f"{at}.kv_channels", cure="")
     yield from _history(
         at,
         "bias_activation_fusion bias_gelu_fusion bias_dropout_add_fusion "
@@ -269,7 +286,7 @@ def _geometry() -> Iterator[Row]:
         _SPEED,
     )
     for name in ("hybrid_override_pattern", "mamba_ssm_ngroups", "activations_checkpoint_recurrent"):
-        yield _refused(at, name, "for Mamba, Griffin and other recurrent models", None, False)
+        yield _refused(at, name, f"for Mamba, Griffin and other recurrent models; {_NO_MODEL}", None, False, cure="")
 
 
 def _precision() -> Iterator[Row]:
@@ -278,7 +295,13 @@ def _precision() -> Iterator[Row]:
     yield _off(at, "fp16_lm_cross_entropy", "training in fp16", False)
     yield _off(at, "fp32_residual_connection", "a residual stream in fp32", False)
     yield from _history(at, "grad_div_ar_fusion gradient_as_bucket_view grad_allreduce_chunk_size_mb", _NCCL)
-    yield from _history(at, "fp32_grad_accum contiguous_grad_bucket async_grad_allreduce", _NCCL)
+    yield from _history(at, "contiguous_grad_bucket async_grad_allreduce", _NCCL)
+    yield from _history(
+        at,
+        "fp32_grad_accum",
+        "gradients of several micro batches are summed in fp32 (with precision 64 in fp64), but with precision "
+        "bf16-true in bf16",
+    )
     yield _off(at, "fp8", "training in fp8", None, False)
     fp8 = "model.fp8"
     yield from _rows(
@@ -355,9 +378,11 @@ def _parallel() -> Iterator[Row]:
     )
     yield from _history(
         f"{at}.nsys_profile",
-        "enabled start_step end_step ranks gen_shape trace",
+        "start_step end_step ranks gen_shape trace",
         "Nsight can attach to any run; nothing is marked for it",
     )
+    profiled = "no steps are marked for Nsight; use trainer.profiler=pytorch and trainer.profile_steps"
+    yield _refused(f"{at}.nsys_profile", "enabled", profiled, False)
 
 
 def _memory() -> Iterator[Row]:
@@ -395,11 +420,17 @@ def _optim() -> Iterator[Row]:
     yield from _history(
         at,
         "bucket_cap_mb overlap_grad_sync overlap_param_sync "
-        "contiguous_grad_buffer contiguous_param_buffer grad_sync_dtype "
-        "param_sync_dtype dtype lock_timeout nccl_ub average_in_collective align_param_gather fused foreach "
+        "contiguous_grad_buffer contiguous_param_buffer "
+        "lock_timeout nccl_ub average_in_collective align_param_gather fused foreach "
         "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step",
         _NCCL,
     )
+    summed = "model.fsdp_grad_reduce_dtype"
+    cure = f"~{{path}}, with {summed}=fp32 or bf16"
+    yield _refused(at, "grad_sync_dtype", f"use {summed}", None, same_as=summed, cure=cure)
+    sent = "parameters are sent between processes in the type they have, which follows from trainer.precision"
+    yield _refused(at, "param_sync_dtype", sent, None, same_as="trainer.precision", cure="~{path}")
+    yield _refused(at, "dtype", "the optimizer's state is fp32 (fp64 with precision 64)", "fp32", *_FP32)
     yield _refused(at, "amsgrad", "AdamW is used without AMSGrad", False)
     yield _refused(at, "dampening", "momentum is used without dampening", 0, 0.0)
     yield _refused(at, "min_step", "Adafactor's relative step is at most 0.01", 1e-2)
@@ -427,7 +458,6 @@ def _data() -> Iterator[Row]:
     yield _refused(
         at, "dataloader_type", "each sample is seen once per epoch, in an order drawn from model.seed", "single"
     )
-    yield _refused(at, "validation_drop_last", "validation sees whole batches", True)
     yield _refused(at, "drop_last", "training sees whole batches", True)
     yield _refused(at, "no_seqlen_plus_one_input_tokens", "a sample is sequence + 1 tokens: input and target", False)
     yield _refused(at, "pad_samples_to_global_batch_size", "batches are always whole", False)
@@ -479,13 +509,15 @@ def _sets_of_fine_tuning() -> Iterator[Row]:
         yield from _history(
             at,
             "pin_memory memmap_workers index_mapping_dir ceil_to_power_2 pad_to_max_length global_sample_mapping "
-            "get_attention_mask_from_fusion packed_sequence_return_cu_seqlen hf_dataset tokens_to_generate",
+            "get_attention_mask_from_fusion packed_sequence_return_cu_seqlen hf_dataset tokens_to_generate "
+            "output_original_text",
             "about NeMo's readers, or its own generation",
         )
         yield from _history(at, "num_workers", "see model.data.num_workers, which is for all sets")
         sizes = "batches of all sets are those of the model; leave it out"
         for size in ("micro_batch_size", "global_batch_size"):
-            yield Row(f"{at}.{size}", State.REFUSED, sizes, same_as=f"model.{size}")
+            cure = None if trains else "~{path}"
+            yield Row(f"{at}.{size}", State.REFUSED, sizes, same_as=f"model.{size}", cure=cure)
         length = "rows are as long as the model is built for; use model.encoder_seq_length"
         yield Row(f"{at}.max_seq_length", State.REFUSED, length, same_as="model.encoder_seq_length")
         yield _refused(at, "max_src_seq_length", "use model.seq_length", None)
@@ -496,6 +528,8 @@ def _sets_of_fine_tuning() -> Iterator[Row]:
             yield Row(f"{at}.{key}", State.REFUSED, f"use {meant}", default=default, same_as=meant)
         yield Row(f"{at}.seed", State.REFUSED, "use model.seed", same_as="model.seed")
         yield _refused(at, "add_sep", "write what lies between prompt and answer into prompt_template", False)
+        newline = "write the line break into prompt_template, as in '{input}\\n{output}'"
+        yield _refused(at, "separate_prompt_and_response_with_newline", newline, False)
         yield _refused(at, "min_seq_length", "an example is left out only where nothing of it can be learnt", 1, 0)
         yield _refused(at, "concat_sampling_technique", "use concat_sampling_probabilities", None)
         yield _refused(at, "concat_sampling_temperature", "use concat_sampling_probabilities", None)
@@ -520,7 +554,7 @@ def _sets_of_fine_tuning() -> Iterator[Row]:
             ("add_bos", False),
             ("add_eos", True),
         ):
-            yield Row(f"{at}.{key}", State.REFUSED, alike, default=default, same_as=f"{own}.{key}")
+            yield Row(f"{at}.{key}", State.REFUSED, alike, default=default, same_as=f"{own}.{key}", cure="~{path}")
         scores = "use stoker evaluate, which measures exact match and ROUGE-L, or --json"
         yield _refused(at, "write_predictions_to_file", scores, False)
         yield _refused(f"{at}.metric", "name", scores, "loss")
@@ -554,6 +588,8 @@ def _families() -> Iterator[Row]:
     yield _refused(at, "share_decoder_tokens_head_embeddings", _T5, None, True)
     yield _refused(at, "tokens_head_bias", _T5, None, False)
     yield _refused(at, "scale_tied_logits", _T5, False)
+    for name in ("encoder_arch", "decoder_arch"):
+        yield _refused(at, name, f"NeMo's perceiver; {_NO_MODEL}", None, "transformer", cure="")
     yield _refused(at, "arch", "a stack is a transformer; NeMo's perceiver is not there", None, "transformer")
     yield from _history(at, "hidden_steps num_self_attention_per_cross_attention", "settings of NeMo's perceiver")
     yield from _history(
@@ -585,6 +621,22 @@ def _peft() -> Iterator[Row]:
         at = f"model.peft.{kind}"
         yield _refused(at, "weight_tying", "every layer has adapters of its own", False)
         yield _refused(at, "position_embedding_strategy", "it is for adapters that all layers share", None)
+    at = "model"
+    yield _refused(at, "language_model_path", "use model.restore_from_path", None, same_as="model.restore_from_path")
+    yield _refused(at, "restore_path", "use model.peft.restore_from_path", None, same_as="model.peft.restore_from_path")
+    style = "use model.peft.peft_scheme, which is ptuning for prompts that are learnt"
+    yield _refused(at, "virtual_prompt_style", style, None, "no-prompts", cure="~{path} model.peft.peft_scheme=ptuning")
+    template = "~{path} model.data.train_ds.prompt_template=TEXT"
+    files = "tasks have no names; use a JSONL file of prompts and answers, model.data.train_ds.file_names"
+    for name in ("existing_tasks", "new_tasks"):
+        yield _refused(at, name, files, [], cure="~{path}")
+    yield _refused(at, "task_templates", "use model.data.train_ds.prompt_template", [], cure=template)
+    for name in ("lora_tuning", "adapter_tuning", "ia3_tuning", "p_tuning"):
+        below = f"write it below model.peft.{name}, and name model.peft.peft_scheme"
+        yield Row(f"{at}.{name}.*", State.REFUSED, below, cure="")
+    for name in ("prompt_tuning", "prompt_learning"):
+        below = "see model.peft.p_tuning, with model.peft.peft_scheme=ptuning"
+        yield Row(f"{at}.{name}.*", State.REFUSED, below, cure="")
     yield Row("model.peft.qlora_tuning.*", State.REFUSED, "weights stay in 16 or 32 bits; use lora_tuning")
 
 
@@ -609,8 +661,7 @@ def _all_rows() -> Iterator[Row]:
         for row in part():
             parent, _, names = row.pattern.rpartition(".")
             for name in names.split():
-                path = f"{parent}.{name}" if parent else name
-                yield Row(path, row.state, row.note, row.off, row.default, row.switch, row.same_as)
+                yield replace(row, pattern=f"{parent}.{name}" if parent else name)
 
 
 KEY_TABLE: tuple[Row, ...] = tuple(_all_rows())
@@ -647,8 +698,8 @@ def row_of(path: str, family: str = "gpt") -> Row | None:
 
 def _moved(row: Row, stack: str) -> Row:
     """The row of a key of `model` for the same key of a stack."""
-    pattern, switch = (text.replace("model.", stack, 1) for text in (row.pattern, row.switch))
-    return replace(row, pattern=pattern, switch=switch, same_as="")
+    pattern, switch, same_as = (text.replace("model.", stack, 1) for text in (row.pattern, row.switch, row.same_as))
+    return replace(row, pattern=pattern, switch=switch, same_as=same_as)
 
 
 def is_block_of_rows(path: str) -> bool:

@@ -7,6 +7,7 @@ types -> rules. No step stops at the first problem.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,15 @@ from ...models.config.model import Family
 from .. import environment
 from ..errors import UserError
 from ..redaction import shown_value, without_secrets
-from . import nemo_spellings, paths, rules, stacks, validate
+from . import nemo_spellings, paths, rules, stacks, validate, which_family
 from .facts import Facts
 from .interpolation import InterpolationError, Resolver, holds_interpolation
 from .key_states import KeyStates, Verdict
 from .key_table import State, row_of
+from .mistyped import corrected
 from .paths import MISSING, Tree
 from .problems import ConfigError, KeyAccount, Problem
+from .process_rules import PARALLEL_SIZES
 from .run_config import DEFAULT, Origin, RunConfig
 from .schema import RootBlock, family_of
 from .schema_index import defaults_tree, key_of_any_family, schema_blocks, schema_keys, show_value
@@ -30,10 +33,11 @@ if TYPE_CHECKING:
     from .overrides import Edit
 
 DEFAULT_NAME, FINETUNE_NAME = "train", "finetune"
+_NO_SUCH_MODEL = "begin with a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
 _SCHED = "model.optim.sched"
 _OTHER_FORM = {
     f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
-    for part in ("warmup", "constant")
+    for part in ("warmup", "constant", "hold")
     for one, other in (("steps", "ratio"), ("ratio", "steps"))
 }
 """Keys that say the same thing in two ways."""
@@ -75,6 +79,7 @@ def load_run_config(
     composition = composer.compose(default if config_name is None else config_name, parsed.choices)
     draft = Draft(composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ)
     draft.packaged = frozenset(composition.packaged)
+    draft.prefer_users_form()
     draft.problems.extend(parsed.problems)
     draft.findings.extend(composition.notes)
     for edit in parsed.edits:
@@ -110,11 +115,14 @@ class Draft:
         self._resolved: Tree = {}
         self._tainted: set[str] = set()
         self._family: Family = "gpt"
+        self._told = which_family.told_family(tree)  # before overrides reset the keys that tell it
 
     def apply(self, edit: Edit) -> None:
         """One value override. An unknown key stays in the tree, to be reported with all the others."""
         origin = Origin("override", edit.typed)
         if edit.is_reset:
+            if edit.names_value and _is_known(edit.path) and not self._is_reset_from(edit):
+                return
             for path in [known for known in self.origins if _is_at_or_below(known, edit.path)]:
                 del self.origins[path]
             if not paths.remove(self.tree, edit.path) and not _is_known(edit.path):
@@ -132,22 +140,38 @@ class Draft:
             del self.origins[path]
         paths.put(self.tree, edit.path, _text_keys(value) if isinstance(value, dict) else value)
         self.origins[edit.path] = origin
-        self._give_way(edit)
+        if edit.value is not None and self.origins.get(_OTHER_FORM.get(edit.path, ""), DEFAULT).kind == "file":
+            self._replace_other_form(edit.path)
 
-    def _give_way(self, edit: Edit) -> None:
-        """Steps typed on the command line replace a ratio from a file, and the other way round."""
-        other = _OTHER_FORM.get(edit.path)
-        if other is None or edit.value is None or paths.get(self.tree, other) is None:
+    def _is_reset_from(self, edit: Edit) -> bool:
+        """Whether `~key=VALUE` names the value there is; a problem where it names another one."""
+        key = key_of_any_family(edit.path)
+        there = paths.get(self.tree, edit.path, key.default if key else None)
+        if there == edit.value and isinstance(there, bool) == isinstance(edit.value, bool):
+            return True
+        named = show_value(edit.value)
+        origin = self.origin_text(edit.path)
+        rule = f"is reset only where it is {shown_value(edit.path, named)}; its value is from {origin}"
+        fix = f"~{edit.path}, or {corrected(edit.path, named)}"
+        typed = f"{without_secrets(edit.typed)} (command line)"
+        self.problems.append(Problem(edit.path, show_value(there), typed, rule, fix))
+        return False
+
+    def prefer_users_form(self) -> None:
+        """Steps of a user's file replace a ratio of a packaged one, and the other way round."""
+        for path, other in _OTHER_FORM.items():
+            if path not in self.packaged and other in self.packaged and paths.get(self.tree, path) is not None:
+                self._replace_other_form(path)
+
+    def _replace_other_form(self, path: str) -> None:
+        other = _OTHER_FORM[path]
+        value = paths.get(self.tree, other)
+        if value is None:
             return
-        there = self.origins.get(other, DEFAULT)
-        if there.kind == "file":
-            self.findings.append(
-                Finding(
-                    "info", (edit.path,), f"it replaces `{other}={show_value(paths.get(self.tree, other))}` of {there}"
-                )
-            )
-            paths.remove(self.tree, other)
-            del self.origins[other]
+        rule = f"it replaces `{other}={show_value(value)}` of {self.origins.get(other, DEFAULT)}"
+        self.findings.append(Finding("info", (path,), rule))
+        paths.remove(self.tree, other)
+        del self.origins[other]
 
     def finish(self, files: tuple[Path, ...]) -> RunConfig:
         """Everything after the overrides."""
@@ -158,7 +182,7 @@ class Draft:
             self._take(finding)
         for finding in nemo_spellings.respelled(self._resolved, self._moved):
             self._take(finding)
-        states = KeyStates(self._resolved, self.origin_text)
+        states = KeyStates(self._resolved, self.origin_text, lambda path: self.kind_of(path) == "override")
         acting: Tree = {}
         account: list[KeyAccount] = []
         historical: list[str] = []
@@ -177,8 +201,10 @@ class Draft:
         self.problems.extend(wrong_types)
         wrong |= {problem.key for problem in self.problems}
         facts = Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._tainted))
+        # with another way to cut a model over processes, nobody knows how many of them share a batch
+        unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZES else set())
         for finding in rules.run_rules(facts):
-            if not wrong.intersection(finding.keys):
+            if not unknown.intersection(finding.keys):
                 self._take(finding)
         judged = {row.path for row in account}
         effective = [row for row in self._effective(root, wrong) if row.path not in judged]
@@ -198,7 +224,10 @@ class Draft:
 
     def origin_text(self, path: str) -> str:
         """Where the value at `path` came from, in words."""
-        path = self._moved.get(path, path)
+        old = self._moved.get(path)
+        if old is None and path in self._moved.values() and paths.get(self._resolved, path, MISSING) == MISSING:
+            return DEFAULT.text  # what was given here is the value of another key
+        path = old or path
         while path:
             if path in self.origins:
                 origin = self.origins[path]
@@ -211,10 +240,20 @@ class Draft:
         return self.origins.get(path, DEFAULT).kind
 
     def _name_family(self) -> None:
-        """NeMo's files name no family: two stacks make a T5."""
-        if stacks.names_both_stacks(self.tree):
-            paths.put(self.tree, "model.family", "t5")
-            self.origins["model.family"] = Origin("default", "model.encoder and model.decoder are there")
+        """NeMo's files name no family; their keys tell it."""
+        other = which_family.other_model(self.tree)
+        if other is not None:  # nothing else that could be said of its keys would help
+            path, called = other
+            rule = f"a configuration of NeMo's {called}; stoker has GPT, T5 and BERT"
+            value = show_value(paths.get(self.tree, path))
+            raise ConfigError([Problem(path, value, self.origin_text(path), rule, _NO_SUCH_MODEL)])
+        path = "model.family"
+        told = which_family.told_family(self.tree) or self._told
+        if told is not None and paths.get(self.tree, path) is None:
+            family, reason = told
+            paths.put(self.tree, path, family)
+            self.origins[path] = Origin("default", reason)
+            self.findings.append(Finding("info", (path,), f"`{family}`, since {reason}", f"{path}={family}"))
         self._family = family_of(self.tree.get("model"))
 
     def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:
@@ -270,6 +309,9 @@ class Draft:
 
     def _take(self, finding: Finding) -> None:
         """A finding of a rule: an error becomes a problem with values and origins."""
+        for key in finding.keys:
+            if key in self._moved and finding.fix == f"~{key}":
+                finding = replace(finding, fix=f"~{self._moved[key]}")
         if finding.level != "error":
             self.findings.append(finding)
             return

@@ -9,8 +9,18 @@ from . import paths
 from .key_table import VALUES
 from .paths import Tree
 from .schema import family_of
-from .schema_index import STACKS, plain_path, schema_keys
+from .schema_index import STACKS, plain_path, schema_keys, show_value
 
+_SOURCE, _FILES = "model.data.data_impl", "model.data.train_ds.file_names"
+_WANDB = "exp_manager.wandb_logger_kwargs"
+_SUMMED_IN = "model.optim.grad_sync_dtype"
+_OTHER_NAMES = {
+    f"{_WANDB}.dir": f"{_WANDB}.save_dir",
+    f"{_WANDB}.version": f"{_WANDB}.id",
+    _SUMMED_IN: "model.fsdp_grad_reduce_dtype",
+}
+_TYPES = {"fp32": "fp32", "float32": "fp32", "32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
+_GATED = {"gelu": "geglu", "silu": "swiglu", "swish": "swiglu", "relu": "reglu"}
 _DISPATCHERS = ("allgather", "alltoall", "alltoall_seq", "flex")
 _ANY_CASE = ("normalization", "position_embedding_type", "activation")
 _NULL_IS_DEFAULT = (
@@ -37,7 +47,9 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     for stack in STACKS[family]:
         yield from _token_dispatcher(tree, stack, moved)
         yield from _drop_policy(tree, stack)
-    yield from _files_of_prompts(tree)
+        yield from _gated_linear_unit(tree, stack)
+    yield from _files_of_prompts(tree, moved)
+    yield from _other_names(tree, moved)
     keys = schema_keys(family)
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _ANY_CASE):
         value = paths.get(tree, path)
@@ -54,14 +66,55 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
             yield Finding("info", (path,), f"null is read as the default, {default}", f"{path}={default}")
 
 
-def _files_of_prompts(tree: Tree) -> Iterator[Finding]:
+def names_files_of_prompts(tree: Tree) -> bool:
+    """Whether files to learn from are named as NeMo's fine-tuning does, without a kind of data."""
+    return paths.get(tree, _SOURCE) is None and paths.get(tree, _FILES) not in (None, paths.MISSING)
+
+
+def _files_of_prompts(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     """NeMo's fine-tuning names files and no kind of data."""
-    source, files = "model.data.data_impl", "model.data.train_ds.file_names"
-    if paths.get(tree, source) is None and paths.get(tree, files) not in (None, paths.MISSING):
-        paths.put(tree, source, "jsonl")
+    if names_files_of_prompts(tree):
+        paths.put(tree, _SOURCE, "jsonl")
+        moved[_SOURCE] = _FILES
         yield Finding(
-            "info", (source, files), "`train_ds.file_names` are read with `data_impl: jsonl`", f"{source}=jsonl"
+            "info", (_SOURCE, _FILES), "`train_ds.file_names` are read with `data_impl: jsonl`", f"{_SOURCE}=jsonl"
         )
+
+
+def _other_names(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
+    """What NeMo's loggers and optimizers call a key; one that says something else than ours is left, to be refused."""
+    for theirs, ours in _OTHER_NAMES.items():
+        value = paths.get(tree, theirs)
+        if value is None or value == paths.MISSING:
+            continue
+        if theirs == _SUMMED_IN:
+            value = _TYPES.get(str(value).removeprefix("torch."))
+        if value is None or paths.get(tree, ours) not in (None, value):
+            continue
+        paths.remove(tree, theirs)
+        paths.put(tree, ours, value)
+        moved[ours] = theirs
+        yield Finding("info", (ours,), f"`{theirs}` is read as `{ours}`", f"{ours}={show_value(value)}")
+
+
+def _gated_linear_unit(tree: Tree, stack: str) -> Iterator[Finding]:
+    """Megatron's second word for a gated activation, beside the activation."""
+    path, activation = f"{stack}.gated_linear_unit", f"{stack}.activation"
+    if paths.get(tree, path) is not True:
+        return
+    named = paths.get(tree, activation) or "gelu"
+    if named in _GATED:
+        yield Finding(
+            "error",
+            (path, activation),
+            f"refused: a gated `{named}` is `activation: {_GATED[named]}` here",
+            f"~{path} {activation}={_GATED[named]}",
+        )
+    elif named in _GATED.values() or str(named).startswith("fast-"):
+        yield Finding("info", (activation,), f"`{path}` adds nothing to `{named}`, which is gated")
+    else:
+        return
+    paths.remove(tree, path)
 
 
 def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator[Finding]:

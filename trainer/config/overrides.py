@@ -33,7 +33,7 @@ class Edit:
     Attributes:
         path: dotted path of the key.
         value: the new value as written; interpolations are not resolved.
-        is_reset: `~key`: back to the default.
+        is_reset: `~key`: back to the default; with `~key=VALUE` only from that value.
         typed: the override as typed.
     """
 
@@ -41,6 +41,11 @@ class Edit:
     value: Any
     is_reset: bool
     typed: str
+
+    @property
+    def names_value(self) -> bool:
+        """Whether there is a `=` in what was typed."""
+        return "=" in self.typed
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from ...models.config.block import Finding
 from ...models.config.family_rules import stacks_of_keys
+from ...models.config.moe_slice import moe_slice
+from ...models.config.peft_slice import SelectiveSlice, peft_slice
 from ...models.config.position_slices import BOUNDED
 from ..data.task import task_name
-from .facts import Facts, Rule
+from .facts import Facts, Rule, no_effect
 from .schema import T5ModelBlock
 
 _AT = "model.peft"
@@ -60,6 +62,20 @@ def frozen_weights_are_trained_ones(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def initial_values_are_drawn(facts: Facts) -> Iterator[Finding]:
+    """Trained parameters that are read are all there: one that is missing is an error."""
+    peft = facts.root.model.peft
+    block = _BLOCKS.get(peft.peft_scheme or "", "")
+    if peft.restore_from_path is None or not block:
+        return
+    settings = getattr(peft, block)
+    for name in ("column_init_method", "row_init_method", "init_std"):
+        field, path = type(settings).model_fields.get(name), f"{_AT}.{block}.{name}"
+        if field is not None and path in facts.own and getattr(settings, name) != field.default:
+            when = "with `peft.restore_from_path`, which has all that is trained"
+            yield no_effect(path, f"{_AT}.restore_from_path", when)
+
+
 def chosen_layers_are_there(facts: Facts) -> Iterator[Finding]:
     """`layer_selection` counts the layers of a stack from 1."""
     model = facts.root.model
@@ -86,6 +102,29 @@ def experts_have_no_factors(facts: Facts) -> Iterator[Finding]:
                 f"`peft_scheme` (ia3) has no factors for experts, of which `{at}num_moe_experts` ({experts}) has some"
             )
             yield Finding("error", (_SCHEME, key), rule, f"{_SCHEME}=lora")
+
+
+def frozen_routers_keep_their_biases(facts: Facts) -> Iterator[Finding]:
+    """The bias on the choice of experts moves with the router: where that is frozen, it stays as the model has it."""
+    model = facts.root.model
+    peft = peft_slice(model.peft)
+    if peft is None:
+        return
+    names = peft.names if isinstance(peft, SelectiveSlice) else ()
+    for at, stack in stacks_of_keys(model).items():
+        moe = moe_slice(stack, of_t5=isinstance(model, T5ModelBlock))
+        if moe is None or moe.bias_update_rate is None:
+            continue
+        inside = at or ("encoder." if model.family == "bert" else "decoder.")
+        routers = [f"{inside}layers.{n}.mlp.router.weight" for n, has_some in enumerate(moe.layers) if has_some]
+        if any(name in router for name in names for router in routers):
+            continue
+        keys = ["moe_router_bias_update_rate"]
+        if model.restore_from_path is None:  # else the biases that are read there choose
+            keys.append("moe_router_enable_expert_bias")
+        for path in (f"model.{at}{key}" for key in keys):
+            if path in facts.own:
+                yield no_effect(path, _SCHEME, f"with `peft_scheme` ({model.peft.peft_scheme}), which trains no router")
 
 
 def selected_parameters_are_named(facts: Facts) -> Iterator[Finding]:
@@ -135,8 +174,10 @@ PEFT_RULES: tuple[Rule, ...] = (
     settings_are_those_of_the_scheme,
     adapters_have_a_scheme,
     frozen_weights_are_trained_ones,
+    initial_values_are_drawn,
     chosen_layers_are_there,
     experts_have_no_factors,
+    frozen_routers_keep_their_biases,
     selected_parameters_are_named,
     vectors_have_room,
 )

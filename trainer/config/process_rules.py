@@ -8,6 +8,12 @@ from ...models.config.block import Finding
 from ...models.config.rules import divisors
 from .facts import Facts, Rule, no_effect, processes
 
+PARALLEL_SIZES = frozenset(
+    f"model.{kind}_parallel_size"
+    for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+)
+"""Of NeMo: other than 1 (which is refused) they divide the processes, so that fewer share a batch."""
+
 
 def mps_is_alone(facts: Facts) -> Iterator[Finding]:
     """Apple's GPUs come one to a machine and do not talk to each other."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...models.config.block import Finding
+from ...models.config.block import Block, Finding
 from ...models.config.family_rules import model_rules, stacks_of_keys
 from ...models.config.moe_slice import moe_slice
 from ...models.config.position_rules import window_hides_nothing
@@ -56,6 +56,14 @@ def query_key_scaling_is_for_fp16(facts: Facts) -> Iterator[Finding]:
 def main_weights_are_for_bf16(facts: Facts) -> Iterator[Finding]:
     """Only `bf16` has a choice between main weights and autocast."""
     trainer, model = facts.root.trainer, facts.root.model
+    if trainer.precision is None and trainer.accelerator in ("cpu", "mps") and "model.megatron_amp_O2" in facts.own:
+        yield Finding(
+            "warning",
+            ("model.megatron_amp_O2", "trainer.precision", "trainer.accelerator"),
+            f"no effect with `precision` (null), which is 32 with `accelerator` ({trainer.accelerator}): the choice "
+            "between main weights and autocast goes with bf16",
+            "trainer.precision=bf16, or ~model.megatron_amp_O2",
+        )
     if trainer.precision is None or trainer.precision == "bf16":
         return
     # False asks for what fp32 and bf16-mixed do anyway; bf16-true does neither.
@@ -68,6 +76,36 @@ def main_weights_are_for_bf16(facts: Facts) -> Iterator[Finding]:
             "the choice between main weights and autocast goes with bf16",
             "trainer.precision=bf16, or ~model.megatron_amp_O2",
         )
+
+
+def norms_that_decay_are_trained(facts: Facts) -> Iterator[Finding]:
+    """Weight decay is for what is trained, and there must be some."""
+    model = facts.root.model
+    key, peft = "model.do_layer_norm_weight_decay", model.peft
+    if not model.do_layer_norm_weight_decay or key not in facts.own:
+        return
+    without_norms = peft.peft_scheme in ("lora", "ptuning", "ia3") or (
+        peft.peft_scheme == "adapter" and peft.adapter_tuning.norm_position is None
+    )
+    if model.optim.weight_decay == 0:
+        yield no_effect(key, "model.optim.weight_decay", "with `weight_decay` (0)")
+    elif without_norms:
+        when = f"with `peft_scheme` ({peft.peft_scheme}), which trains no norm here"
+        yield no_effect(key, "model.peft.peft_scheme", when)
+
+
+def initial_values_are_drawn(facts: Facts) -> Iterator[Finding]:
+    """Weights that are read are all there: one that is missing is an error."""
+    model = facts.root.model
+    if model.restore_from_path is None:
+        return
+    drawn: list[tuple[str, Block, str]] = [("model.", model, "embedding_init_method_std")]
+    for at, stack in _stacks(facts):
+        drawn += [(at, stack, "init_method_std"), (at, stack, "use_scaled_init_method")]
+    for at, block, name in drawn:
+        path = f"{at}{name}"
+        if path in facts.own and getattr(block, name) != type(block).model_fields[name].default:
+            yield no_effect(path, "model.restore_from_path", "with `restore_from_path`, which has every weight")
 
 
 def recordings_read_no_counts(facts: Facts) -> Iterator[Finding]:
@@ -184,6 +222,8 @@ RULES: tuple[Rule, ...] = (
     optimizer_and_schedule,
     query_key_scaling_is_for_fp16,
     main_weights_are_for_bf16,
+    norms_that_decay_are_trained,
+    initial_values_are_drawn,
     recordings_read_no_counts,
     state_on_the_host_is_worth_it,
     centred_norms_are_centred,

@@ -26,7 +26,7 @@ class RunKeys(Block):
     """What `model.*` holds in every family besides the model itself: its batches, its data and its optimizer."""
 
     family: Family = own("gpt")
-    """Which model the keys describe; left out: `t5` where `encoder` and `decoder` are given, else `gpt`."""
+    """Which model the keys describe; left out: that which a NeMo file tells by its keys, else `gpt`."""
     restore_from_path: Text | None = None
     """Begin with the weights of this checkpoint, of the newest one of this run directory, or of this folder of Hugging
     Face's, at step 0: a model of the same shape and tokenizer, which `stoker finetune` takes from there. A run that
@@ -81,14 +81,14 @@ class T5ModelBlock(RunKeys, T5Keys):
     """`model.*` of a T5: the model, its batches, its data and its optimizer."""
 
     family: Family = own("t5")
-    """Which model the keys describe; left out: `t5` where `encoder` and `decoder` are given, else `gpt`."""
+    """Which model the keys describe; left out: that which a NeMo file tells by its keys, else `gpt`."""
 
 
 class BertModelBlock(RunKeys, BertKeys):
     """`model.*` of a BERT: the model, its batches, its data and its optimizer."""
 
     family: Family = own("bert")
-    """Which model the keys describe; left out: `t5` where `encoder` and `decoder` are given, else `gpt`."""
+    """Which model the keys describe; left out: that which a NeMo file tells by its keys, else `gpt`."""
 
 
 AnyModelBlock = ModelBlock | T5ModelBlock | BertModelBlock

@@ -1,4 +1,4 @@
-"""What a configuration says of T5's two stacks without naming the family, or without naming the stack."""
+"""What a configuration says of T5's two stacks without naming the stack."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from . import paths
 from .paths import Tree
 from .schema import family_of
 from .schema_index import STACKS, schema_keys, show_value
-
-_FAMILY = "model.family"
-
-
-def names_both_stacks(tree: Tree) -> bool:
-    """Whether a configuration that names no family is that of a T5: `model.encoder` and `model.decoder` have keys."""
-    stacks = (paths.get(tree, stack) for stack in STACKS["t5"])
-    return paths.get(tree, _FAMILY) is None and all(isinstance(stack, dict) and stack for stack in stacks)
 
 
 def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[str, str]) -> Iterator[Finding]:

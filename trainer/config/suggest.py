@@ -117,8 +117,9 @@ def _same_words(name: str, known: Sequence[str]) -> list[str]:
     return [candidate for _, _, candidate in sorted(ranked)]
 
 
-def _common(a: str, b: str) -> int:
-    """Length of the common head, plus that of the common tail."""
+def _common(path: str, other: str) -> int:
+    """How many names paths begin with in common, plus how many they end with."""
+    a, b = path.split("."), other.split(".")
     head = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     tail = next((i for i, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), min(len(a), len(b)))
     return head + tail

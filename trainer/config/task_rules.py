@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ...models.config.block import Finding
-from ..data.corruption import noise_counts
+from ..data.corruption import cut_mean, noise_counts
 from ..data.installed import BUILT_IN, PAIR_SOURCES
 from ..data.task import Task, task_name, task_of
 from .blocks import DataBlock
@@ -28,12 +29,12 @@ def model_learns_the_task(facts: Facts) -> Iterator[Finding]:
     possible = _FAMILIES[model.family]
     if task_name(model) not in possible:
         learners = [family for family, tasks in _FAMILIES.items() if task_name(model) in tasks]
-        other = "".join(f", or model.family={family} (a preset: model={_PRESETS[family]})" for family in learners)
+        others = [f"model.family={family} (a preset: model={_PRESETS[family]})" for family in learners]
         yield Finding(
             "error",
             (_TYPE, "model.family"),
             f"a model of `family: {model.family}` learns {', '.join(possible)}, not `{task_name(model)}`",
-            f"~{_TYPE}{other}",
+            " or ".join(others),
         )
 
 
@@ -109,6 +110,26 @@ def sides_fit(facts: Facts) -> Iterator[Finding]:
     if task.name not in ("gpt", "sft") and task.length < 4:
         yield Finding(
             "error", (_TYPE,), f"`dataset_type: {task.name}` needs samples of 4 tokens, not {task.length}", ""
+        )
+
+
+def spans_are_as_long_as_asked(facts: Facts) -> Iterator[Finding]:
+    """NeMo cuts what its geometric distribution draws, and with it the mean."""
+    data, name = facts.root.model.data, task_name(facts.root.model)
+    mean, longest = data.mean_ngram_size, data.max_ngram_size
+    drawn = name == "bert" or (name == "t5" and data.data_impl != "mock")
+    if not drawn or not data.geometric_dist or mean is None or mean == 1:
+        return
+    left = cut_mean(mean, longest)
+    if left < 0.9 * mean:
+        enough = math.ceil(math.log(0.1, 1 - 1 / mean))
+        path = f"{_AT}.max_ngram_size"
+        yield Finding(
+            "warning" if mean > longest else "info",
+            (f"{_AT}.mean_ngram_size", path),
+            f"`mean_ngram_size` ({mean:g}) is the mean before longer spans are cut to `max_ngram_size` ({longest}): "
+            f"{left:.3g} is left of it",
+            f"{path}={enough} leaves nine tenths" if enough <= 1000 else f"{path}=1000",
         )
 
 
@@ -204,6 +225,8 @@ def _silent(facts: Facts) -> dict[str, str]:
         silent |= dict.fromkeys(("short_seq_prob", "packed_sequence"), "without `respect_document_boundaries`")
     if name not in ("t5", "seq2seq", "sft"):
         silent["packed_sequence"] = without
+    elif data.data_impl == "mock":
+        silent["packed_sequence"] = "with `data_impl: mock`"
     if model.family != "t5":
         silent["seq_length_dec"] = without
     if model.family == "t5" or name == "sft":
@@ -235,6 +258,7 @@ TASK_RULES: tuple[Rule, ...] = (
     model_learns_the_task,
     pairs_are_for_their_tasks,
     sides_fit,
+    spans_are_as_long_as_asked,
     sentinels_suffice,
     mask_is_for_bert,
     keys_of_the_task,

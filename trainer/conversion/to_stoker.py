@@ -49,7 +49,7 @@ from ..tensor_files import file_name
 from .casting import cast
 from .folder import CONFIG, FolderTensors, open_folder_tensors, read_object
 from .places import new_folder
-from .tokenizer_copy import FOLDER, TokenizerFolder, find_tokenizer, tokenizer_named, tokenizer_of
+from .tokenizer_copy import FOLDER, TokenizerFolder, find_tokenizer, fitting_tokenizer, tokenizer_named
 
 NAME = "converted"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -242,13 +242,10 @@ def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> 
     model = _model_keys(source.architecture, keys) | {"tokenizer": found.keys_in(found.folder or source.path)}
     document = {"name": NAME, "model": model}
     root = RunConfig.from_document(document, trusted=False, origin=f"{source.path} ({source.fields})").root
-    tokenizer = tokenizer_of(root)
-    if keys["override_vocab_size"] < tokenizer.vocab_size:
-        raise UserError(
-            f"{source.path}: the tokenizer has {tokenizer.vocab_size:,} tokens, but `vocab_size` is "
-            f"{keys['override_vocab_size']:,}: it belongs to another model"
-        )
-    return root, tokenizer
+    try:
+        return root, fitting_tokenizer(root, keys["override_vocab_size"])
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from None
 
 
 def run_of(source: Source, incoming: Incoming) -> tuple[RunConfig, Tokenizer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from ...models.config.model import Family
 from ..config.blocks import TokenizerBlock
 from ..config.schema import RootBlock
 from ..data.chat_files import SETTINGS, TEMPLATE, special_names, template_beside
+from ..data.sentinels import USUAL_MASKS
 from ..data.task import task_of
 from ..data.task_samples import tokenizer_of_task
-from ..data.tokenizer_files import DESCRIPTION, MERGES, VOCABULARY
+from ..data.tokenizer_files import DESCRIPTION, MERGES, VOCABULARY, tokenizer_of_keys
 from ..data.tokenizers import ByteTokenizer, Tokenizer
 from ..data.vocabulary import named_tokenizer
 from ..environment import user_path
@@ -74,7 +75,9 @@ def find_tokenizer(folder: Path, family: Family, vocab_size: Any) -> TokenizerFo
         if path.stat().st_size > _MAX_BYTES:
             raise UserError(f"{folder / name} has more than {_MAX_BYTES >> 20} MiB: it belongs to no tokenizer")
     if DESCRIPTION in files:
-        return TokenizerFolder(files, {"library": "huggingface", "type": "{folder}"}, folder)
+        found = TokenizerFolder(files, {"library": "huggingface", "type": "{folder}"}, folder)
+        mask = _named_mask(found, folder) if family == "bert" else None
+        return found if mask is None else replace(found, keys={**found.keys, "special_tokens": {"mask_token": mask}})
     for model in _MODELS:
         if model in files:
             return TokenizerFolder(files, {"library": "sentencepiece", "model": f"{{folder}}/{model}"}, folder)
@@ -89,6 +92,16 @@ def find_tokenizer(folder: Path, family: Family, vocab_size: Any) -> TokenizerFo
         f"{folder} holds no tokenizer that is read here ({DESCRIPTION}, {', '.join(_MODELS)}, or {VOCABULARY} with "
         f"{MERGES}): name one with --tokenizer FOLDER, or --tokenizer byte-level"
     )
+
+
+def _named_mask(found: TokenizerFolder, folder: Path) -> str | None:
+    """The token that hides others, where it has an unusual name and the folder says so."""
+    token = (read_object(folder, SETTINGS) or {}).get("mask_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str) or token in USUAL_MASKS:
+        return None
+    there = tokenizer_of_keys(TokenizerBlock.model_validate(found.keys_in(folder)))
+    return None if there.token_id(token) is None else token
 
 
 def tokenizer_named(name: str, family: Family) -> TokenizerFolder:
@@ -124,6 +137,33 @@ def tokenizer_of(root: RootBlock) -> Tokenizer:
         UserError: its files cannot be read.
     """
     return tokenizer_of_task(root, task_of(root), named_tokenizer(root) or ByteTokenizer())
+
+
+def fitting_tokenizer(root: RootBlock, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a model of so many tokens, as `tokenizer_of` gives it.
+
+    Raises:
+        UserError: its files cannot be read; or it has more tokens, by itself or with what its task has to add.
+    """
+    alone = named_tokenizer(root) or ByteTokenizer()
+    if alone.vocab_size > vocab_size:
+        raise UserError(
+            f"the tokenizer has {alone.vocab_size:,} tokens, but `vocab_size` is {vocab_size:,}: it belongs to another "
+            "model"
+        )
+    tokenizer = tokenizer_of(root)
+    if tokenizer.vocab_size <= vocab_size:
+        return tokenizer
+    if root.model.family == "bert":
+        raise UserError(
+            f"the tokenizer has no mask token: neither {' nor '.join(USUAL_MASKS)}; name the one that it has with "
+            f'"mask_token" in {SETTINGS}, or give another tokenizer with --tokenizer FOLDER'
+        )
+    raise UserError(
+        f"the tokenizer lacks {tokenizer.vocab_size - alone.vocab_size:,} of the sentinels <extra_id_0>, "
+        f"<extra_id_1>, ..., and `vocab_size` ({vocab_size:,}) has no room for them; give the tokenizer that has them "
+        "with --tokenizer FOLDER"
+    )
 
 
 def folder_of_run(root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder | None:

@@ -54,6 +54,7 @@ class Data:
         corpus: the text itself, by split; None for tokenized, mock and installed data, and for pairs.
         pairs: pairs of texts for an encoder and a decoder, by split; None for everything else.
         examples: what a GPT is fine-tuned on, by split; None for everything else.
+        has_own_splits: the pairs or examples say themselves what is held out, not `model.data.splits_string`.
     """
 
     tokenizer: Tokenizer
@@ -67,6 +68,7 @@ class Data:
     corpus: Corpus | None
     pairs: TextPairs | None = None
     examples: Mapping[Split, Sequence[Examples]] | None = None
+    has_own_splits: bool = False
 
     @property
     def validation_bytes(self) -> int:
@@ -220,8 +222,9 @@ def _mapped(root: RootBlock, task: Task, kept: Tokenizer | None) -> Data:
             f"{prefix if isinstance(prefix, str) else counted(len(splits.sets), 'set')}: "
             f"{counted(documents, 'document')}; "
             + ", ".join(f"{split} {counted(tokens[split], 'token')}" for split in SPLITS)
-            + f"; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
-            f"{_sequences(task)}; fingerprint {splits.fingerprint[:12]}"
+            + f"; {tokenizer.to_document()['tokenizer']} tokenizer"
+            + (" (taken for that of the data, which do not say)" if splits.document() is None else "")
+            + f", vocabulary {tokenizer.vocab_size}; {_sequences(task)}; fingerprint {splits.fingerprint[:12]}"
         ),
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
         corpus=None,
@@ -262,7 +265,7 @@ def read_pairs(root: RootBlock) -> TextPairs:
         return read_docstrings(parse_proportions(data.splits_string))
     source = read_source(data, pair_reader(data.context_key, data.label_key), lambda pair: pair.input)
     pairs = source.together()
-    return TextPairs(source.name, pairs, fingerprint_of(pairs))
+    return TextPairs(source.name, pairs, fingerprint_of(pairs), source.has_own_splits)
 
 
 def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
@@ -290,6 +293,7 @@ def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
         corpus=None,
         pairs=texts,
+        has_own_splits=texts.has_own_splits,
     )
 
 
@@ -350,6 +354,7 @@ def _exemplary(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
         corpus=None,
         examples=made.examples,
+        has_own_splits=made.records.has_own_splits,
     )
 
 
@@ -387,7 +392,8 @@ def _describe(corpus: Corpus, tokens: dict[Split, int], tokenizer: Tokenizer, ta
         for split, texts in corpus.documents.items()
     )
     return (
-        f"{corpus.name}: {corpus.files:,} file{'s' * (corpus.files != 1)}; {parts}; "
+        f"{corpus.name}: {corpus.files:,} file{'s' * (corpus.files != 1)}"
+        f"{f' ({corpus.left_out})' if corpus.left_out else ''}; {parts}; "
         f"{tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
         f"{_sequences(task)}; fingerprint {corpus.fingerprint[:12]}"
     )

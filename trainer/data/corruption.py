@@ -10,11 +10,16 @@ class Corruption(NamedTuple):
 
     Attributes:
         density: part of the tokens that are noise, `model.data.masked_lm_prob`.
-        mean_span: tokens in a span on average, `model.data.mean_ngram_size`.
+        mean_span: tokens in a span on average, `model.data.mean_ngram_size`; NeMo's before the longest are cut.
     """
 
     density: float
     mean_span: float
+
+
+def cut_mean(mean: float, longest: int) -> float:
+    """The mean of lengths from a geometric distribution with `mean` of which the longer ones are cut to `longest`."""
+    return mean * (1 - (1 - 1 / mean) ** longest)
 
 
 def noise_counts(length: int, corruption: Corruption) -> tuple[int, int]:

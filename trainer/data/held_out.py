@@ -12,7 +12,7 @@ from ..errors import UserError
 from .pieces import TokenDocuments
 from .seq2seq import AnySamples
 from .sft import FineTuning, held_out_examples
-from .sources import read_text
+from .sources import Corpus, read_text
 from .task import task_of
 from .task_samples import TaskSamples
 from .text_pairs import TextPairs, TokenPairs, read_jsonl
@@ -21,15 +21,15 @@ from .tokenizers import Tokenizer
 from .vocabulary import bytes_of_ids, model_vocabulary
 
 
-def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[AnySamples, NDArray[np.int64]]:
-    """Samples over a whole text file or folder, for a trained model, and the bytes of each token id.
+def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[AnySamples, NDArray[np.int64], Corpus]:
+    """Samples over a whole text file or folder, for a trained model, the bytes of each token id, and the text.
 
     They are made as those of the run's own data were.
 
     Raises:
         UserError: the text cannot be read or tokenized, or is too short to predict anything.
     """
-    corpus = read_text(path, (0.0, 1.0, 0.0), named_by="--data-path")
+    corpus = read_text(path, (0.0, 1.0, 0.0), named_by="--data-path", trains=False)
     task = task_of(root)
     make = TaskSamples(root, task, tokenizer)
     samples: AnySamples | None
@@ -40,7 +40,7 @@ def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[
         samples = windows and make.of_windows(windows, training=False)
     if samples is None:
         raise UserError(f"{path} holds a single token: there is nothing to predict; use a longer text")
-    return samples, bytes_of_ids(tokenizer, model_vocabulary(root, tokenizer))
+    return samples, bytes_of_ids(tokenizer, model_vocabulary(root, tokenizer)), corpus
 
 
 def evaluation_examples(

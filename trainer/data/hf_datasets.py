@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple
 
 from ..errors import UserError
 from .jsonl import Placer, Reader, RecordT
@@ -21,13 +21,25 @@ _SAVED = ("dataset_dict.json", "dataset_info.json")
 """Files that `save_to_disk` writes: of several splits, of one."""
 
 
+class DatasetRecords(NamedTuple, Generic[RecordT]):
+    """What was read.
+
+    Attributes:
+        records: by split.
+        has_own_splits: the data set says itself what is held out; else the proportions do.
+    """
+
+    records: dict[Split, list[RecordT]]
+    has_own_splits: bool
+
+
 def read_dataset(
     path: str,
     options: Mapping[str, Any],
     proportions: Proportions,
     read: Reader[RecordT],
     input_of: Callable[[RecordT], str],
-) -> dict[Split, list[RecordT]]:
+) -> DatasetRecords[RecordT]:
     """What a data set holds, by split.
 
     Its splits `train`, `validation` and `test` are those; where there is `train` alone, each row goes to a split by the
@@ -67,7 +79,7 @@ def read_dataset(
             except UserError as error:
                 raise UserError(f"`{_KEY}`: {error}") from None
             found[split if place is None else place(input_of(record))].append(record)
-    return found
+    return DatasetRecords(found, place is None)
 
 
 def _splits(path: str, options: Mapping[str, Any]) -> dict[str, Any]:

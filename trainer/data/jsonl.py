@@ -46,7 +46,7 @@ def read_split(
     found: dict[Split, list[RecordT]] = {split: [] for split in SPLITS}
     try:
         by_split: dict[Split, Path] = {split: path / f"{split}.jsonl" for split in SPLITS}
-        if path.is_dir() and by_split["train"].is_file():
+        if has_own_splits(path):
             for split, file in by_split.items():
                 if file.is_file():
                     found[split] += _read(file, read)
@@ -68,6 +68,11 @@ def read_split(
     if not any(found.values()):
         raise UserError(f"{named_by}: {path} holds no example")
     return found
+
+
+def has_own_splits(path: Path) -> bool:
+    """Whether a path is a folder that says itself what is trained on; see `read_split`."""
+    return path.is_dir() and (path / "train.jsonl").is_file()
 
 
 def read_files(paths: Sequence[Path], read: Reader[RecordT], named_by: str) -> list[list[RecordT]]:

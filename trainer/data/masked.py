@@ -42,7 +42,8 @@ class MaskedWindows:
 
     Args:
         windows: of s tokens.
-        share: part of the tokens that is chosen, `model.data.masked_lm_prob`; at least one in each window.
+        share: part of the tokens that is chosen, `model.data.masked_lm_prob`; at least one in each window
+            that has any but ends of documents.
         ngrams: NeMo's spans; None chooses every token for itself.
         special: tokens with a part to play.
         seed: chooses; for evaluation the same for all runs.
@@ -93,14 +94,14 @@ class MaskedWindows:
 
     def _choose(self, text: NDArray[np.int64], source: np.random.Philox) -> NDArray[np.int64]:
         """The places that are chosen."""
-        places = np.flatnonzero(text != self._special.eos_id)
+        kept = text == self._special.eos_id
+        places = np.flatnonzero(~kept)
         if not len(places):
             return places
         count = max(1, round(len(places) * self._share))
         if self._ngrams is not None:
             units = units_of(text, self._ngrams.inside)
-            noise = ngram_spans(source, units, self._ngrams.lengths, count, count).noise
-            return places[noise[places]]
+            return np.flatnonzero(ngram_spans(source, units, self._ngrams.lengths, count, count, kept).noise)
         return places[np.argsort(source.random_raw(len(places)), kind="stable")[:count]]
 
     def _hidden(self, tokens: NDArray[np.int64], source: np.random.Philox) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from typing import Generic
 from ..config.blocks import DataBlock
 from ..environment import user_path
 from .hf_datasets import read_dataset
-from .jsonl import Reader, RecordT, read_files, read_split
+from .jsonl import Reader, RecordT, has_own_splits, read_files, read_split
 from .sources import SPLITS, Split, parse_proportions
 
 
@@ -20,10 +20,12 @@ class Source(Generic[RecordT]):
     Attributes:
         name: what they are, for messages.
         sets: those of each split; training may have several files with proportions of their own.
+        has_own_splits: what was read says itself what is held out, not `model.data.splits_string`.
     """
 
     name: str
     sets: dict[Split, list[list[RecordT]]]
+    has_own_splits: bool
 
     def together(self) -> dict[Split, list[RecordT]]:
         """The records of each split, one file after the other."""
@@ -45,18 +47,18 @@ def read_source(data: DataBlock, read: Reader[RecordT], input_of: Callable[[Reco
     if data.train_ds.file_names is None:
         assert data.path is not None  # a rule of the configuration
         if data.data_impl == "huggingface":
-            found = read_dataset(data.path, data.dataset_kwargs, proportions, read, input_of)
-            return Source(data.path, {split: [found[split]] for split in SPLITS})
+            found, own = read_dataset(data.path, data.dataset_kwargs, proportions, read, input_of)
+            return Source(data.path, {split: [found[split]] for split in SPLITS}, own)
         path = user_path(data.path, "model.data.path")
         found = read_split(path, proportions, read, input_of, "`model.data.path`")
-        return Source(str(path), {split: [found[split]] for split in SPLITS})
+        return Source(str(path), {split: [found[split]] for split in SPLITS}, has_own_splits(path))
     named = {"train": data.train_ds, "validation": data.validation_ds, "test": data.test_ds}
     sets: dict[Split, list[list[RecordT]]] = {}
     for split in SPLITS:
         key = f"model.data.{split}_ds.file_names"
         paths = [user_path(name, key) for name in _listed(named[split].file_names)]
         sets[split] = read_files(paths, read, f"`{key}`")
-    return Source(", ".join(_listed(data.train_ds.file_names)), sets)
+    return Source(", ".join(_listed(data.train_ds.file_names)), sets, has_own_splits=True)
 
 
 def _listed(names: str | list[str] | None) -> list[str]:

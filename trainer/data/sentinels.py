@@ -17,6 +17,8 @@ from .tokenizers import MOST_SENTINELS, ByteTokenizer, CharTokenizer, Tokenizer,
 BYT5_SENTINELS = 125
 """They make ByT5's vocabulary 384 ids."""
 T5_SENTINELS = 100
+USUAL_MASKS = ("[MASK]", "<mask>")
+"""Names that tokenizers have for the token that hides others."""
 
 
 def sentinel_name(number: int) -> str:
@@ -81,7 +83,7 @@ def _extended(tokenizer: Tokenizer, tokens: list[str]) -> Tokenizer:
 
 def mask_id(tokenizer: Tokenizer, named: str | None = None) -> int | None:
     """The token that hides one, for masked language models: the named one, or [MASK], <mask> or the first sentinel."""
-    for name in ("[MASK]", "<mask>", sentinel_name(0)) if named is None else (named,):
+    for name in (*USUAL_MASKS, sentinel_name(0)) if named is None else (named,):
         if (id_ := tokenizer.token_id(name)) is not None:
             return id_
     return None

@@ -41,12 +41,14 @@ class Records:
         sets: those of each split; training may have several, with proportions of their own.
         input_of: what of a record decides about the split that it belongs to.
         weights: these proportions; None takes the sets by their sizes.
+        has_own_splits: what was read says itself what is held out.
     """
 
     name: str
     sets: dict[Split, list[list[Any]]]
     input_of: Callable[[Any], str]
     weights: Sequence[float] | None = None
+    has_own_splits: bool = False
 
     def fingerprint(self) -> str:
         """SHA-256 over all of them, in hexadecimal."""
@@ -182,7 +184,8 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
             input_of,
         )
     source = read_source(data, read, input_of)
-    return Records(source.name, source.sets, input_of, data.train_ds.concat_sampling_probabilities)
+    weights = data.train_ds.concat_sampling_probabilities
+    return Records(source.name, source.sets, input_of, weights, source.has_own_splits)
 
 
 def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[Reader[Any], Callable[[Any], str]]:

@@ -14,10 +14,11 @@ import os
 import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ..counted import counted
 from ..errors import UserError
 
 Split = Literal["train", "validation", "test"]
@@ -32,6 +33,11 @@ _PYSTD_LEFT_OUT = {
 }
 _PYSTD_LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
 """Files that describe how this interpreter was built."""
+_RECORDS = (".jsonl", ".ndjson", ".parquet")
+_TOKENS = (".bin", ".idx")
+_PACKED = (".gz", ".zst")
+"""Names of files that hold no plain text, whatever their bytes are: objects with a text in them, tokens, archives."""
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -43,16 +49,28 @@ class Corpus:
         documents: the texts of each split, in a fixed order.
         fingerprint: SHA-256 over the (relative path, SHA-256 of the content) of every file, in hexadecimal.
         files: how many files were read.
+        left_out: what of a folder was not read, for the reader of a log; empty for nothing.
     """
 
     name: str
     documents: dict[Split, list[str]]
     fingerprint: str
     files: int
+    left_out: str = ""
 
     def text(self, split: Split) -> bytes:
         """The UTF-8 bytes of a split, documents joined."""
         return "".join(self.documents[split]).encode("utf-8")
+
+
+class _NoTextError(UserError):
+    """A file that by its name holds no plain text, named directly or the first of a folder that has no other."""
+
+    def __init__(self, path: Path) -> None:
+        kinds = {_RECORDS: "objects with texts in them", _TOKENS: "tokens", _PACKED: "compressed data"}
+        what = next(text for suffixes, text in kinds.items() if path.name.lower().endswith(suffixes))
+        super().__init__(f"{path} holds {what}, not plain text")
+        self.path = path
 
 
 @dataclass(frozen=True)
@@ -107,21 +125,29 @@ def read_pystd(proportions: Proportions) -> Corpus:
     return _by_hash(f"pystd (Python {platform.python_version()})", files, proportions)
 
 
-def read_text(path: Path, proportions: Proportions, named_by: str = "`model.data.path`") -> Corpus:
+def read_text(
+    path: Path, proportions: Proportions, named_by: str = "`model.data.path`", *, trains: bool = True
+) -> Corpus:
     """A text file, cut by position in characters, or a folder, whose files are assigned by hash.
 
-    In a folder every regular file below it counts, except hidden ones (a leading dot) and empty ones.
+    In a folder every regular file below it counts, except hidden ones (a leading dot), empty ones, and those whose
+    names say that they hold no plain text, which `Corpus.left_out` tells.
 
     Args:
         path: the file or folder.
         proportions: parts of train, validation and test.
         named_by: the key or option that gave the path, for messages.
+        trains: whether it is for a run that trains, which could read other kinds of files.
 
     Raises:
-        UserError: the path is missing, unreadable, empty, or not UTF-8; one line with the path and the reason.
+        UserError: the path is missing, unreadable, empty, not UTF-8, or of a kind that holds no plain text; one line
+            with the path and the reason.
     """
     try:
         return _read_folder(path, proportions) if path.is_dir() else _read_file(path, proportions)
+    except _NoTextError as error:
+        cure = _what_trains_on(error.path) if trains else "give the text itself, as a plain file"
+        raise UserError(f"{named_by}: {error}; {cure}") from None
     except UserError as error:
         raise UserError(f"{named_by}: {error}") from None
     except OSError as error:
@@ -129,23 +155,48 @@ def read_text(path: Path, proportions: Proportions, named_by: str = "`model.data
 
 
 def _read_folder(path: Path, proportions: Proportions) -> Corpus:
+    found = _walk(path, skip=lambda name: name.startswith("."))
+    others = [file for file in found if _is_no_text(file)]
     files = [
-        _file(found.relative_to(path), content, _utf8(found, content))
-        for found in _walk(path, skip=lambda name: name.startswith("."))
-        if (content := _content(found))
+        _file(file.relative_to(path), content, _utf8(file, content))
+        for file in found
+        if not _is_no_text(file) and (content := _content(file))
     ]
+    if not files and others:
+        raise _NoTextError(others[0])
     if not files:
         raise UserError(f"the folder {path} holds no text (no file, or only empty or hidden ones)")
-    return _by_hash(str(path), files, proportions)
+    shown = ", ".join(str(file.relative_to(path)) for file in others[:_SHOWN]) + ", ..." * (len(others) > _SHOWN)
+    left_out = f"{counted(len(others), 'file')} left out, no plain text by name: {shown}" if others else ""
+    return replace(_by_hash(str(path), files, proportions), left_out=left_out)
 
 
 def _read_file(path: Path, proportions: Proportions) -> Corpus:
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is neither a file nor a folder; use a UTF-8 text file or a folder of them")
+    if path.is_file() and _is_no_text(path):
+        raise _NoTextError(path)
     content = _content(path)
     if not content:
         raise UserError(f"{path} is empty")
     return _by_position(str(path), _file(Path(), content, _utf8(path, content)), proportions)
+
+
+def _is_no_text(path: Path) -> bool:
+    return path.name.lower().endswith(_RECORDS + _TOKENS + _PACKED)
+
+
+def _what_trains_on(path: Path) -> str:
+    """The way to train on a file that holds no plain text."""
+    name = path.name.lower()
+    if name.endswith(_TOKENS):
+        return f"train on it with data=mmap model.data.data_prefix={path.with_suffix('')}"
+    if name.endswith(_PACKED) and not name.removesuffix(".gz").removesuffix(".zst").endswith((*_RECORDS, ".json")):
+        return "unpack it first"
+    return (
+        f"write stoker preprocess {path} --output-prefix NAME, then data=mmap model.data.data_prefix=NAME, or take "
+        "data=sft for prompts and answers (data=jsonl with a T5)"
+    )
 
 
 def _by_hash(name: str, files: Sequence[_File], proportions: Proportions) -> Corpus:

@@ -87,7 +87,10 @@ class SpanLengths(NamedTuple):
 
     @classmethod
     def geometric(cls, longest: int, mean: float) -> SpanLengths:
-        """SpanBERT's (arXiv 1907.10529, 3.1): geometric with that mean; longer ones are cut to the longest."""
+        """SpanBERT's (arXiv 1907.10529, 3.1): geometric with that mean; longer ones are cut to the longest.
+
+        What is left on average is `corruption.cut_mean`.
+        """
         bounds = 1 - np.full(longest, 1 - 1 / mean).cumprod()
         return cls(np.append(bounds[:-1], 1.0))
 
@@ -104,12 +107,18 @@ class SpanLengths(NamedTuple):
 
 
 def ngram_spans(
-    source: np.random.Philox, units: NDArray[np.int64], lengths: SpanLengths, budget: int, most_spans: int
+    source: np.random.Philox,
+    units: NDArray[np.int64],
+    lengths: SpanLengths,
+    budget: int,
+    most_spans: int,
+    kept: Mask | None = None,
 ) -> SpanMask:
     """Spans as NeMo's `create_masked_lm_predictions` draws them.
 
     Units are visited in random order. Each begins a span of a drawn length, made shorter until it fits into what is
-    left of the budget; one that does not fit at all, or touches a token that is taken, is skipped.
+    left of the budget and holds no token that is kept; one that does not fit at all, or touches a token that is taken,
+    is skipped.
 
     Args:
         source: random words.
@@ -117,11 +126,13 @@ def ngram_spans(
         lengths: of spans, in units.
         budget: tokens that may be noise; at least 1.
         most_spans: spans there may be; at least 1.
+        kept: tokens that are never noise, [length], not all of them; None for none.
 
     Returns:
         Masks [length]. Where no unit fits into the budget, one token is noise.
     """
     length = int(units[-1])
+    kept = np.zeros(length, np.bool_) if kept is None else kept
     noise, starts = np.zeros(length, np.bool_), np.zeros(length, np.bool_)
     order = np.argsort(source.random_raw(len(units) - 1), kind="stable")
     left = budget
@@ -130,7 +141,7 @@ def ngram_spans(
             break
         begin = int(units[first])
         last = min(first + lengths.draw(_word(source)), len(units) - 1)
-        while last > first and units[last] - begin > left:
+        while last > first and (units[last] - begin > left or kept[begin : units[last]].any()):
             last -= 1
         end = int(units[last])
         if end == begin or noise[begin:end].any():
@@ -139,7 +150,8 @@ def ngram_spans(
         left -= end - begin
         most_spans -= 1
     if left == budget:
-        place = int(_fraction(_word(source)) * length)
+        places = np.flatnonzero(~kept)
+        place = places[int(_fraction(_word(source)) * len(places))]
         noise[place] = starts[place] = True
     return SpanMask(noise, starts)
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config.blocks import DataBlock
 from ..config.schema import AnyModelBlock, ModelBlock, RootBlock, T5ModelBlock
-from .corruption import Corruption, corrupted_lengths, window_length
+from .corruption import Corruption, corrupted_lengths, noise_counts, window_length
 from .installed import PAIR_SOURCES
 
 TaskName = Literal["gpt", "sft", "t5", "t5_prefix_lm", "seq2seq", "bert"]
 DEFAULT_DECODER_LENGTH = 128
 """NeMo's `seq_length_dec`, for pairs whose lengths nothing tells."""
-_MEAN_SPAN, _MEAN_NGRAM = 3.0, 5.0
+MEAN_SPAN, MEAN_NGRAM = 3.0, 5.0
 """T5's; and SpanBERT's 1 / 0.2, which is NeMo's."""
 
 
@@ -63,13 +62,14 @@ def task_of(root: RootBlock) -> Task:
     name, length = task_name(model), sequence_length(model)
     mock = data.data_impl == "mock"
     ngrams = data.geometric_dist is not None and not (mock and name == "t5")
-    corruption = Corruption(data.masked_lm_prob, _mean_span(data) if ngrams else data.mean_ngram_size or _MEAN_SPAN)
+    corruption = Corruption(data.masked_lm_prob, data.mean_ngram_size or (MEAN_NGRAM if ngrams else MEAN_SPAN))
     match name:
         case "t5":
             pieces = data.respect_document_boundaries and not mock
             # A span of NeMo's may be a single token, whose place its sentinel takes.
             window = length - 1 if ngrams else window_length(length, corruption, data.seq_length_dec)
-            exact = corrupted_lengths(window, corruption)[1]
+            # Every draw of NeMo's has room: each hidden token may need a sentinel of its own.
+            exact = 2 * noise_counts(window, corruption)[0] + 1 if ngrams else corrupted_lengths(window, corruption)[1]
             packed = pieces and data.packed_sequence
             padded = (pieces or ngrams) and not packed
             return Task(name, length, data.seq_length_dec or exact, window, corruption, packed, padded)
@@ -87,15 +87,6 @@ def task_of(root: RootBlock) -> Task:
             return Task(name, length, 0, length, None, packed, padded=experts and not mock)
         case "gpt":
             return Task(name, length, 0, length, None, data.reset_attention_mask, padded=False)
-
-
-def _mean_span(data: DataBlock) -> float:
-    """The mean of the lengths that NeMo's spans are drawn from."""
-    if data.geometric_dist:
-        return data.mean_ngram_size or _MEAN_NGRAM
-    longest = data.max_ngram_size
-    shorter_first = longest / sum(1 / length for length in range(1, longest + 1))
-    return longest + 1 - shorter_first if data.favor_longer_ngrams else shorter_first
 
 
 def sequence_length(model: AnyModelBlock) -> int:

@@ -34,11 +34,13 @@ class TextPairs:
         name: what they are, for messages.
         pairs: of each split, in a fixed order.
         fingerprint: SHA-256 over all of them, in hexadecimal.
+        has_own_splits: what was read says itself what is held out.
     """
 
     name: str
     pairs: dict[Split, list[TextPair]]
     fingerprint: str
+    has_own_splits: bool = False
 
     def inputs(self) -> list[str]:
         """The input of each pair of all splits."""

@@ -31,7 +31,7 @@ from .samples import Samples
 from .seq2seq import AnySamples, FieldSamples
 from .sources import SPLITS, Split, parse_proportions
 from .task_samples import TaskSamples
-from .tokenizers import Tokenizer, from_document
+from .tokenizers import Tokenizer, from_document, makes_same_tokens
 
 _KEY = "model.data.data_prefix"
 _SAMPLED_BLOCKS = 1024
@@ -78,7 +78,7 @@ class TokenizedSplits:
         """
         known = [(path, found.document) for path, found in self.sets.items() if found.document is not None]
         for path, document in known[1:]:
-            if document != known[0][1]:
+            if not makes_same_tokens(document, known[0][1]):
                 raise UserError(
                     f"`{_KEY}`: {known[0][0]} and {path} were made with different tokenizers "
                     "(see their .json files); sets of one run need one tokenizer"
@@ -137,7 +137,7 @@ def choose_tokenizer(
         made_with = extended(from_document(document))
     except ValueError as error:
         raise UserError(f"`{_KEY}`: the tokenizer in the .json file beside the data: {error}") from None
-    if named is not None and named.to_document() != made_with.to_document():
+    if named is not None and not makes_same_tokens(named.to_document(), made_with.to_document()):
         raise UserError(
             f"{named_by} is not the tokenizer that made the data of `{_KEY}` ({document.get('tokenizer')}, in the "
             ".json file beside them); preprocess the text again, or use the other tokenizer"

@@ -7,7 +7,8 @@ back (`from_document`): a checkpoint may come from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -256,6 +257,18 @@ def saved_document(tokenizer: Tokenizer) -> dict[str, Any]:
     """What a checkpoint keeps of a tokenizer: the document that makes its tokens, and its chat template."""
     chat = {} if tokenizer.chat is None else {"chat": tokenizer.chat.to_document()}
     return {**tokenizer.to_document(), **chat}
+
+
+def makes_same_tokens(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two documents give every text the same ids: what Hugging Face's would put around it is left out."""
+    return _without_surroundings(one) == _without_surroundings(other)
+
+
+def _without_surroundings(document: Mapping[str, Any]) -> dict[str, Any]:
+    if document.get("tokenizer") != "huggingface":
+        return dict(document)
+    definition = json.loads(document["definition"])
+    return {**document, "definition": definition | {"post_processor": None}}
 
 
 def from_document(document: object) -> Tokenizer:

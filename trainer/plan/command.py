@@ -75,8 +75,13 @@ def run(args: argparse.Namespace) -> int:
 def _notes(root: RootBlock, device: str | None, target: Target) -> list[str]:
     """What this plan takes for granted about the device."""
     accelerator = root.trainer.accelerator
-    if accelerator not in ("cpu", "mps") or target.card is None:
+    if target.card is None:
         return []
+    if accelerator not in ("cpu", "mps"):
+        import torch
+
+        is_taken = device is None and not torch.cuda.is_available()
+        return [f"no CUDA device is here: this is the plan of an {target.card.name}; see --device"] * is_taken
     card = "it" if device else f"an {target.card.name}"
     return [f"`trainer.accelerator` ({accelerator}) trains on the host; this is the plan of a run on {card} instead"]
 

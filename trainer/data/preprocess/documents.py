@@ -20,6 +20,7 @@ MAX_DOCUMENT_BYTES = 64 << 20
 _BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 1 << 20
 _ROWS = 256
+_KEYS_SHOWN = 200
 
 TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
 DAMAGED = "damaged compressed data"
@@ -46,15 +47,21 @@ class Reject:
         kind: what is wrong with it, in words.
         place: line (or row) counted from 1, or the byte offset of the line in its file.
         is_offset: which of the two `place` is.
+        note: what else helps, of this one alone.
     """
 
     kind: str
     place: int
     is_offset: bool = False
+    note: str = ""
 
 
 class UnusableError(ValueError):
-    """A line that gives no document; the message is its kind."""
+    """A line that gives no document; the message is its kind, and `note` what helps to mend this one."""
+
+    def __init__(self, kind: str, note: str = "") -> None:
+        super().__init__(kind)
+        self.note = note
 
 
 def text_of_json(line: bytes, key: str) -> str:
@@ -72,7 +79,8 @@ def text_of_json(line: bytes, key: str) -> str:
     if not isinstance(document, dict):
         raise UnusableError("not a JSON object")
     if key not in document:
-        raise UnusableError(f"no key {key!r}")
+        there = ", ".join(map(repr, document))
+        raise UnusableError(f"no key {key!r}", f"--json-key is one of {there[:_KEYS_SHOWN]}" if there else "")
     return usable_text(document[key])
 
 
@@ -131,7 +139,8 @@ def documents_of_lines(
             else:
                 yield usable_text(_decoded(line).removesuffix("\n").removesuffix("\r"))
         except UnusableError as error:
-            yield Reject(str(error), place if first_line is None else number, is_offset=first_line is None)
+            where, is_offset = (place, True) if first_line is None else (number, False)
+            yield Reject(str(error), where, is_offset, error.note)
         place += size
         number += 1
 

@@ -218,8 +218,10 @@ class _Work:
                 self._journal.add_part(task.key, tally)
                 self._now.add(tally)
                 self._weight += task.weight
-            case {"stopped": [source, kind, place, is_offset]}:
-                raise UserError(f"{_place(self._sources[source], place, is_offset)}: {kind}")
+            case {"stopped": [source, kind, place, is_offset, note]}:
+                raise UserError(
+                    f"{_place(self._sources[source], place, is_offset)}: {kind}{f'; {note}' if note else ''}"
+                )
             case {"refused": lines, "exit_code": code}:
                 raise UserError(lines, code)
             case _:
@@ -298,8 +300,9 @@ def _refuse_useless(tally: Tally, sources: Sequence[Source]) -> None:
 
 def _reject_lines(tally: Tally, sources: Sequence[Source]) -> list[str]:
     lines = []
-    for kind, (count, (source, place, is_offset)) in sorted(tally.skipped.items(), key=lambda item: -item[1][0]):
-        lines.append(f"{kind}: {count:,}, first at {_place(sources[source], place, is_offset)}")
+    for kind, (count, (source, place, is_offset, *note)) in sorted(tally.skipped.items(), key=lambda item: -item[1][0]):
+        told = "".join(f"; {text}" for text in note if text)  # parts of an earlier version have none
+        lines.append(f"{kind}: {count:,}, first at {_place(sources[source], place, is_offset)}{told}")
     return lines
 
 

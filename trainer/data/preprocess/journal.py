@@ -81,7 +81,7 @@ class Journal:
     def add_damage(self, key: PartKey, source: int, line: int) -> None:
         """A compressed input cannot be read beyond a line: a part without data."""
         if key not in self.parts:
-            skipped = {DAMAGED: [1, [source, line, False]]}
+            skipped = {DAMAGED: [1, [source, line, False, ""]]}
             self.add_part(
                 key, {"documents": 0, "tokens": 0, "bytes": 0, "skipped": skipped, "sources": {str(source): [0, 1]}}
             )

@@ -38,13 +38,15 @@ def train_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     found = 0
+    first: Reject | None = None
 
     def sample() -> Iterator[str]:
-        nonlocal found
+        nonlocal found, first
         for unit in units:
             left = SAMPLE_BYTES // len(units)
             for document in _documents(unit, sources, reading):
                 if isinstance(document, Reject):
+                    first = first or document
                     continue
                 data = document[:left].encode()[:left]
                 found += 1
@@ -64,7 +66,8 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(sample(), trainer)
     if not found:
-        raise UserError("--train-tokenizer: the sample of the inputs holds no document; see --json-key")
+        told = "".join(f"; {text}" for text in (first.kind, first.note) if text) if first else ""
+        raise UserError(f"--train-tokenizer: the sample of the inputs holds no document{told}")
     return define(canonical(tokenizer.to_str()), {})
 
 

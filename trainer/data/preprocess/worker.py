@@ -51,7 +51,7 @@ class Tally:
 
     Attributes:
         documents, tokens, bytes: what was written, and the UTF-8 bytes of its text.
-        skipped: kind of reject to [count, [source, place, place is an offset] of the first].
+        skipped: kind of reject to [count, [source, place, place is an offset, note] of the first].
         sources: number of an input (as text, for JSON) to its [documents, rejects].
     """
 
@@ -66,7 +66,7 @@ class Tally:
         counts = self.sources.setdefault(str(source), [0, 0])
         counts[reject is not None] += 1
         if reject is not None:
-            entry = self.skipped.setdefault(reject.kind, [0, [source, reject.place, reject.is_offset]])
+            entry = self.skipped.setdefault(reject.kind, [0, [source, reject.place, reject.is_offset, reject.note]])
             entry[0] += 1
 
     def add(self, other: Mapping[str, Any]) -> None:
@@ -112,7 +112,8 @@ def _answer(task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, 
     try:
         return {"done": vars(_do_part(task, data, settings, tokenizer))}
     except StoppedError as stop:
-        return {"stopped": [stop.source, stop.reject.kind, stop.reject.place, stop.reject.is_offset]}
+        reject = stop.reject
+        return {"stopped": [stop.source, reject.kind, reject.place, reject.is_offset, reject.note]}
     except UserError as error:
         return {"refused": error.lines, "exit_code": error.exit_code}
     except MemoryError:
