@@ -88,6 +88,7 @@ def test_span_corruption_then_docstrings(tmp_path: Path, capsys: pytest.CaptureF
     first = run_training(
         load(
             *("experiment=t5_pystd", *TINY, "trainer.max_steps=60", "trainer.val_check_interval=60"),
+            "model.optim.lr=3e-2",  # that of the experiment is for a larger model
             *("trainer.limit_val_batches=2", f"exp_manager.explicit_log_dir={tmp_path / 'pystd'}"),
         )
     )

@@ -133,6 +133,8 @@ class KeyStates:
             )
             if len(more) > 5:
                 also = (*also, f"{len(more) - 5} more")
+            if first.state is None and _families_with(first.path):
+                also = (*also, f"model.family = {self._family} ({self._origin_of('model.family')})")
             yield Problem(first.path, show_value(first.value), self._origin_of(first.path), refusal, fix, also)
 
     def findings(self) -> Iterator[Finding]:
@@ -232,7 +234,7 @@ class KeyStates:
             fix += f" (or {', '.join(near[1:])})"
         if group in _PACKAGES and ".yaml:" in self._origin_of(path):
             fix += f"; a file of the group {group} needs the line `# @package {_PACKAGES[group]}` at its head"
-        elsewhere = [family for family in FAMILIES if path in schema_keys(family)]
+        elsewhere = _families_with(path)
         here = f" in a model of `family: {self._family}`, only with {' or '.join(elsewhere)}" if elsewhere else ""
         return Verdict(path, value, None, "", f"there is no such key{here}", fix)
 
@@ -250,6 +252,10 @@ class KeyStates:
         row = row_of(verdict.path, self._family)
         value = verdict.value
         return value is not None and value != MISSING and bool(row and row.switch)
+
+
+def _families_with(path: str) -> list[Family]:
+    return [family for family in FAMILIES if path in schema_keys(family)]
 
 
 def _means(value: Any, off: Any) -> bool:

@@ -164,7 +164,7 @@ def vectors_have_room(facts: Facts) -> Iterator[Finding]:
         short = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"
         yield Finding(
             "error",
-            (f"{_AT}.p_tuning.virtual_tokens", f"model.{short}", "model.max_position_embeddings"),
+            (f"{_AT}.p_tuning.virtual_tokens", f"{_AT}.peft_scheme", f"model.{short}", "model.max_position_embeddings"),
             f"`virtual_tokens` ({number}) and `{short}` ({length}) must fit into the model's {there} positions",
             f"model.{short}={max(1, there - number)}",
         )
