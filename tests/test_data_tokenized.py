@@ -319,6 +319,21 @@ def test_what_would_stand_around_a_text_makes_no_other_tokenizer(tmp_path: Path)
         build_data(root(prefix), lowered)
 
 
+@pytest.mark.parametrize("definition", [None, 7, "no JSON", "[]", "[" * 100_000])
+def test_documents_that_describe_no_tokenizer_are_refused_in_a_line(tmp_path: Path, definition: Any) -> None:
+    """Whoever wrote the .json files beside two sets."""
+    sets = [token_set(tmp_path, name) for name in "ab"]
+    for prefix in sets:
+        record(prefix, ByteTokenizer())
+        path = Path(f"{prefix}.json")
+        document: dict[str, Any] = {"tokenizer": "huggingface", "special": {}}
+        if definition is not None:
+            document["definition"] = definition
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": document}))
+    with pytest.raises(UserError, match=r"the tokenizer in the \.json file beside the data"):
+        build_data(root(sets))
+
+
 def test_a_tokenizer_that_nobody_vouches_for_is_told(tmp_path: Path) -> None:
     prefix = token_set(tmp_path, "a")
     assert "taken for that of the data, which do not say" in build_data(root(prefix)).description

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
@@ -34,13 +34,17 @@ def determinism(wish: bool | Literal["warn"]) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def attention_flags(root: RootBlock) -> AttentionFlags:
+def attention_flags(root: RootBlock, variables: Mapping[str, str] | None = None) -> AttentionFlags:
     """The NVTE_* variables, with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 for `trainer.deterministic: true` or `warn`.
 
     Torch reports deterministic algorithms in both, which TransformerEngine takes for the same wish.
 
+    Args:
+        root: the configuration.
+        variables: the environment; None is this process's.
+
     Raises:
         ValueError: a variable is neither 0 nor 1.
     """
-    flags = read_flags()
+    flags = read_flags(variables)
     return replace(flags, allow_nondeterministic=False) if root.trainer.deterministic else flags

@@ -132,14 +132,13 @@ def _layers(root: RootBlock) -> str:
 
 def run_flags(root: RootBlock) -> AttentionFlags:
     """The NVTE_* variables of the caller and of `env_vars`, as the run would see them."""
-    from ..kernels.attention.flags import read_flags
+    from .determinism import attention_flags
 
     own = {name: environment.environment_text(value) for name, value in root.env_vars.items()}
     try:
-        flags = read_flags({**environment.snapshot(), **own})
+        return attention_flags(root, {**environment.snapshot(), **own})
     except ValueError as error:
         raise UserError(str(error)) from None
-    return replace(flags, allow_nondeterministic=False) if root.trainer.deterministic else flags
 
 
 def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Installed, str]:

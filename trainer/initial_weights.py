@@ -90,10 +90,14 @@ def _trained_as(base: BaseWeights) -> AnyModelBlock | None:
     if base.checkpoint is None:
         with foreign_keys(base.path) as incoming:
             return MODEL_BLOCKS[incoming.architecture.family].model_validate(incoming.keys)
-    checkpoint: Checkpoint = base.checkpoint
+    root = configuration_of(base.checkpoint)
+    return None if root is None else root.model
+
+
+def configuration_of(checkpoint: Checkpoint) -> RootBlock | None:
+    """The configuration of the run that wrote a checkpoint; None where this version does not know its keys."""
     try:
-        document = checkpoint.config_document
-        return RunConfig.from_document(document, trusted=False, origin=str(checkpoint.path)).root.model
+        return RunConfig.from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path)).root
     except UserError:
         return None
 

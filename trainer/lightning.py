@@ -1,7 +1,7 @@
 """Lightning without what it never needs here, the first import of it in a process.
 
-Lightning imports torchmetrics, and that imports transformers, matplotlib and more wherever they are installed, which
-takes longer than all the rest of Lightning. Here neither is used; who wants torchmetrics whole imports it first.
+Lightning imports torchmetrics, and that imports transformers, matplotlib and more wherever they are installed: 2.6 s
+instead of 0.4, beside torch and its compiler. Here neither is used; who wants torchmetrics whole imports it first.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .checkpoint import checkpoint_paths
 from .config.schema import RootBlock
 from .counted import counted
 from .distributed.pieces import local_tensor
-from .early_stopping import EarlyStopping
+from .early_stopping import EARLY_STOPPING, EarlyStopping
 from .ema import EMA
 from .errors import UserError
 from .evaluation import EvaluationResult, StoppedError
@@ -125,7 +125,7 @@ class RunLoop(pl.Callback):
         self.checkpoint: Path | None = None
         self.stopped_by: str | None = None
         if self._early is not None and self._early.reason is not None:
-            self.stopped_by = f"early stopping ({self._early.reason})"
+            self.stopped_by = f"{EARLY_STOPPING} ({self._early.reason})"
 
     def catch_up(self, module: LanguageModule) -> None:
         """Validate after the step at which an earlier process had no time to; before the training goes on."""
@@ -140,7 +140,7 @@ class RunLoop(pl.Callback):
         if self._early is not None and step % self._keys.val_check_interval == 0:
             stopping = self._check_progress(self._early, step, figures)
             if stopping is not None and step < self._keys.max_steps:
-                self.stopped_by = f"early stopping ({stopping})"
+                self.stopped_by = f"{EARLY_STOPPING} ({stopping})"
         if self._save is not None:  # now with its validation
             self._write(module, figures)
 
@@ -200,7 +200,7 @@ class RunLoop(pl.Callback):
             if checks and self._early is not None and not self.owes_validation:
                 stopping = self._check_progress(self._early, step, figures)
                 if stopping is not None and not last:
-                    reason = reason or f"early stopping ({stopping})"
+                    reason = reason or f"{EARLY_STOPPING} ({stopping})"
                     saves = saves or (self._save is not None and self._saves_end())
             if saves:
                 self._write(pl_module, figures)
@@ -305,7 +305,7 @@ class RunLoop(pl.Callback):
             return None
         reason, line = early.check(value)
         if self._is_verbose:
-            self._journal.say(f"early stopping: {line}")
+            self._journal.say(f"{EARLY_STOPPING}: {line}")
         return reason
 
     def _write(self, module: LanguageModule, figures: Mapping[str, float]) -> None:

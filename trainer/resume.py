@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..models.config.family_rules import stacks_of_keys
 from .base_weights import BaseWeights
 from .checkpoint import BaseRecord, Checkpoint, MisfitError, RunState, find_checkpoint, newest_checkpoint
 from .checkpoint_writing import remove_leftovers
 from .config import paths
 from .config.exp_manager import ExpManagerBlock
-from .config.run_config import RunConfig
 from .config.schema import RootBlock
 from .config.starting_point import SHAPES
 from .data.build import Data
 from .data.task import task_name
 from .environment import user_path
 from .errors import EXIT_IO, UserError
-from .initial_weights import other_functions
+from .initial_weights import configuration_of, other_functions
 from .manifest import stoker_version
 from .optim.build import settings
 from .peft_weights import load_with_base
@@ -181,7 +179,10 @@ def check_resumed(
                 f"`model.data.{key}` was {before} in {checkpoint.path.name} and is {after} now: samples are made "
                 "differently"
             )
-    warnings += _changes_of_model(checkpoint, root)
+    before = configuration_of(checkpoint)
+    if before is not None and before.model.family == root.model.family:
+        warnings += other_functions(root.model, before.model)
+    warnings += _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _HOW_TRAINED)
     for key in sorted(saved.optimizer.keys() | now.optimizer.keys()):
         before, after = saved.optimizer.get(key), now.optimizer.get(key)
         if before != after:
@@ -190,24 +191,6 @@ def check_resumed(
         if saved.versions.get(name) != after:
             warnings.append(f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ")
     return warnings
-
-
-def _changes_of_model(checkpoint: Checkpoint, root: RootBlock) -> Iterator[str]:
-    """Keys of the model that no shape tells of, with other values than those of a checkpoint."""
-    try:
-        document = checkpoint.config_document
-        before = RunConfig.from_document(document, trusted=False, origin=str(checkpoint.path)).root.model
-    except UserError:  # of another version, whose keys mean nothing here
-        return
-    if before.family != root.model.family:
-        return  # its weights do not fit
-    yield from other_functions(root.model, before)
-    stacks = stacks_of_keys(before)
-    for at, stack in stacks_of_keys(root.model).items():
-        for name in _HOW_TRAINED:
-            then, now = getattr(stacks[at], name), getattr(stack, name)
-            if then != now:
-                yield f"`model.{at}{name}` was {then} in {checkpoint.path.name} and is {now} now"
 
 
 def load_resumed(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights | None, root: RootBlock) -> None:
@@ -270,9 +253,8 @@ def _changed_keys(checkpoint: Checkpoint, root: RootBlock, asked: Callable[[str]
         root: its configuration.
         asked: whether a key, by its path, is of interest.
     """
-    try:
-        saved = RunConfig.from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path)).root
-    except UserError:
+    saved = configuration_of(checkpoint)
+    if saved is None:
         return []
     before, after = (dict(paths.leaves(each.model_dump())) for each in (saved, root))
     return [

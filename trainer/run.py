@@ -236,9 +236,10 @@ def _train(
             journal.say(line)
     optimizer = build_optimizer(root, model, precision, data_parallel)
     if resumed is not None:
-        for warning in check_resumed(resumed, start, data.tokenizer.to_document(), root):
-            journal.say(f"warning: {warning}")
+        changes = check_resumed(resumed, start, data.tokenizer.to_document(), root)
         load_resumed(resumed, model, base, root)
+        for warning in changes:  # of a run that goes on
+            journal.say(f"warning: {warning}")
         resumed.load_optimizer(optimizer)
         journal.say(f"going on from {resumed.path}, {counted(resumed.state.consumed_samples, 'sample')} seen")
         start = start.model_copy(

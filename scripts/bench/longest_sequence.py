@@ -147,17 +147,22 @@ def table(rows: Iterable[Row], gib: float | None) -> str:
     lines = [
         f"{ran_on(ran)}{f'; {gib:g} GiB of it' if gib else ''}.",
         "",
-        "| mode | longest as planned | trains | out of memory | peak GiB | planned GiB | s/step |",
-        "|---|---|---|---|---|---|---|",
+        "| mode | longest as planned | trains | out of memory | peak GiB | planned GiB | reserved GiB | s/step |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for mode, (title, _) in MODES.items():
-        mine = [row for row in ran if row["peer"] == mode]
+        tried = [row for row in rows if row["peer"] == mode]
+        mine = [row for row in tried if "refused" not in row]
+        if not tried:
+            continue
         if not mine:
+            least = min(row["tokens"] for row in tried)
+            lines.append(f"| {title} | {tried[0]['longest_planned']:,} | | {least:,} | | | | |")
             continue
         best = max(mine, key=lambda row: row["tokens"])
-        over = [row["tokens"] for row in rows if row["peer"] == mode and row["tokens"] > best["tokens"]]
+        over = [row["tokens"] for row in tried if row["tokens"] > best["tokens"]]
         tokens = f"{best['longest_planned']:,} | {best['tokens']:,} | {f'{min(over):,}' if over else ''}"
-        sizes = f"{best['allocated'] / GIB:.1f} | {best['planned'] / GIB:.1f}"
+        sizes = " | ".join(f"{best[key] / GIB:.1f}" for key in ("allocated", "planned", "reserved"))
         lines.append(f"| {title} | {tokens} | {sizes} | {best['seconds']:.1f} |")
     return "\n".join(lines) + "\n"
 

@@ -37,6 +37,12 @@ def processes(facts: Facts) -> int:
     return (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
 
 
+def is_fp32_for_the_host(facts: Facts) -> bool:
+    """Whether `precision: null` is 32, as on devices that have no tensor cores."""
+    trainer = facts.root.trainer
+    return trainer.precision is None and trainer.accelerator in ("cpu", "mps")
+
+
 def no_effect(path: str, other: str, when: str) -> Finding:
     """The warning that a key changes nothing.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...models.config.block import Finding
 from ...models.config.rules import divisors
-from .facts import Facts, Rule, no_effect, processes
+from .facts import Facts, Rule, is_fp32_for_the_host, no_effect, processes
 
 PARALLEL_SIZES = frozenset(
     f"model.{kind}_parallel_size"
@@ -74,14 +74,12 @@ def sharding_has_processes(facts: Facts) -> Iterator[Finding]:
                 "`fsdp_sharding_strategy: hybrid` is `full` on one machine that shares one copy of the parameters",
                 f"model.fsdp_shard_size={half}" if half else "model.fsdp_sharding_strategy=full",
             )
-    reduce, timeout = "model.fsdp_grad_reduce_dtype", "trainer.process_timeout"
-    for path in (reduce, timeout):
+    reduce = "model.fsdp_grad_reduce_dtype"
+    for path in (reduce, "trainer.process_timeout"):
         if path in facts.given and not several:
             yield no_effect(path, "trainer.devices", "with one process")
-    narrow = trainer.precision == "bf16-true" or (trainer.precision in (None, "bf16") and model.megatron_amp_O2)
-    if trainer.precision is None and trainer.accelerator == "cpu":
-        narrow = False
-    if reduce in facts.given and several and not narrow:
+    asks_for_bf16 = trainer.precision == "bf16-true" or (trainer.precision in (None, "bf16") and model.megatron_amp_O2)
+    if reduce in facts.given and several and (is_fp32_for_the_host(facts) or not asks_for_bf16):
         yield no_effect(reduce, "trainer.precision", "with weights that are not bf16: gradients are summed as they are")
 
 

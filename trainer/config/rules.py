@@ -21,7 +21,7 @@ from .checkpoint_rules import CHECKPOINT_RULES
 from .data_rules import DATA_RULES
 from .environment_rules import ENVIRONMENT_RULES
 from .exp_manager_rules import EXP_MANAGER_RULES
-from .facts import Facts, Rule, no_effect
+from .facts import Facts, Rule, is_fp32_for_the_host, no_effect
 from .fine_tuning_rules import FINE_TUNING_RULES
 from .offload_rules import OFFLOAD_RULES
 from .optim import optimizer_kind, optimizer_settings
@@ -56,7 +56,7 @@ def query_key_scaling_is_for_fp16(facts: Facts) -> Iterator[Finding]:
 def main_weights_are_for_bf16(facts: Facts) -> Iterator[Finding]:
     """Only `bf16` has a choice between main weights and autocast."""
     trainer, model = facts.root.trainer, facts.root.model
-    if trainer.precision is None and trainer.accelerator in ("cpu", "mps") and "model.megatron_amp_O2" in facts.own:
+    if is_fp32_for_the_host(facts) and "model.megatron_amp_O2" in facts.own:
         yield Finding(
             "warning",
             ("model.megatron_amp_O2", "trainer.precision", "trainer.accelerator"),

@@ -260,14 +260,22 @@ def saved_document(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def makes_same_tokens(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two documents give every text the same ids: what Hugging Face's would put around it is left out."""
+    """Whether two documents, from anywhere, give every text the same ids.
+
+    What Hugging Face's would put around a text is left out. Documents that are none are the same if they are equal.
+    """
     return _without_surroundings(one) == _without_surroundings(other)
 
 
 def _without_surroundings(document: Mapping[str, Any]) -> dict[str, Any]:
     if document.get("tokenizer") != "huggingface":
         return dict(document)
-    definition = json.loads(document["definition"])
+    try:
+        definition = json.loads(document["definition"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return dict(document)
+    if not isinstance(definition, dict):
+        return dict(document)
     return {**document, "definition": definition | {"post_processor": None}}
 
 

@@ -1,9 +1,9 @@
 """Weights that every rank keeps whole: data parallel (DDP), and the distributed optimizer (ZeRO-1) that cuts its state.
 
 No flat buffers: while the backward pass runs, the gradients of a layer are summed as soon as all are there, in place
-unless they shall be summed in another dtype than the one they are kept in;
-with a distributed optimizer each rank receives the sums of its own rows only, updates those, and the rows of the other
-ranks are gathered into the weights themselves. FSDP2 does the same with a copy into and out of every message.
+unless they shall be summed in another dtype than the one they are kept in; with a distributed optimizer each rank
+receives the sums of its own rows only, updates those, and the rows of the other ranks are gathered into the weights
+themselves. FSDP2 does the same with a copy into and out of every message.
 
 Source: Rajbhandari et al. 2020, arXiv 1910.02054, section 5 (ZeRO-1 communicates as much as data parallel).
 """

@@ -47,8 +47,8 @@ class Card:
 
 # Memory is about what `torch.cuda.get_device_properties` reports, which is less than the data sheet's size; bandwidths
 # are those of the data sheets. The parts are those with which the steps of docs/benchmarks.md that an H100 ran come out
-# best, 1.2 B at 4,096 to 106,496 tokens, wide, LoRA, experts and T5: within 3 %, with experts 4 %. They agree with its
-# kernels alone: GEMMs at 700 to 760 of 989 TFLOP/s, attention at 565 with sequences of 16,384.
+# best: 1.2 B at 4,096 to 106,496 tokens, wide and T5 within 2 %, LoRA 4 %, experts 5 %. They agree with its kernels
+# alone: GEMMs at 700 to 760 of 989 TFLOP/s, attention at 565 with sequences of 16,384.
 _TABLE: dict[str, Card] = {
     "h100": Card(
         name="NVIDIA H100 80GB HBM3", memory=int(79.1 * GIB), capability=(9, 0), bandwidth=3.35e12, host_link=50e9,

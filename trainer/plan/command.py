@@ -80,8 +80,9 @@ def _notes(root: RootBlock, device: str | None, target: Target) -> list[str]:
     if accelerator not in ("cpu", "mps"):
         import torch
 
-        is_taken = device is None and not torch.cuda.is_available()
-        return [f"no CUDA device is here: this is the plan of an {target.card.name}; see --device"] * is_taken
+        if device is not None or torch.cuda.is_available():
+            return []
+        return [f"no CUDA device is here: this is the plan of an {target.card.name}; see --device"]
     card = "it" if device else f"an {target.card.name}"
     return [f"`trainer.accelerator` ({accelerator}) trains on the host; this is the plan of a run on {card} instead"]
 
