@@ -394,6 +394,22 @@ def test_waiting_threads_spin_briefly_unless_the_caller_has_a_wish(monkeypatch: 
         assert variables["A"] == "1"
 
 
+def test_segments_of_device_memory_grow_unless_the_caller_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    for platform, given, asked, expected in (
+        ("linux", {}, {}, grown),
+        ("linux", own, {}, own),
+        ("linux", {}, own, own),
+        ("win32", {}, {}, {}),
+    ):
+        variables: dict[str, str] = dict(given)
+        monkeypatch.setattr(environment.os, "environ", variables)
+        monkeypatch.setattr(environment.sys, "platform", platform)
+        environment.prepare_process(asked)
+        assert {name: value for name, value in variables.items() if "ALLOC" in name} == expected
+
+
 def test_processes_that_crash_in_the_same_second_keep_a_trace_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "stoker-crash-now")

@@ -24,6 +24,7 @@ from .development import overfitted, trial_of
 from .distributed.asked import layout_of
 from .distributed.ranks import Ranks, describe_process
 from .early_stopping import EARLY_STOPPING, ways_on
+from .environment import let_segments_grow
 from .errors import EXIT_DONE, UserError
 from .evaluation import EvaluationResult
 from .expert_balance import build_expert_balance
@@ -106,6 +107,7 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
     Raises:
         UserError: what the configuration asks for cannot be done here, training diverged, or the disk is full.
     """
+    let_segments_grow()
     config = trial_of(config)
     root = config.root
     ranks = ranks or Ranks()
