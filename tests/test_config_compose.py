@@ -8,7 +8,9 @@ from config_helpers import DATA, gpt, load, problems, write
 from stoker.trainer.config import overrides
 from stoker.trainer.config.compose import PACKAGED, Composer
 from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.schema import T5ModelBlock
+from stoker.trainer.config.show import finding_lines
 from stoker.trainer.errors import UserError
 
 GROUPS = ("model", "data", "tokenizer", "optim", "peft", "trainer", "experiment")
@@ -347,12 +349,29 @@ def test_unknown_names_in_a_defaults_list(tmp_path: Path) -> None:
     assert "defaults list" in refusal(name="e", directory=tmp_path)
 
 
-def test_unknown_primary_file(tmp_path: Path) -> None:
+def test_unknown_primary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "mine", "name: x\n")
     (tmp_path / "old.yml").write_text("name: x\n")
     assert "did you mean mine?" in refusal(name="mien", directory=tmp_path)
     assert "rename old.yml" in refusal(name="old", directory=tmp_path)
     assert "no such folder" in refusal(directory=tmp_path / "nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert "mine.yaml is there: --config-dir . --config-name mine" in refusal(name="mine.yaml")
+    write(tmp_path, "runs/small", "name: x\n")
+    assert "--config-dir runs --config-name small" in refusal(name="runs/small.yaml")
+
+
+def test_a_warning_says_where_its_key_was_set(tmp_path: Path) -> None:
+    write(tmp_path, "a", "defaults: [train]\nmodel:\n  activations_checkpoint_method: uniform\n")
+    in_file, typed = "a.yaml:3: model.activations_checkpoint_method: ", "model.activations_checkpoint_method=block"
+    for words, start in (((), in_file), ((typed,), f"{typed} (command line): ")):
+        (finding,) = load(*words, name="a", directory=tmp_path).findings
+        (line,) = finding_lines([finding])
+        assert line.startswith(f"warning: {start}`activations_checkpoint_method`")
+    write(tmp_path, "b", "defaults: [train]\nmodel:\n  apply_query_key_layer_scaling: true\n  num_query_groups: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load(name="b", directory=tmp_path)
+    assert [finding.origin for finding in caught.value.findings] == ["b.yaml:3"]
 
 
 def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:

@@ -136,8 +136,8 @@ def test_the_family_of_a_flat_file_is_told_by_its_keys(
     write(tmp_path, "flat", FLAT.format(length=length, data=data, model=model))
     config = load(name="flat", directory=tmp_path)
     assert config.root.model.family == family
-    notes = [finding.message for finding in config.findings if finding.keys == ("model.family",)]
-    assert notes == ([f"`{family}`, since {told_by}"] if told_by else [])
+    notes = [(finding.message, finding.origin) for finding in config.findings if finding.keys == ("model.family",)]
+    assert notes == ([(f"`{family}`, since {told_by}", "")] if told_by else [])
     if family == "t5":
         assert isinstance(config.root.model, T5ModelBlock)
         assert config.root.model.decoder.num_layers == 2

@@ -35,9 +35,11 @@ class Finding:
         keys: dotted paths the rule is about, the one to change first. Relative to the block the rule is for.
         message: the rule and the actual values, naming keys in backticks.
         fix: what to write instead, ready to be typed; empty when the message says it.
+        origin: where the value of the first key came from, in words; empty where nobody has set it, or it is not known.
     """
 
     level: Literal["error", "warning", "info"]
     keys: tuple[str, ...]
     message: str
     fix: str = ""
+    origin: str = ""

@@ -190,6 +190,9 @@ class Composer:
         near = closest(config_name, names)
         if near:
             lines.append(f"    did you mean {near}?")
+        meant = Path(f"{config_name}.yaml")
+        if meant.is_file():
+            lines.append(f"    {display(meant)} is there: --config-dir {meant.parent} --config-name {meant.stem}")
         lines.append("    searched: " + ", ".join(map(display, self.directories)))
         lines.append("    found: " + (", ".join(names) or "nothing"))
         raise UserError(lines)

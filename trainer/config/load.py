@@ -208,15 +208,16 @@ class Draft:
                 self._take(finding)
         judged = {row.path for row in account}
         effective = [row for row in self._effective(root, wrong) if row.path not in judged]
+        findings = tuple(replace(finding, origin=self._given_at(finding)) for finding in self.findings)
         if self.problems:
-            raise ConfigError(_distinct(self.problems), [*effective, *account], self.findings)
+            raise ConfigError(_distinct(self.problems), [*effective, *account], findings)
         document = self._document(root)
         origins = {key: self.origins.get(key, DEFAULT) for key in _leaf_paths(document)} | self.origins
         return RunConfig(
             root=root,
             origins=origins,
             document=document,
-            findings=tuple(self.findings),
+            findings=findings,
             historical=tuple(historical),
             account=(*effective, *account),
             files=files,
@@ -224,16 +225,19 @@ class Draft:
 
     def origin_text(self, path: str) -> str:
         """Where the value at `path` came from, in words."""
+        origin = self._origin_at(path)
+        return f"{without_secrets(origin.text)} (command line)" if origin.kind == "override" else origin.text
+
+    def _origin_at(self, path: str) -> Origin:
         old = self._moved.get(path)
         if old is None and path in self._moved.values() and paths.get(self._resolved, path, MISSING) == MISSING:
-            return DEFAULT.text  # what was given here is the value of another key
+            return DEFAULT  # what was given here is the value of another key
         path = old or path
         while path:
             if path in self.origins:
-                origin = self.origins[path]
-                return f"{without_secrets(origin.text)} (command line)" if origin.kind == "override" else origin.text
+                return self.origins[path]
             path = paths.parent_of(path)
-        return DEFAULT.text
+        return DEFAULT
 
     def kind_of(self, path: str) -> str:
         """`file`, `override`, `document` or `default`."""
@@ -320,6 +324,11 @@ class Draft:
         self.problems.append(
             Problem(first, self._shown(first), self.origin_text(first), finding.message, finding.fix, also)
         )
+
+    def _given_at(self, finding: Finding) -> str:
+        """Where the first key of a finding was given; empty where it is a default."""
+        first = next(iter(finding.keys), "")
+        return "" if self._origin_at(first).kind == "default" else self.origin_text(first)
 
     def _shown(self, path: str) -> str:
         value = paths.get(self._raw, path)

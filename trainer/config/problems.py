@@ -64,15 +64,18 @@ class Problem:
     def lines(self) -> list[str]:
         """The problem for a terminal: where and what, then the rule, then the way out."""
         shown = f"{self.key} = {self.value}" if self.value is not None else self.key
-        if self.origin.lstrip("+").startswith(f"{self.key}="):
-            shown = self.origin
-        elif self.origin:
-            shown = f"{self.origin}: {shown}"
-        text = [shown, f"    {self.rule}"]
+        text = [placed(shown, self.key, self.origin), f"    {self.rule}"]
         text += [f"    with {other}" for other in self.also]
         if self.fix:
             text.append(f"    fix: {self.fix}")
         return text
+
+
+def placed(shown: str, key: str, origin: str) -> str:
+    """A key behind the place where it was set; an override as typed says both."""
+    if origin.lstrip("+").startswith(f"{key}="):
+        return origin
+    return f"{origin}: {shown}" if origin else shown
 
 
 class ConfigError(UserError):

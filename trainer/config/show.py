@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ...models.config.block import Finding
@@ -12,7 +12,7 @@ from ...models.config.model import FAMILIES, Family
 from . import paths
 from .key_states import state_of
 from .key_table import KEY_TABLE, VALUES, State
-from .problems import ConfigError, KeyAccount
+from .problems import ConfigError, KeyAccount, placed
 from .run_config import RunConfig
 from .schema import MODEL_BLOCKS, RootBlock
 from .schema_index import Key, key_of_any_family, schema_blocks, schema_keys, show_value
@@ -85,9 +85,7 @@ def as_json(
             "valid": error is None,
             "digest": config.digest if config else None,
             "keys": keys,
-            "findings": [
-                {"level": f.level, "keys": list(f.keys), "message": f.message, "fix": f.fix} for f in findings
-            ],
+            "findings": findings_document(findings),
             "problems": [
                 {"key": p.key, "value": p.value, "origin": p.origin, "rule": p.rule, "fix": p.fix, "also": list(p.also)}
                 for p in problems
@@ -263,11 +261,16 @@ def _cell(text: str) -> str:
 
 
 def finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
-    """Warnings and notes for the terminal, one line each."""
+    """Warnings and notes for the terminal, one line each: where the value came from, its key, what is to say of it."""
     for finding in findings:
         fix = f" ({finding.fix})" if finding.fix else ""
         first = next(iter(finding.keys), "")
         acts = any(state_of(first, family) is State.ACTS for family in FAMILIES)
         one_key = len(finding.keys) <= 3 and acts
-        where = f"{first}: " if one_key else ""
+        where = f"{placed(first, first, finding.origin)}: " if one_key else ""
         yield f"{'warning' if finding.level == 'warning' else 'note'}: {where}{finding.message}{fix}"
+
+
+def findings_document(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """Warnings and notes for `--json`."""
+    return [asdict(finding) for finding in findings]

@@ -88,8 +88,9 @@ def _notes(root: RootBlock, device: str | None, target: Target) -> list[str]:
 
 
 def _said(findings: Sequence[Finding], notes: Sequence[str]) -> dict[str, Any]:
-    told = [{"level": f.level, "keys": list(f.keys), "message": f.message, "fix": f.fix} for f in findings]
-    return {"findings": told, "notes": list(notes)}
+    from ..config.show import findings_document
+
+    return {"findings": findings_document(findings), "notes": list(notes)}
 
 
 def _tell(findings: Sequence[Finding], notes: Sequence[str]) -> None:
