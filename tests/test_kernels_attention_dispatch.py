@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.kernels.attention.call import AttentionCall, Bias, Installed
-from stoker.kernels.attention.dispatch import NoBackendError, choose, preference
+from stoker.kernels.attention.dispatch import NoBackendError, choose, preference, tables
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.support import BACKENDS, BY_NAME
 
@@ -447,6 +447,18 @@ def test_nothing_left_prints_every_row() -> None:
 def test_unknown_name() -> None:
     with pytest.raises(ValueError, match="must be one of auto, flash, fused"):
         choose(CPU, attention_backend="cudnn", flags=ON, installed=NEW)
+
+
+def test_kinds_of_call_with_the_same_reasons_share_a_table() -> None:
+    short = choose(CPU, flags=ON, installed=NEW)
+    long = choose(dataclasses.replace(CPU, queries=2 * CPU.queries, keys=2 * CPU.keys), flags=ON, installed=NEW)
+    dropping = choose(dataclasses.replace(CPU, dropout=0.1), flags=ON, installed=NEW)
+    both, alone = tables({"training": short, "evaluation": dropping, "generation": long})
+    first, second, *rest = both.splitlines()
+    assert first == f"attention, training: {short.table().splitlines()[0]}"
+    assert second == f"attention, generation: {long.table().splitlines()[0]}"
+    assert rest == short.table().splitlines()[1:]
+    assert alone == f"attention, evaluation: {dropping.table()}"
 
 
 def test_table_and_memory_note() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.attention.dispatch import tables
 from ..models.build import LanguageModel
 from ..models.offload_copies import HostMemoryError
 from .base_weights import BaseWeights, base_of_run
@@ -267,7 +268,7 @@ def _train(
         journal.say(line)
     flags = attention_flags(root)
     tell = journal.say if flags.debug else journal.note
-    for text in (*flags.notes(), *(decision.table() for decision in model.attention_decisions.values())):
+    for text in (*flags.notes(), *tables(model.attention_decisions)):
         tell(text)
 
     plan = BatchPlan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .call import AttentionCall, Installed
@@ -65,9 +66,18 @@ class Decision:
 
     def table(self) -> str:
         """Plain text for the log: the call, one line per backend, then the notes."""
-        return "\n".join(
-            [f"{self.call}: {self.backend}", *table_lines(self.rows), *(f"  note: {note}" for note in self.notes)]
-        )
+        return "\n".join([f"{self.call}: {self.backend}", *self._reasons()])
+
+    def _reasons(self) -> tuple[str, ...]:
+        return (*table_lines(self.rows), *(f"  note: {note}" for note in self.notes))
+
+
+def tables(decisions: Mapping[str, Decision]) -> list[str]:
+    """The tables of a model for the log, by kind of call; kinds whose reasons are the same words share a table."""
+    calls: dict[tuple[str, ...], list[str]] = {}
+    for kind, decision in decisions.items():
+        calls.setdefault(decision._reasons(), []).append(f"attention, {kind}: {decision.call}: {decision.backend}")
+    return ["\n".join([*heads, *reasons]) for reasons, heads in calls.items()]
 
 
 def table_lines(rows: tuple[Row, ...]) -> list[str]:
