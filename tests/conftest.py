@@ -105,6 +105,14 @@ def compilers() -> Iterator[Forks]:
 
 
 @pytest.fixture
+def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What builds and runs tiny configurations."""
+    from key_lab import Lab
+
+    return Lab(tmp_path, capsys, monkeypatch)
+
+
+@pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of experts draws none at its end, as where matplotlib is not installed: one takes longer than the run."""
     from stoker.trainer import expert_load

@@ -9,8 +9,8 @@ import pytest
 from config_helpers import load, problems, write
 
 from stoker.trainer.config.foreign_names import FOREIGN_NAMES
+from stoker.trainer.config.key_row import State
 from stoker.trainer.config.key_states import is_known, known_keys, state_of, suggestions
-from stoker.trainer.config.key_table import State
 from stoker.trainer.config.problems import Problem
 from stoker.trainer.config.schema_index import schema_keys
 from stoker.trainer.config.suggest import closest, distance

@@ -11,13 +11,15 @@ from ...models.config.block import Finding
 from ...models.config.model import FAMILIES, Family
 from ..redaction import shown_value
 from . import paths
-from .key_table import KEY_TABLE, VALUES, Row, State, is_block_of_rows, row_of
+from .key_row import Row, State
+from .key_table import KEY_TABLE, is_block_of_rows, row_of
 from .mistyped import corrected
 from .paths import MISSING, Tree
 from .problems import Problem
 from .schema import family_of
 from .schema_index import open_block_of, plain_path, schema_blocks, schema_keys, show_value
 from .suggest import keys_like
+from .value_table import VALUES
 
 _CODE = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _OF_GPT = {

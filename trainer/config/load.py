@@ -19,8 +19,9 @@ from ..redaction import shown_value, without_secrets
 from . import nemo_spellings, paths, rules, stacks, validate, which_family
 from .facts import Facts
 from .interpolation import InterpolationError, Resolver, holds_interpolation
+from .key_row import State
 from .key_states import KeyStates, Verdict
-from .key_table import State, row_of
+from .key_table import row_of
 from .mistyped import corrected
 from .paths import MISSING, Tree
 from .problems import ConfigError, KeyAccount, Problem

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ...models.config.block import Finding
 from . import paths
-from .key_table import VALUES
 from .paths import Tree
 from .schema import family_of
 from .schema_index import STACKS, plain_path, schema_keys, show_value
+from .value_table import VALUES
 
 _SOURCE, _FILES = "model.data.data_impl", "model.data.train_ds.file_names"
 _WANDB = "exp_manager.wandb_logger_kwargs"

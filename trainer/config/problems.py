@@ -9,7 +9,7 @@ from ...models.config.block import Finding
 from ..counted import counted
 from ..errors import UserError
 from ..redaction import shown_value, without_secrets
-from .key_table import State
+from .key_row import State
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from typing import Any
 from ...models.config.block import Finding
 from ...models.config.model import FAMILIES, Family
 from . import paths
+from .key_row import State
 from .key_states import state_of
-from .key_table import KEY_TABLE, VALUES, State
+from .key_table import KEY_TABLE
 from .problems import ConfigError, KeyAccount, placed
 from .run_config import RunConfig
 from .schema import MODEL_BLOCKS, RootBlock
 from .schema_index import Key, key_of_any_family, schema_blocks, schema_keys, show_value
+from .value_table import VALUES
 
 _WIDEST = 48
 

@@ -1,0 +1,181 @@
+"""Rows of the key table: how a model is optimized, on which data and with which tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .key_row import NCCL, Row, State, history, off, refused, rows
+
+_FP32 = ("float32", "torch.float32", 32, "32", "32-true")
+
+
+def rows_of_training() -> Iterator[Row]:
+    """Keys of the optimizer, the data and the tokenizer."""
+    yield from _optim()
+    yield from _data()
+    yield from _sets_of_fine_tuning()
+    yield from _tokenizer()
+
+
+def _optim() -> Iterator[Row]:
+    at = "model.optim"
+    yield from history(
+        at,
+        "bucket_cap_mb overlap_grad_sync overlap_param_sync "
+        "contiguous_grad_buffer contiguous_param_buffer "
+        "lock_timeout nccl_ub average_in_collective align_param_gather fused foreach "
+        "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step",
+        NCCL,
+    )
+    summed = "model.fsdp_grad_reduce_dtype"
+    cure = f"~{{path}}, with {summed}=fp32 or bf16"
+    yield refused(at, "grad_sync_dtype", f"use {summed}", None, same_as=summed, cure=cure)
+    sent = "parameters are sent between processes in the type they have, which follows from trainer.precision"
+    yield refused(at, "param_sync_dtype", sent, None, same_as="trainer.precision", cure="~{path}")
+    yield refused(at, "dtype", "the optimizer's state is fp32 (fp64 with precision 64)", "fp32", *_FP32)
+    yield refused(at, "amsgrad", "AdamW is used without AMSGrad", False)
+    yield refused(at, "dampening", "momentum is used without dampening", 0, 0.0)
+    yield refused(at, "min_step", "Adafactor's relative step is at most 0.01", 1e-2)
+    yield off(at, "capturable", "CUDA graphs", False)
+    sched = f"{at}.sched"
+    yield refused(sched, "cycle", "the decay ends at max_steps, in NeMo too, so there is no second cycle", False)
+    yield refused(sched, "last_epoch", "the schedule follows the step count, resumed or not", -1)
+    yield refused(
+        sched, "max_steps_for_lr_sched", "use model.optim.sched.max_steps", None, same_as=f"{sched}.max_steps"
+    )
+    yield refused(sched, "monitor", "schedules depend on the configuration only", None, "val_loss")
+    yield refused(sched, "reduce_on_plateau", "schedules depend on the configuration only", None, False)
+    yield refused(sched, "decay_steps", "the decay takes the steps that warm-up, hold and constant part leave", None)
+
+
+def _data() -> Iterator[Row]:
+    at = "model.data"
+    yield from history(
+        at,
+        "skip_warmup delay_data_init "
+        "delay_data_mmap mmap_bin_files num_dataset_builder_threads "
+        "exchange_indices_distributed legacy_dataset pin_memory persistent_workers prefetch_factor",
+        "about NeMo's readers of .bin/.idx data",
+    )
+    yield refused(
+        at, "dataloader_type", "each sample is seen once per epoch, in an order drawn from model.seed", "single"
+    )
+    yield refused(at, "drop_last", "training sees whole batches", True)
+    yield refused(at, "no_seqlen_plus_one_input_tokens", "a sample is sequence + 1 tokens: input and target", False)
+    yield refused(at, "pad_samples_to_global_batch_size", "batches are always whole", False)
+    yield refused(
+        at, "data_cache_generation_only", "the first process that needs an index makes it, in vectorised code", False
+    )
+    yield refused(at, "mock_dataset", "use model.data.data_impl=mock", False)
+    yield off(at, "add_fim", "fill-in-the-middle", False)
+    yield from rows(
+        State.NOT_YET,
+        f"{at}.fim",
+        "rate spm_rate split_sample fragment_rate no_prefix",
+        "fill-in-the-middle",
+        switch=f"{at}.add_fim",
+    )
+    yield from rows(
+        State.NOT_YET,
+        f"{at}.fim.extra_tokens",
+        "prefix middle suffix pad eod",
+        "fill-in-the-middle",
+        switch=f"{at}.add_fim",
+    )
+    yield from rows(
+        State.REFUSED,
+        f"{at}.chat_prompt_tokens",
+        "system_turn_start turn_start label_start end_of_turn end_of_name",
+        "a chat template says how turns are written; use model.tokenizer.chat_template",
+    )
+    yield refused(at, "permutation", "moves tokens of the encoder's side about, which nothing asks back", False)
+    yield refused(at, "ngram_span_length_distribution", "use model.data.geometric_dist", None)
+    yield from rows(
+        State.REFUSED,
+        at,
+        "extreme_masked_lm_prob extreme_max_ngram_size extreme_mean_ngram_size extreme_min_ngram_size "
+        "extreme_ngram_span_length_distribution prefix_lm_pivot_mean delete_mask_prob",
+        "UL2 and BART are not stoker's; model.data.dataset_type is t5 or t5_prefix_lm",
+        switch=f"{at}.dataset_type",
+    )
+    yield from history(at, "ceil_to_power_2 pad_to_max_length", "about padding: rows have fixed lengths")
+    yield from history(at, "get_attention_mask_from_fusion", "about a mask that is not made")
+
+
+def _sets_of_fine_tuning() -> Iterator[Row]:
+    own = "model.data.train_ds"
+    alike = "validation and test are read as training data are; leave it out"
+    for name in ("train_ds", "validation_ds", "test_ds"):
+        yield Row(f"model.{name}.*", State.REFUSED, "use model.data.train_ds, validation_ds and test_ds")
+        at, trains = f"model.data.{name}", name == "train_ds"
+        yield from history(
+            at,
+            "pin_memory memmap_workers index_mapping_dir ceil_to_power_2 pad_to_max_length global_sample_mapping "
+            "get_attention_mask_from_fusion packed_sequence_return_cu_seqlen hf_dataset tokens_to_generate "
+            "output_original_text",
+            "about NeMo's readers, or its own generation",
+        )
+        yield from history(at, "num_workers", "see model.data.num_workers, which is for all sets")
+        sizes = "batches of all sets are those of the model; leave it out"
+        for size in ("micro_batch_size", "global_batch_size"):
+            cure = None if trains else "~{path}"
+            yield Row(f"{at}.{size}", State.REFUSED, sizes, same_as=f"model.{size}", cure=cure)
+        length = "rows are as long as the model is built for; use model.encoder_seq_length"
+        yield Row(f"{at}.max_seq_length", State.REFUSED, length, same_as="model.encoder_seq_length")
+        yield refused(at, "max_src_seq_length", "use model.seq_length", None)
+        longest = "use model.data.seq_length_dec"
+        yield Row(f"{at}.max_tgt_seq_length", State.REFUSED, longest, same_as="model.data.seq_length_dec")
+        for key, default in (("label_key", "output"), ("context_key", "input"), ("packed_sequence", False)):
+            meant = f"model.data.{key}"
+            yield Row(f"{at}.{key}", State.REFUSED, f"use {meant}", default=default, same_as=meant)
+        yield Row(f"{at}.seed", State.REFUSED, "use model.seed", same_as="model.seed")
+        yield refused(at, "add_sep", "write what lies between prompt and answer into prompt_template", False)
+        newline = "write the line break into prompt_template, as in '{input}\\n{output}'"
+        yield refused(at, "separate_prompt_and_response_with_newline", newline, False)
+        yield refused(at, "min_seq_length", "an example is left out only where nothing of it can be learnt", 1, 0)
+        yield refused(at, "concat_sampling_technique", "use concat_sampling_probabilities", None)
+        yield refused(at, "concat_sampling_temperature", "use concat_sampling_probabilities", None)
+        yield refused(at, "file_path", "use file_names", None)
+        yield refused(at, "task_name", "use a JSONL file with an input and an output", None)
+        yield refused(at, "src_file_name", "use a JSONL file with an input and an output", None)
+        yield refused(at, "tgt_file_name", "use a JSONL file with an input and an output", None)
+        yield refused(at, "add_bos_to_input", "the input of a T5 begins with its text", False)
+        yield refused(at, "add_eos_to_input", "the input of a T5 ends with the end token", True)
+        yield refused(at, "replace_bos_with_pad", "a T5 begins its answer with the padding token anyway", False, True)
+        if trains:
+            order = "training sees every sample once per epoch, in an order drawn from model.seed"
+            yield refused(at, "shuffle", order, True)
+            yield refused(at, "drop_last", "training sees whole batches", True)
+            continue
+        yield from history(at, "shuffle drop_last names output_file_path_prefix prediction_file_path_prefix", alike)
+        yield from history(at, "concat_sampling_probabilities", "every held-out example is taken once")
+        for key, default in (
+            ("prompt_template", "{input} {output}"),
+            ("truncation_field", "input"),
+            ("truncation_method", "right"),
+            ("add_bos", False),
+            ("add_eos", True),
+        ):
+            yield Row(f"{at}.{key}", State.REFUSED, alike, default=default, same_as=f"{own}.{key}", cure="~{path}")
+        scores = "use stoker evaluate, which measures exact match and ROUGE-L, or --json"
+        yield refused(at, "write_predictions_to_file", scores, False)
+        yield refused(f"{at}.metric", "name", scores, "loss")
+        yield from history(f"{at}.metric", "average num_classes class_labels labels_are_strings", scores)
+
+
+def _tokenizer() -> Iterator[Row]:
+    at = "model.tokenizer"
+    yield from rows(State.REFUSED, at, "tokenizer_model tokenizer_name", "use model.tokenizer.model and library")
+    yield from rows(
+        State.REFUSED, at, "training_sample_size", "tokenizers are trained by stoker preprocess --train-tokenizer"
+    )
+    yield from rows(
+        State.REFUSED,
+        f"{at}.special_tokens",
+        "bos_token cls_token sep_token",
+        "samples are windows of text, which begin with no token of their own and have no parts",
+    )
+    yield refused(f"{at}.special_tokens", "unk_token", "a tokenizer's file says what it does with unknown text", None)
+    yield off(at, "delimiter", "tokenizers of tables", None)
+    yield from history(at, "sentencepiece_legacy use_fast", "about how NeMo loads tokenizers", False)
+    yield refused(at, "trust_remote_code", "no code comes with a tokenizer", False)

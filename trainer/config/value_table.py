@@ -1,0 +1,98 @@
+"""Values of keys that act which NeMo knows and stoker does not take, or not yet: why, and which to set instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from .key_row import State
+
+_FP16 = "fp16 needs loss scaling; use bf16"
+_FP8 = "training in fp8; use bf16"
+_OTHER_TOKENIZER = "use huggingface with a tokenizer.json, sentencepiece, or byte-level"
+_ADAM = "adam adds weight decay to the gradient, which its running square undoes; use adamw (equal without decay)"
+_OTHER_OPTIMIZER = "stoker keeps AdamW, Adafactor, Muon and SGD; use adamw"
+_OTHER_BALANCE = "the loss is one of each micro batch; use aux_loss, or moe_router_enable_expert_bias"
+_SCHEDULE = "a rate that depends on epochs or losses does not follow from the step; use CosineAnnealing"
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Why some values of a key that acts are not taken.
+
+    Attributes:
+        state: not yet, or refused.
+        note: what they are, and what to do instead.
+        use: the value to set instead; empty where that depends on what is wanted.
+    """
+
+    state: State
+    note: str
+    use: str
+
+
+def _values(state: State, note: str, *values: Any, use: str = "") -> dict[Any, Values]:
+    return dict.fromkeys(values, Values(state, note, use))
+
+
+VALUES: Mapping[str, Mapping[Any, Values]] = MappingProxyType(
+    {
+        "trainer.precision": _values(
+            State.NOT_YET, _FP16, 16, "16", "16-mixed", "16-true", "fp16", "fp16-mixed", "float16", "half", use="bf16"
+        )
+        | _values(State.NOT_YET, _FP8, 8, "8", "fp8", "transformer-engine", "transformer-engine-float16", use="bf16"),
+        "trainer.accelerator": _values(State.REFUSED, "not a device torch trains these models on", "tpu", "hpu", "ipu"),
+        "model.normalization": _values(
+            State.REFUSED,
+            "norms always calculate in fp32; use layernorm",
+            "low_precision_layernorm",
+            use="layernorm",
+        ),
+        "model.tokenizer.library": _values(
+            State.REFUSED, _OTHER_TOKENIZER, "regex", "tabular", "tiktoken", "null-tokenizer", "yttm"
+        ),
+        "model.data.data_impl": _values(
+            State.REFUSED, "use mmap or text", "text_mmap", "csv_mmap", "retmmap", "lazy", "cached"
+        ),
+        "model.data.dataset_type": _values(
+            State.REFUSED, "use t5, or t5_prefix_lm", "ul2", "ul2_prompt", "bart", "t5_prompt", "gpt_prompt"
+        ),
+        "model.moe_router_load_balancing_type": _values(
+            State.REFUSED, _OTHER_BALANCE, "seq_aux_loss", "global_aux_loss", "quantile"
+        ),
+        "model.peft.peft_scheme": _values(
+            State.REFUSED,
+            "weights stay in 16 or 32 bits, and schemes are not combined; use lora",
+            "qlora",
+            "sdlora",
+            use="lora",
+        ),
+        "model.optim.name": _values(State.REFUSED, _ADAM, "adam", use="adamw")
+        | _values(
+            State.REFUSED,
+            _OTHER_OPTIMIZER,
+            "adadelta",
+            "adamax",
+            "adagrad",
+            "rmsprop",
+            "rprop",
+            "novograd",
+            "adan",
+            "lamb",
+            "radam",
+            use="adamw",
+        ),
+        "model.optim.sched.name": _values(
+            State.REFUSED,
+            _SCHEDULE,
+            "StepLR",
+            "ExponentialLR",
+            "ReduceLROnPlateau",
+            "CyclicLR",
+            use="CosineAnnealing",
+        ),
+    }
+)
+"""Values of keys that act which NeMo knows and stoker does not take, or not yet."""
