@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ..kernels.attention.call import AttentionCall
 from ..kernels.attention.dispatch import Decision
 from .config.families import FamilySlice
 from .config.memory import RecomputeModule
@@ -65,11 +66,39 @@ def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> t
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
         recompute = stack.recompute
         made = [decisions[label] for label in labels if label in decisions]
-        if recompute is not None and made and not any(decision.keeps_scores for decision in made):
-            modules = recompute.modules - {"core_attention"}
-            recompute = replace(recompute, modules=modules) if recompute.layers or modules else None
+        if made and not any(decision.keeps_scores for decision in made):
+            recompute = _without(recompute, frozenset({"core_attention"}))
         acting.append(recompute)
     return tuple(acting)
+
+
+def saving_recompute(
+    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None
+) -> tuple[RecomputeSlice | None, ...]:
+    """What each stack saves by recomputation: what acts, but for parts that would keep nothing in any case."""
+    return tuple(
+        _without(recompute, _idle_with_lora(stack, decisions[labels[0]].call, peft))
+        for stack, labels, recompute in zip(
+            model.stacks, training_labels(model), acting_recompute(model, decisions), strict=True
+        )
+    )
+
+
+def _without(recompute: RecomputeSlice | None, parts: frozenset[RecomputeModule]) -> RecomputeSlice | None:
+    if recompute is None:
+        return None
+    modules = recompute.modules - parts
+    return replace(recompute, modules=modules) if recompute.layers or modules else None
+
+
+def _idle_with_lora(stack: StackSlice, call: AttentionCall, peft: PeftSlice | None) -> frozenset[RecomputeModule]:
+    """The parts that a layer does not keep, since a low-rank update reads something else."""
+    found: set[RecomputeModule] = set()
+    if isinstance(peft, LoRASlice) and peft.spares_norms(stack):
+        found.add("norm")
+    if is_one_operation(peft, stack, call.device, call.dtype):
+        found.add("mlp_activation")
+    return frozenset(found)
 
 
 def made_again_for_copies(
@@ -106,39 +135,40 @@ def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision], peft: 
         decisions: what the dispatcher chose for each attention and kind of call.
         peft: what fine-tuning adds.
     """
-    acting = acting_recompute(model, decisions)
-    for stack, labels, done in zip(model.stacks, training_labels(model), acting, strict=True):
+    saving = saving_recompute(model, decisions, peft)
+    places = [f"model.{labels[0].rpartition(' ')[0]}".rstrip(".") for labels in training_labels(model)]
+    for stack, labels, done, at in zip(model.stacks, training_labels(model), saving, places, strict=True):
         if stack.recompute is None:
             continue
-        call = decisions[labels[0]].call
-        spared = isinstance(peft, LoRASlice) and peft.spares_norms(stack)
-        if "norm" in stack.recompute.modules and spared:
+        idle = _idle_with_lora(stack, decisions[labels[0]].call, peft)
+        others = _with_more(stack, frozenset() if done is None else done.modules, idle)
+        more = f"; {at}.activations_checkpoint_modules=[{','.join(others)}] saves memory" if others else ""
+        if "norm" in stack.recompute.modules & idle:
             yield (
                 "recomputing norm has no effect in compiled layers where LoRA updates what reads an RMS norm: they do "
-                "not keep the norm"
+                f"not keep the norm{more}"
             )
-        if "mlp_activation" in stack.recompute.modules and is_one_operation(peft, stack, call.device, call.dtype):
-            why = "where LoRA updates both projections of an MLP: it keeps no activated rows"
-            more = "; activations_checkpoint_modules=[norm] saves memory"
-            idle = spared or "norm" in stack.recompute.modules
-            yield f"recomputing mlp_activation has no effect {why}{'' if idle else more}"
+        if "mlp_activation" in stack.recompute.modules & idle:
+            yield (
+                "recomputing mlp_activation has no effect where LoRA updates both projections of an MLP: it keeps no "
+                f"activated rows{more}"
+            )
         if "core_attention" not in stack.recompute.modules:
             continue
-        modules = _with_more(stack, frozenset() if done is None else done.modules)
         for label in labels:
             if label in decisions and not decisions[label].keeps_scores:
-                at = f"model.{label.split()[0].replace('cross', 'decoder')}" if " " in label else "model"
                 yield (
                     f"recomputing core attention has no effect on attention `{label}`: its backend "
-                    f"{decisions[label].backend} keeps no scores"
-                    + (f"; {at}.activations_checkpoint_modules=[{','.join(modules)}] saves memory" if modules else "")
+                    f"{decisions[label].backend} keeps no scores{more}"
                 )
 
 
-def _with_more(stack: StackSlice, modules: frozenset[RecomputeModule]) -> list[RecomputeModule]:
-    """These parts and others that act in the stack: the cheap ones, or else the experts; [] where none is left."""
+def _with_more(
+    stack: StackSlice, modules: frozenset[RecomputeModule], idle: frozenset[RecomputeModule]
+) -> list[RecomputeModule]:
+    """These parts and others that save in the stack: the cheap ones, or else the experts; [] where none is left."""
     first = 0 if stack.recompute is None else stack.recompute.layers
-    acting = stack.acting_modules(range(first, stack.num_layers))
+    acting = stack.acting_modules(range(first, stack.num_layers)) - idle
     steps: tuple[frozenset[RecomputeModule], ...] = (frozenset({"norm", "mlp_activation"}), frozenset({"moe"}))
     for step in steps:
         if more := (step & acting) - modules:

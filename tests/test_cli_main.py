@@ -407,6 +407,8 @@ def test_segments_of_device_memory_grow_unless_the_caller_has_settings(monkeypat
         monkeypatch.setattr(environment.os, "environ", variables)
         monkeypatch.setattr(environment.sys, "platform", platform)
         environment.prepare_process(asked)
+        assert {name: value for name, value in variables.items() if "ALLOC" in name} == {**given, **asked}
+        environment.let_segments_grow()
         assert {name: value for name, value in variables.items() if "ALLOC" in name} == expected
 
 

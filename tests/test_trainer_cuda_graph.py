@@ -144,6 +144,7 @@ def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, 
     monkeypatch.setattr(parts, "RecordedMicroBatches", lambda run, parameters, give_up: give_up)
     root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
     model: Any = nn.Linear(1, 1)
+    model.attention_decisions = {}
     recorder: Any = parts.build_recorder(root, model, torch.device("cuda"), 1, print)
     assert recorder(None) is (None if wish else print)
 

@@ -68,13 +68,11 @@ class EMA:
         if step % self._every_n_steps:
             return
         self._settle()
-        averages = [self._averages[name] for name in self._sources]
-        if any(source.is_cpu and not average.is_cpu for source, average in self._pairs()):
-            for source, average in self._pairs():  # one at a time: together they would fill the device
-                self._lerp([average], [source.to(average, non_blocking=True)], grad_norm)
+        if any(source.is_cpu != average.is_cpu or source.dtype != average.dtype for source, average in self._pairs()):
+            for source, average in self._pairs():  # one at a time: copies of all would fill the memory
+                self._lerp([average], [source.to(average, non_blocking=source.is_cpu)], grad_norm)
             return
-        sources = [source.to(average) for source, average in self._pairs()]  # no copy where dtype and device are equal
-        self._lerp(averages, sources, grad_norm)
+        self._lerp([self._averages[name] for name in self._sources], list(self._sources.values()), grad_norm)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -101,10 +101,14 @@ def prepare_process(env_vars: Mapping[str, str | int | float | bool] | None = No
     Args:
         env_vars: the variables that the configuration asks for.
     """
-    os.environ.update({name: environment_text(value) for name, value in (env_vars or {}).items()})
+    set_variables(env_vars or {})
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    let_segments_grow()
+
+
+def set_variables(env_vars: Mapping[str, str | int | float | bool]) -> None:
+    """Set the variables that the configuration asks for."""
+    os.environ.update({name: environment_text(value) for name, value in env_vars.items()})
 
 
 def let_segments_grow() -> None:
@@ -112,7 +116,8 @@ def let_segments_grow() -> None:
 
     Segments of a fixed size leave gaps that are of no use to a tensor larger than they are: with all layers recomputed
     the 1.2 B trains 133,120 tokens within 40 GiB instead of 106,496 (docs/benchmarks.md). Torch reads the settings with
-    the first tensor on a device, so this may come after its import. Not on Windows, where torch has no such segments.
+    the first tensor on a device, so this comes where a device is chosen, when `env_vars` are set. Not on Windows, where
+    torch has no such segments.
     """
     if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"

@@ -69,16 +69,18 @@ def check_memory(
     main = main_weight_bytes(precision)
     kept = count_state(keys, vocab_size, trained) if keys.peft.is_on else count_state(keys, vocab_size)
     average = root.exp_manager.ema
-    averaged = trained * max(width, 4) if average.enable and not average.cpu_offload else 0
+    averaged = trained * max(width, 4) if average.enable else 0
     shards = layout.shards if layout else 1
     ranks = layout.replicas * shards if layout else 1
     weights = (parameters + trained) * width // (1 if layout is None or layout.whole_weights else shards)
+    averaged //= shards
+    average_on_host = averaged if average.cpu_offload and device.type == "cuda" else 0
     optimizer = (trained * main + kept * (main or width)) // shards
     on_host = optimizer if is_state_on_host(keys, device) else 0
     manager = root.exp_manager
     if manager.create_checkpoint_callback and manager.checkpoint_callback_params.async_save:
         on_host *= 2  # a checkpoint is written from a copy
-    state = weights + (0 if on_host else optimizer) + averaged // shards + table
+    state = weights + (0 if on_host else optimizer) + averaged - average_on_host + table
     narrow = (precision.autocast or precision.weights).itemsize
     tokens = [keys.micro_batch_size * length for length in lengths]
     sized = list(zip(stacks, tokens, strict=True))
@@ -133,7 +135,13 @@ def check_memory(
             f"cpu_offloading_optimizer {' '.join(depth + width)}",
         ),
         (
-            on_host + sent + beside,
+            on_host + average_on_host,
+            host,
+            f"the averages of `exp_manager.ema.cpu_offload` and what else is in host memory need{each}",
+            f"cpu_offloading_optimizer {' '.join(depth + width)}",
+        ),
+        (
+            on_host + average_on_host + sent + beside,
             host,
             f"the activations of a micro batch and whatever else offloading keeps in host memory need{each}",
             f"micro_batch_size {length} {' '.join(f'{place}cpu_offloading_num_layers' for place in places)} "

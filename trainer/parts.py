@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.attention.dispatch import Decision
 from ..models.build import LanguageModel, plan_model
 from ..models.build import build_model as build_from_keys
 from ..models.config.families import family_slice
@@ -29,6 +30,7 @@ from .distributed.data_parallel import DataParallel, data_parallel
 from .distributed.pieces import piece_of
 from .distributed.ranks import Ranks
 from .ema import EMA
+from .environment import let_segments_grow
 from .errors import UserError
 from .evaluation import EvaluationResult, evaluate, summed_loss
 from .flops import bf16_peak, training_flops_per_sample
@@ -66,6 +68,7 @@ def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
         )
     if kind != "cuda":
         return torch.device(kind)
+    let_segments_grow()
     index, there = (ranks or Ranks()).local_rank, torch.cuda.device_count()
     if index and index >= there:
         raise UserError(
@@ -84,8 +87,11 @@ def build_data_parallel(
     )
 
 
-def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> None:
+def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> Mapping[str, Decision]:
     """Find out whether the model can be had here, before anything is built or written.
+
+    Returns:
+        What was chosen for each attention and kind of call.
 
     Raises:
         UserError: no attention backend may run, or `model.compile` cannot be had.
@@ -93,7 +99,7 @@ def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.dev
     keys = root.model
     try:
         form = sample_form(root)
-        plan_model(
+        plan = plan_model(
             family_slice(keys, vocab_size=1, form=form),
             device=device,
             dtype=precision.autocast or precision.weights,
@@ -104,6 +110,7 @@ def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.dev
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
+    return plan.decisions
 
 
 def build_model(
@@ -313,7 +320,7 @@ def build_recorder(
 
     Where it is not asked for by name, a recording there is no memory for is told to `say`, and the run goes on without.
     """
-    if not uses_cuda_graph(root, device, processes):
+    if not uses_cuda_graph(root, device, processes, model.attention_decisions):
         return None
     give_up = None if root.model.enable_cuda_graph else say
     return lambda run: RecordedMicroBatches(run, model.parameters(), give_up)

@@ -31,6 +31,7 @@ from .data.build import sequence_length
 from .data.task import task_name
 from .data.text_start import text_start
 from .data.tokenizers import Tokenizer, from_document
+from .environment import let_segments_grow
 from .errors import UserError
 from .memory import host_memory
 from .peft_weights import base_of_adapter, load_with_base
@@ -209,4 +210,6 @@ def choose_device(name: str) -> torch.device:
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not available[name]:
         raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
+    if name == "cuda":
+        let_segments_grow()
     return torch.device(name)

@@ -25,7 +25,7 @@ from .development import overfitted, trial_of
 from .distributed.asked import layout_of
 from .distributed.ranks import Ranks, describe_process
 from .early_stopping import EARLY_STOPPING, ways_on
-from .environment import let_segments_grow
+from .environment import set_variables
 from .errors import EXIT_DONE, UserError
 from .evaluation import EvaluationResult
 from .expert_balance import build_expert_balance
@@ -108,9 +108,9 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
     Raises:
         UserError: what the configuration asks for cannot be done here, training diverged, or the disk is full.
     """
-    let_segments_grow()
     config = trial_of(config)
     root = config.root
+    set_variables(root.env_vars)  # for whoever trains from Python; the command has set them before torch was imported
     ranks = ranks or Ranks()
     if len(set(ranks.gather(config.digest))) > 1:
         raise UserError("the ranks have different configurations; start them with the same files and overrides")
@@ -118,10 +118,9 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     check_loggers(root.exp_manager)
     check_profiling(root, device)
-    uses_cuda_graph(root, device, ranks.world_size)
     with determinism(root.trainer.deterministic), _memory_told(root, device):
         check_memory(root, precision, device, layout_of(root, ranks.world_size))
-        check_attention(root, precision, device)
+        uses_cuda_graph(root, device, ranks.world_size, check_attention(root, precision, device))
         return _prepare_and_train(config, device, precision, ranks)
 
 

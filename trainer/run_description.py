@@ -13,7 +13,7 @@ from ..models.config.family_rules import stacks_of_keys
 from ..models.config.memory_slice import named
 from ..models.config.peft_slice import peft_slice
 from ..models.peft.adapt import trained_parameters
-from ..models.recompute_effects import acting_recompute, idle_recompute, made_again_for_copies
+from ..models.recompute_effects import idle_recompute, made_again_for_copies, saving_recompute
 from .config.schema import RootBlock
 from .counted import counted
 from .cuda_graph import WARM_UP
@@ -62,19 +62,20 @@ def describe(
                 f"{sum(moe.layers)} of {counted(stack.num_layers, 'layer')}; balancing {moe.balancing}"
                 f"{f' times {moe.aux_loss:g}' if moe.balancing == 'aux_loss' else ''}"
             )
+    peft = peft_slice(keys.peft)
     attention = ", ".join(
         f"{kind} {decision.backend}{' (packed)' * decision.call.packed}"
         for kind, decision in model.attention_decisions.items()
     )
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
-    for at, recompute in zip(stacks, acting_recompute(described, model.attention_decisions), strict=True):
+    for at, recompute in zip(stacks, saving_recompute(described, model.attention_decisions, peft), strict=True):
         if recompute is not None:
             yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
-    for note in idle_recompute(described, model.attention_decisions, peft_slice(keys.peft)):
+    for note in idle_recompute(described, model.attention_decisions, peft):
         yield f"warning: {note}"
     yield from describe_offload(root, described, model, device)
-    if uses_cuda_graph(root, device, ranks):
+    if uses_cuda_graph(root, device, ranks, model.attention_decisions):
         yield f"micro batches run as a CUDA graph, after {WARM_UP} that warm up"
     yield (
         f"{counted(root.trainer.max_steps, 'step')} of {counted(keys.global_batch_size, 'sample')} in "
@@ -127,7 +128,10 @@ def describe_moved(model: LanguageModel) -> Iterator[str]:
 
 
 def describe_host_state(root: RootBlock, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
-    """What `model.cpu_offloading_optimizer` does in this run, in a line; nothing where it is not asked for."""
+    """What `model.cpu_offloading_optimizer` and `exp_manager.ema.cpu_offload` do, where they are asked for."""
+    average = root.exp_manager.ema
+    if average.enable and average.cpu_offload and device.type != "cuda":
+        yield f"warning: `exp_manager.ema.cpu_offload` (True) has no effect on {device.type}"
     if not root.model.cpu_offloading_optimizer:
         return
     host = optimizer.host_state

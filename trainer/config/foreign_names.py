@@ -1,7 +1,8 @@
 """What other frameworks call a key: suggested in error messages, never accepted.
 
 Names are those of Hugging Face (config.json, TrainingArguments), Megatron-LM's arguments, litgpt, torchtitan, nanoGPT,
-Axolotl, and NeMo 2, lower case with underscores. A name that is also a key here is not listed.
+Axolotl, and NeMo 2, lower case with underscores; with the block it is in where the name alone means something else. A
+name that is also a key here is not listed.
 """
 
 from __future__ import annotations
@@ -176,7 +177,10 @@ FOREIGN_NAMES: Mapping[str, str] = MappingProxyType(
             "model.cpu_offloading",
             "activation_offloading cpu_offload offload_activations fine_grained_activation_offloading",
         ),
-        **_each("model.cpu_offloading_optimizer", "optimizer_cpu_offload offload_optimizer"),
+        **_each(
+            "model.cpu_offloading_optimizer",
+            "optimizer_cpu_offload offload_optimizer model.optim.cpu_offload model.optim.offload",
+        ),
         **_each("model.seed", "random_seed rng_seed"),
         **_each("model.peft.peft_scheme", "peft_type adapter use_lora"),
         **_each("model.peft.lora_tuning.adapter_dim", "lora_r lora_rank"),
@@ -201,10 +205,16 @@ _FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **_each("mlp_fc2", "down_proj dense_4h_to_h wo w2 fc2 linear_fc2"),
             "c_proj": "attention_dense,mlp_fc2",  # GPT-2 has two of that name
             "all-linear": "all",
-        }
+        },
+        "model.activations_checkpoint_modules": {
+            **_each("core_attention", "core_attn attention_core attn"),
+            **_each("norm", "layernorm layer_norm rmsnorm rms_norm norms"),
+            **_each("mlp_activation", "activation mlp_act act"),
+        },
     }
 )
-"""Key to what others call its values (Hugging Face's peft by the names of their linear layers), and ours."""
+"""Key to what others call its values (Hugging Face's peft by the names of their linear layers; Megatron's modules of
+recomputation), and ours."""
 
 
 def own_values(path: str, value: Any) -> Sequence[tuple[str, str]]:

@@ -91,7 +91,8 @@ def keys_like(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) ->
     if foreign is not None and min((scored[key] for key in scored if acting[key]), default=9.0) > 1.0 + (parent != ""):
         scored[foreign] = -1.0
     elif foreign is not None:
-        scored.setdefault(foreign, 1.5)
+        beside = foreign.rpartition(".")[0] == parent or f"{parent}.{name}" in FOREIGN_NAMES
+        scored[foreign] = min(scored.get(foreign, 9.0), 0.9 if beside else 1.5)
     if not scored:
         scored = dict.fromkeys(_same_words(name, tuple(acting)), 9.0)
     ranked = sorted(scored, key=lambda key: (scored[key], -_common(path, key), len(key), key))
@@ -100,7 +101,8 @@ def keys_like(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) ->
 
 def _foreign(name: str, parent: str, known: dict[str, bool]) -> str | None:
     """What other frameworks' name for a key is called here, in a T5 below the stack that was named."""
-    target = FOREIGN_NAMES.get(name.lower().replace("-", "_"), "")
+    word = name.lower().replace("-", "_")
+    target = FOREIGN_NAMES.get(f"{parent}.{word}", FOREIGN_NAMES.get(word, ""))
     below = target.removeprefix("model.")
     return next((path for path in (target, f"{parent}.{below}", f"model.encoder.{below}") if path in known), None)
 

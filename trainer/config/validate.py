@@ -14,7 +14,7 @@ from .foreign_names import own_values
 from .paths import Tree
 from .problems import Problem
 from .schema import RootBlock, family_of
-from .schema_index import Key, open_block_of, schema_blocks, schema_keys, show_value
+from .schema_index import Key, open_block_of, plain_path, schema_blocks, schema_keys, show_value
 from .suggest import closest
 
 _LARGEST = 2**63 - 1
@@ -115,7 +115,7 @@ def _but(value: Any, key: Key) -> str:
         case dict():
             return ", but is a block"
         case list():
-            return "" if key.kind.startswith("a list") else ", but is a list"
+            return (", but is empty" if not value else "") if key.kind.startswith("a list") else ", but is a list"
         case int() if abs(value) > _LARGEST:
             return ", but is beyond 64 bits"
         case _:
@@ -123,10 +123,15 @@ def _but(value: Any, key: Key) -> str:
 
 
 def _fix(key: Key, value: Any, detail: str) -> str:
-    if foreign := own_values(key.path, value):
-        told = [f"{name} is part of {ours.replace(',', ' and ')}" for name, ours in foreign]
+    if foreign := own_values(plain_path(key.path), value):
+        part = "part of " if key.path.endswith(".target_modules") else ""
+        told = [f"{name} is {part}{ours.replace(',', ' and ')}" for name, ours in foreign]
         ours = dict.fromkeys(own for _, names in foreign for own in names.split(","))
         return f"{', '.join(told)}: {key.path}=[{','.join(ours)}]"
+    if isinstance(value, str) and key.kind.startswith("a list") and value in re.split(r"[ ,]+", key.kind):
+        return f"write {key.path}=[{value}]"
+    if isinstance(value, str) and value.lower() in ("none", "no", "off") and key.kind.endswith("or null"):
+        return f"write {key.path}=null"
     if isinstance(value, str) and key.choices:
         near = closest(value, [str(choice) for choice in key.choices])
         return f"did you mean {key.path}={near}?" if near else ""

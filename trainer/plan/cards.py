@@ -119,7 +119,7 @@ DEFAULT_CARD = "h100"
 def card_named(text: str) -> Card:
     """The card of `--device`: a name of the table, a size of memory (`80GiB`, `24GB`), or both (`h100:40GiB`).
 
-    A size alone is a card like the H100 with so much memory.
+    A size alone is a card like the H100 with so much memory, of which nothing was measured.
 
     Raises:
         ValueError: it is neither.
@@ -132,8 +132,9 @@ def card_named(text: str) -> Card:
         raise ValueError(
             f"`--device` ({text}) must be one of {', '.join(CARD_NAMES)}, a size as 80GiB, or both as h100:40GiB."
         )
-    known = _TABLE[name if colon else DEFAULT_CARD]
-    return replace(known, memory=memory)
+    if colon:
+        return replace(_TABLE[name], memory=memory)
+    return replace(_TABLE[DEFAULT_CARD], memory=memory, measured=False)
 
 
 def card_of(driver_name: str, memory: int, capability: tuple[int, int]) -> Card:

@@ -14,8 +14,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-import torch
-
 from ...kernels.attention.dispatch import NoBackendError
 from ...models.config.family_rules import stacks_of_keys
 from ...models.config.memory import RecomputeModule
@@ -23,7 +21,6 @@ from ..config.facts import Facts
 from ..config.rules import run_rules
 from ..config.schema import RootBlock
 from ..errors import UserError
-from ..recordable import uses_cuda_graph
 from .facts import Target
 from .plan import Plan, make_plan
 
@@ -45,6 +42,19 @@ _OF_STACK: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What a configuration sets, beside which changes are to be typed.
+
+    Attributes:
+        keys: dotted paths that are set, on the command line or in a file.
+        typed: of those on the command line, the word as typed.
+    """
+
+    keys: frozenset[str]
+    typed: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """Other values of some keys.
 
@@ -56,10 +66,22 @@ class Change:
     values: Values
     plan: Plan
 
-    @property
-    def overrides(self) -> list[str]:
-        """As the command line takes them."""
-        return [f"model.{key}={_shown(value)}" for key, value in self.values.items()]
+    def overrides(self, given: Given | None = None) -> list[str]:
+        """As the command line takes them, beside what is given already."""
+        found: dict[str, Any] = {}
+        keys = frozenset[str]() if given is None else given.keys
+        for key, value in self.values.items():
+            shared = f"model.{key.rpartition('.')[2]}"
+            if "." in key and shared in keys:  # the stacks of a T5 have it from there
+                found[shared] = value
+            if "." not in key or shared not in keys or f"model.{key}" in keys:
+                found[f"model.{key}"] = value
+        return [f"{key}={_shown(value)}" for key, value in found.items()]
+
+    def replaced(self, given: Given) -> list[str]:
+        """The words of the command line that the overrides take the place of: a key is given once."""
+        words = (given.typed.get(override.partition("=")[0]) for override in self.overrides(given))
+        return [word for word in words if word is not None]
 
 
 def suggestions(root: RootBlock, target: Target, plan: Plan, *, most: int = 6) -> list[Change]:
@@ -73,7 +95,8 @@ def suggestions(root: RootBlock, target: Target, plan: Plan, *, most: int = 6) -
     """
     found: list[Change] = []
     offloading = _offloading(root, target, plan)
-    candidates = (_recomputing(root, plan), offloading, _smaller_batches(root), _others(root, target))
+    batches = [{"micro_batch_size": each} for each in _micro_batches(root)[1:7]]
+    candidates = (_recomputing(root, plan), offloading, batches, _others(root, target))
     for values in chain(*candidates):
         change = _changed(root, target, plan, values)
         if change is not None and change.plan.allocated < 0.99 * plan.allocated:
@@ -99,7 +122,7 @@ def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, 
     best = asis if plan.fits else None
     least = asis
     for values in _combinations(root, target, plan):
-        change = _changed(root, target, plan, values)
+        change = _with_largest_batch(root, target, plan, values)
         if change is None:
             continue
         if change.plan.fits and (best is None or _cost(change) < _cost(best)):
@@ -109,30 +132,59 @@ def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, 
     return best, least
 
 
-def _cost(change: Change) -> tuple[float, int, int]:
-    """Less is better: time to a thousandth, then keys that change, then memory."""
-    seconds = change.plan.seconds
-    steps = round(math.log(seconds) * 1000) if math.isfinite(seconds) else 0
-    return steps, len(change.values), change.plan.needed
+def _cost(change: Change) -> tuple[int, int, int]:
+    """Less is better: time to a thousandth, then keys that change, then memory.
+
+    Where times are not known: what goes to the host, then keys that change, then what is given up of the memory.
+    """
+    seconds, needed = change.plan.seconds, change.plan.needed
+    if not math.isfinite(seconds):
+        return change.plan.on_host, len(change.values), -needed
+    return round(math.log(seconds) * 1000), len(change.values), needed
+
+
+def _with_largest_batch(root: RootBlock, target: Target, plan: Plan, values: Values) -> Change | None:
+    """The values with the largest micro batch that fits, which takes the least time; with the smallest if none does."""
+    sizes = _micro_batches(root)
+
+    def of(size: int) -> Change | None:
+        asked = {"micro_batch_size": size, **values}
+        return _changed(root, target, plan, asked) if _differing(root, asked) else Change({}, plan)
+
+    def fits(size: int) -> bool:
+        change = of(size)
+        return change is not None and change.plan.fits is True
+
+    if fits(sizes[0]):
+        return of(sizes[0])
+    if not fits(sizes[-1]):
+        return of(sizes[-1])
+    return of(sizes[bisect_left(sizes, True, key=fits)])
 
 
 # ---------------------------------------------------------------- candidates
 
 
 def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Values]:
-    batches = [{}, *_smaller_batches(root)]
+    """What is recomputed, what is on the host and how parameters are cut: as it is, off, and in every other way."""
     recomputing, offloading = _recomputing(root, plan, with_some=True), _offloading(root, target, plan)
+    nothing_again = _in_stacks(root, {f"{_RECOMPUTE}_granularity": None, **_without_moe(plan)})
+    nothing_sent = _in_stacks(root, {"cpu_offloading": False})
     whole = _in_stacks(root, {**_full("uniform", 1), **_without_moe(plan)})
     beside = [whole, _in_stacks(root, {f"{_RECOMPUTE}_modules": _cheap_parts(plan)})] if _cheap_parts(plan) else [whole]
     stacks = [{}, *recomputing, *offloading, *({**mode, **each} for mode in beside for each in offloading)]
+    stacks += [nothing_again, nothing_sent, *({**nothing_sent, **mode} for mode in (nothing_again, *recomputing))]
+    stacks += [{**nothing_again, **each} for each in offloading]
     others = [{}, *_others(root, target)]
     if len(others) > 2:
         others.append({**others[1], **others[2]})
-    for batch in batches:
-        for stack in stacks:
-            for other in others:
-                if batch or stack or other:
-                    yield {**batch, **stack, **other}
+    seen: list[Values] = []
+    for stack in stacks:
+        for other in others:
+            differing = _differing(root, {**stack, **other})
+            if differing not in seen:
+                seen.append(differing)
+                yield differing
 
 
 def _recomputing(root: RootBlock, plan: Plan, *, with_some: bool = False) -> list[dict[str, Any]]:
@@ -212,21 +264,18 @@ def _offload(number: int, *, weights: bool) -> dict[str, Any]:
     return {"cpu_offloading": True, "cpu_offloading_num_layers": number, "cpu_offloading_weights": weights}
 
 
-def _smaller_batches(root: RootBlock) -> list[dict[str, Any]]:
-    """Smaller micro batches, which leave the global batch as it is."""
+def _micro_batches(root: RootBlock) -> list[int]:
+    """The size of a micro batch and those it is a multiple of, which leave the global batch as it is; largest first."""
     size = root.model.micro_batch_size
-    smaller = [each for each in range(size - 1, 0, -1) if size % each == 0]
-    return [{"micro_batch_size": each} for each in smaller[:6]]
+    return [each for each in range(size, 0, -1) if size % each == 0]
 
 
 def _others(root: RootBlock, target: Target) -> list[dict[str, Any]]:
-    """The optimizer's state on the host; parameters cut over the ranks, where there are some."""
+    """The optimizer's state on the other side; parameters cut over the ranks, where there are some."""
     found: list[dict[str, Any]] = []
     if target.world_size > 1 and not root.model.fsdp:
         found.append({"fsdp": True})
-    if not root.model.cpu_offloading_optimizer:
-        found.append({"cpu_offloading_optimizer": True})
-    return found
+    return [*found, {"cpu_offloading_optimizer": not root.model.cpu_offloading_optimizer}]
 
 
 # ---------------------------------------------------------------- plans of changed keys
@@ -252,12 +301,12 @@ def _changed(root: RootBlock, target: Target, plan: Plan, values: Values) -> Cha
             below.setdefault(place, {})[name] = value
     stacks = {place: getattr(root.model, place).model_copy(update=more) for place, more in below.items()}
     changed = root.model_copy(update={"model": root.model.model_copy(update={**own, **stacks})})
-    errors = _errors(changed, target)
-    if errors and errors - _errors(root, target):
+    errors = _errors(changed)
+    if errors and errors - _errors(root):
         return None
     try:
         return Change(differing, make_plan(changed, target, vocab_size=plan.facts.vocab_size))
-    except NoBackendError:  # another micro batch is another call
+    except (NoBackendError, UserError):  # another micro batch is another call, and not all can be recorded
         return None
 
 
@@ -266,15 +315,10 @@ def _differing(root: RootBlock, values: Values) -> dict[str, Any]:
     return {key: value for key, value in values.items() if attrgetter(key)(root.model) != value}
 
 
-def _errors(root: RootBlock, target: Target) -> set[str]:
-    """What the rules refuse, and what a CUDA graph that is asked for cannot record."""
+def _errors(root: RootBlock) -> set[str]:
+    """What the rules refuse."""
     facts = Facts(root, frozenset(), frozenset(), {})
-    found = {finding.message for finding in run_rules(facts) if finding.level == "error"}
-    try:
-        uses_cuda_graph(root, torch.device(target.device), target.world_size)
-    except UserError as error:
-        found.add(error.lines[0])
-    return found
+    return {finding.message for finding in run_rules(facts) if finding.level == "error"}
 
 
 def _shown(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,9 @@ from ..errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 
 if TYPE_CHECKING:
     from ...models.config.block import Finding
+    from ..config.run_config import RunConfig
     from ..config.schema import RootBlock
-    from .changes import Change
+    from .changes import Change, Given
     from .facts import Target
     from .plan import Plan
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from .plan import idle_modules, make_plan
     from .report import as_document, report
 
-    root = config.root
+    root, given = config.root, _given(config, args.overrides)
     target = _target(root, args.device)
     vocab_size, unknown = _vocabulary(root)
     try:
@@ -60,31 +61,45 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(str(error).splitlines()) from None
     notes = [*_notes(root, args.device, target), *idle_modules(plan), *filter(None, [unknown])]
     if args.fit:
+        if plan.time is None:
+            notes.append("times are not known here: this is what moves the least, and changes the fewest keys")
         best, least = search(root, target, plan)
-        return _tell_fit(args, plan, best, least, config.findings, notes)
+        return _tell_fit(args, given, plan, best, least, config.findings, notes)
     changes = [] if plan.fits else suggestions(root, target, plan)
     if args.json:
-        print(json.dumps(as_document(plan, changes) | _said(config.findings, notes), indent=2))
+        print(json.dumps(as_document(plan, changes, given) | _said(config.findings, notes), indent=2))
         return EXIT_DONE
-    for line in report(plan, changes):
+    for line in report(plan, changes, given):
         print(line)
     _tell(config.findings, notes)
     return EXIT_DONE
 
 
-def _notes(root: RootBlock, device: str | None, target: Target) -> list[str]:
-    """What this plan takes for granted about the device."""
-    accelerator = root.trainer.accelerator
-    if target.card is None:
-        return []
-    if accelerator not in ("cpu", "mps"):
-        import torch
+def _given(config: RunConfig, words: Sequence[str]) -> Given:
+    """What the files and the command line set."""
+    from .changes import Given
 
-        if device is not None or torch.cuda.is_available():
-            return []
-        return [f"no CUDA device is here: this is the plan of an {target.card.name}; see --device"]
-    card = "it" if device else f"an {target.card.name}"
-    return [f"`trainer.accelerator` ({accelerator}) trains on the host; this is the plan of a run on {card} instead"]
+    typed = {word.lstrip("+").partition("=")[0]: word for word in words}
+    return Given(frozenset(key for key, origin in config.origins.items() if origin.kind != "default"), typed)
+
+
+def _notes(root: RootBlock, device: str | None, target: Target) -> Iterator[str]:
+    """What this plan takes for granted about the device."""
+    import torch
+
+    accelerator, nodes = root.trainer.accelerator, root.trainer.num_nodes
+    if target.card is None:
+        return
+    name = f"an {target.card.name}"
+    if accelerator in ("cpu", "mps"):
+        on = "it" if device else name
+        yield f"`trainer.accelerator` ({accelerator}) trains on the host; this is the plan of a run on {on} instead"
+    elif device is None and not torch.cuda.is_available():
+        yield f"no CUDA device is here: this is the plan of {name}; see --device"
+    if device is not None and device[:1].isdigit():
+        yield f"a size alone is {name} of that memory, with its speeds and its attention"
+    if nodes > 1:
+        yield f"messages between {nodes} machines (`trainer.num_nodes`) are timed as if all cards were in one"
 
 
 def _said(findings: Sequence[Finding], notes: Sequence[str]) -> dict[str, Any]:
@@ -114,7 +129,7 @@ def _target(root: RootBlock, device: str | None) -> Target:
     if device is None and torch.cuda.is_available() and trainer.accelerator in ("auto", "gpu", "cuda"):
         return target_here(root, torch.device("cuda", 0), processes)
     try:
-        card = card_named(device or DEFAULT_CARD)
+        card = card_named(DEFAULT_CARD if device is None else device)
     except ValueError as error:
         raise UserError(str(error)) from None
     return target_elsewhere(root, card, processes)
@@ -135,6 +150,7 @@ def _vocabulary(root: RootBlock) -> tuple[int | None, str]:
 
 def _tell_fit(
     args: argparse.Namespace,
+    given: Given,
     plan: Plan,
     best: Change | None,
     least: Change,
@@ -144,19 +160,20 @@ def _tell_fit(
     from .report import change_document, change_lines, gib
 
     if args.json:
-        found = {"fits": best is not None, "best": best and change_document(best), "least": change_document(least)}
+        found = {"fits": best is not None, "best": best and change_document(best, given)}
+        found["least"] = change_document(least, given)
         print(json.dumps(found | _said(findings, notes), indent=2))
         return EXIT_DONE if best else EXIT_BAD_INPUT
     if best is not None:
         if not best.values:
             print(f"it fits as it is: {gib(plan.needed)} of {gib(plan.available or 0)}")
-        for line in change_lines(plan, [best] if best.values else []):
+        for line in change_lines(plan, [best] if best.values else [], given):
             print(line.lstrip())
         _tell(findings, notes)
         return EXIT_DONE
     missing = least.plan.needed - (plan.available or 0)
     print(f"nothing fits; nearest, {gib(missing if missing > 0 else least.plan.short_of_host)} too much:")
-    for line in change_lines(plan, [least]):
+    for line in change_lines(plan, [least], given):
         print(line)
     _tell(findings, notes)
     return EXIT_BAD_INPUT

@@ -32,7 +32,7 @@ from ..config.schema import AnyModelBlock, RootBlock
 from ..distributed.asked import layout_of, reduce_dtype
 from ..distributed.layout import DataLayout
 from ..precision import PrecisionPlan, plan_precision
-from ..recordable import why_not_recorded
+from ..recordable import uses_cuda_graph, why_not_recorded
 from ..sample_form import sample_form
 from .cards import Card
 
@@ -151,7 +151,9 @@ class RunFacts:
         layout: what each rank holds; None for one process.
         reduce_width: bytes of a gradient that is summed over ranks.
         micro_batches: of a rank in each step.
-        average_width: bytes of each number of the moving average on the device, 0 without one there.
+        average_width: bytes of each number of the moving average, 0 without one.
+        average_on_host: the average is in host memory.
+        average_every: steps between two updates of it.
         vocab_size: tokens of the tokenizer.
         can_be_recorded: a micro batch can run as a CUDA graph, whether it shall or not.
     """
@@ -166,6 +168,8 @@ class RunFacts:
     reduce_width: int
     micro_batches: int
     average_width: int
+    average_on_host: bool
+    average_every: int
     vocab_size: int
     can_be_recorded: bool
 
@@ -211,6 +215,7 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
 
     Raises:
         ValueError: no attention backend is left, compilation cannot be had, or the vocabulary is too small.
+        UserError: micro batches shall be recorded as CUDA graphs and cannot be.
     """
     keys, form = root.model, sample_form(root)
     vocab_size = vocab_size or keys.override_vocab_size or 1
@@ -227,6 +232,9 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
     for planned in planned_attentions(family, form, common):
         asked: dict[CallKind, AttentionCall] = {"training": planned.calls["training"]}
         decisions[planned.name] = decide(planned.attention, asked, target.flags, target.software)["training"]
+    in_training = {f"{name} training".strip(): decision for name, decision in decisions.items()}
+    recording = (root, torch.device(target.device), target.world_size, in_training)
+    uses_cuda_graph(*recording)  # refuses what is asked for and cannot be had
     dropout = any(map(has_dropout, family.stacks)) or peft_dropout(peft_slice(keys.peft)) > 0
     compiled, _ = compile_policy(keys.compile, target.device, target.software.torch, dropout=dropout)
     widths = Widths(
@@ -247,9 +255,11 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
         layout=layout,
         reduce_width=summed.itemsize,
         micro_batches=keys.global_batch_size // keys.micro_batch_size // target.world_size,
-        average_width=max(4, precision.weights.itemsize) if average.enable and not average.cpu_offload else 0,
+        average_width=max(4, precision.weights.itemsize) if average.enable else 0,
+        average_on_host=average.cpu_offload and target.device == "cuda",
+        average_every=average.every_n_steps,
         vocab_size=vocab_size,
-        can_be_recorded=why_not_recorded(root, torch.device(target.device), target.world_size) is None,
+        can_be_recorded=why_not_recorded(*recording) is None,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import OffloadSlice, RecomputeSlice
@@ -273,15 +274,14 @@ class _StackOnDevice:
         ]  # fmt: skip
         self._left = max(0, min(last.start, last.stop - max(2, len(layers) - number) + 1))
         self.weights_away = sum(self._weights[: self._left])
-        self.after_forward = sum(layer.stays if self._is_sent(layer) else layer.kept for layer in layers)
+        self._kept = [0, *accumulate(layer.kept for layer in layers)]
+        self._stays = [0, *accumulate(layer.stays for layer in layers[: self._offloaded])]
+        self.after_forward = self._on_device(len(layers), self._offloaded)
 
     def during_backward(self, number: int) -> int:
         """Bytes kept on the device when the backward pass of layer `number` begins."""
         first = self._together(number).start
-        return sum(
-            layer.stays if self._is_sent(layer) and layer.number < first - self._ahead else layer.kept
-            for layer in self.layers[: number + 1]
-        )
+        return self._on_device(number + 1, max(0, min(self._offloaded, first - self._ahead)))
 
     def weights_away_at(self, number: int) -> int:
         """Bytes of weights on the host when the backward pass of layer `number` begins."""
@@ -296,8 +296,9 @@ class _StackOnDevice:
         start = number - number % layer.recompute.chunk
         return range(start, min(start + layer.recompute.chunk, len(self.layers)))
 
-    def _is_sent(self, layer: PlacedLayer) -> bool:
-        return layer.number < self._offloaded
+    def _on_device(self, layers: int, away: int) -> int:
+        """What the first layers keep on the device, of which the first `away` have sent what is large enough."""
+        return self._stays[away] + self._kept[layers] - self._kept[away]
 
 
 class _Gradients:

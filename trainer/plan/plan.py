@@ -9,9 +9,10 @@ import torch
 from ...kernels.attention.backends import installed
 from ...kernels.attention.dispatch import Decision
 from ...models.config.memory import RecomputeModule
+from ...models.config.memory_slice import RecomputeSlice
 from ...models.config.peft_slice import peft_slice
 from ...models.offload_copies import SLAB
-from ...models.recompute_effects import idle_recompute, made_again_for_copies
+from ...models.recompute_effects import idle_recompute, made_again_for_copies, saving_recompute
 from ..config.schema import RootBlock
 from ..determinism import attention_flags
 from ..manifest import device_name
@@ -72,8 +73,9 @@ class Plan:
 
     @property
     def on_host(self) -> int:
-        """Bytes of page-locked host memory of each rank for what is offloaded; that of layers is taken in slabs."""
-        return -(-sum(map(sent_by, self.memory.layers)) // SLAB) * SLAB + self.memory.held.on_host
+        """Bytes of host memory of each rank for what is offloaded; that of layers is taken in slabs."""
+        held = self.memory.held
+        return -(-sum(map(sent_by, self.memory.layers)) // SLAB) * SLAB + held.on_host + held.average_on_host
 
     @property
     def short_of_host(self) -> int:
@@ -97,6 +99,7 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
 
     Raises:
         ValueError: no attention backend is left there, compilation cannot be had, or the vocabulary is too small.
+        UserError: micro batches shall be recorded as CUDA graphs and cannot be.
     """
     facts = facts_of(root, target, precision_there(root, target), vocab_size=vocab_size)
     memory = memory_plan(facts)
@@ -112,6 +115,11 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
 def idle_modules(plan: Plan) -> list[str]:
     """For each part that shall be recomputed but keeps nothing: why that saves nothing, and what does."""
     return list(idle_recompute(plan.facts.family, _decisions(plan.facts), peft_slice(plan.facts.keys.peft)))
+
+
+def saved_by_recomputation(facts: RunFacts) -> tuple[RecomputeSlice | None, ...]:
+    """For each stack, what recomputation saves."""
+    return saving_recompute(facts.family, _decisions(facts), peft_slice(facts.keys.peft))
 
 
 def made_again(facts: RunFacts) -> tuple[frozenset[RecomputeModule], ...]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import named
 from ..counted import counted
 from .cards import GIB
-from .changes import Change
-from .facts import StackFacts
+from .changes import Change, Given
+from .facts import RunFacts, StackFacts
 from .moments import Moment
-from .plan import Plan, made_again
+from .plan import Plan, made_again, saved_by_recomputation
 from .states import CONTEXT
 
 _HELD = {
@@ -33,6 +33,7 @@ _AT_PEAK = {
     "logits": "logits and the loss",
     "working": "working memory",
 }
+NOTHING_GIVEN = Given(keys=frozenset(), typed={})
 _LEAST_SHOWN = GIB // 200
 LEAST_WAITING = 0.1
 """Part of a step that the card waits for the host, from which on it is told."""
@@ -98,7 +99,7 @@ def summary(plan: Plan) -> list[str]:
         )
         lines += [f"plan: {line}" for line in _idle_card(plan)]
     if plan.on_host:
-        lines.append(f"plan: {gib(plan.on_host)} in page-locked host memory for each process")
+        lines.append(f"plan: {gib(plan.on_host)} in host memory for each process")
     if plan.short_of_host:
         lines.append(f"warning: plan: that is {gib(plan.short_of_host)} more in host memory than there is")
     return lines
@@ -115,7 +116,7 @@ def comparison(plan: Plan, allocated: int, reserved: int) -> str:
     )
 
 
-def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
+def report(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) -> Iterator[str]:
     """The whole plan, in lines."""
     facts, target = plan.facts, plan.facts.target
     each = f", {plan.active:,} for each token" if plan.active < plan.parameters else ""
@@ -128,12 +129,9 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
         f"step         {ranks}{layout}{facts.micro_batches} micro batch{'es' * (facts.micro_batches != 1)} of {samples}"
         f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}{', as CUDA graphs' * facts.is_recorded}"
     )
-    for stack, again in zip(facts.stacks, made_again(facts), strict=True):
+    for stack, again, recompute in zip(facts.stacks, made_again(facts), saved_by_recomputation(facts), strict=True):
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
         how = "compiled" if stack.compiled else "as written"
-        recompute = stack.stack.recompute
-        if recompute is not None and not stack.keeps_scores:
-            recompute = replace(recompute, modules=recompute.modules - {"core_attention"})
         saves = (recompute.description if recompute else "") or "nothing"
         yield (
             f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {how}, attention "
@@ -151,7 +149,7 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
         f"  {gib(plan.reserved)} reserved by the allocator, {gib(plan.needed)} with the CUDA context ({gib(CONTEXT)})"
     )
     if plan.on_host:
-        yield f"  {gib(plan.on_host)} in page-locked host memory{' for each process' * (facts.ranks > 1)}"
+        yield f"  {gib(plan.on_host)} in host memory{' for each process' * (facts.ranks > 1)}"
     if plan.fits is not None and plan.available is not None:
         left = plan.available - plan.needed
         yield f"  fits, with {gib(left)} left" if left >= 0 else f"  does not fit: {gib(-left)} too much"
@@ -162,7 +160,7 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
     if changes:
         yield ""
         yield "to need less" if plan.fits else "to fit"
-        yield from change_lines(plan, changes)
+        yield from change_lines(plan, changes, given)
         if plan.fits is False and not any(change.plan.fits for change in changes):
             yield "  none of these is enough alone; `stoker plan --fit` with the same keys looks for several together"
     if target.card is not None and not target.card.measured and plan.time is not None:
@@ -172,24 +170,33 @@ def report(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
 
 def _offloaded(stack: StackFacts, again: frozenset[RecomputeModule]) -> str:
     """What a stack keeps in host memory, and what it makes again so that it need not be moved."""
+    what = _on_host(stack)
+    instead = f", which make {named(again)} again" if again else ""
+    return f"; {what} on the host{instead}" if what else ""
+
+
+def _on_host(stack: StackFacts) -> str:
     offload = stack.stack.offload
     if offload is None or stack.attention.call.device != "cuda":
         return ""
     what = " and ".join(name for name in ("activations", "weights") if getattr(offload, name))
-    instead = f", which make {named(again)} again" if again else ""
-    return f"; {what} of {counted(offload.layers, 'layer')} on the host{instead}"
+    return f"{what} of {counted(offload.layers, 'layer')}"
 
 
-def change_lines(plan: Plan, changes: Sequence[Change]) -> Iterator[str]:
-    """Changes with their effect, one line each."""
+def change_lines(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) -> Iterator[str]:
+    """Changes with their effect, one line each: what is needed of the device, then overrides and what they replace."""
     for change in changes:
-        saved = plan.allocated - change.plan.allocated
-        slower = ""
+        more = change.plan.needed - plan.needed
+        told = [f"{'+' if more > 0 else '-'}{gib(abs(more))}"]
         if plan.time and change.plan.time:
-            slower = f", step {100 * (change.plan.seconds / plan.seconds - 1):+.0f} %"
-        fits = "" if change.plan.fits or change.plan.fits is None else ", does not fit yet"
-        host = f", {gib(change.plan.on_host)} on the host" if change.plan.on_host else ""
-        yield f"  {gib(change.plan.allocated)} (-{gib(saved)}{slower}{host}{fits})  {' '.join(change.overrides)}"
+            told.append(f"step {100 * (change.plan.seconds / plan.seconds - 1):+.0f} %")
+        if change.plan.on_host:
+            told.append(f"{gib(change.plan.on_host)} on the host")
+        if change.plan.fits is False:
+            told.append("does not fit yet")
+        replaced = change.replaced(given)
+        instead = f"  (instead of {' '.join(replaced)})" if replaced else ""
+        yield f"  {gib(change.plan.needed)} ({', '.join(told)})  {' '.join(change.overrides(given))}{instead}"
 
 
 def _where_else(plan: Plan) -> str:
@@ -256,7 +263,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.{0 if seconds >= 0.01 else 1}f} ms"
 
 
-def as_document(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
+def as_document(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) -> dict[str, Any]:
     """Everything as plain data; sizes in bytes, times in seconds."""
     facts, target = plan.facts, plan.facts.target
     return {
@@ -271,12 +278,18 @@ def as_document(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
         "micro_batches": facts.micro_batches,
         "precision": facts.precision.name,
         "compiled": facts.compiled,
-        "attention": {stack.name or "self": stack.attention.backend for stack in facts.stacks},
+        "attention": dict(_attention(facts)),
+        "recomputes": {
+            stack.name or "self": recompute.description if recompute else ""
+            for stack, recompute in zip(facts.stacks, saved_by_recomputation(facts), strict=True)
+        },
+        "offloads": {stack.name or "self": _on_host(stack) for stack in facts.stacks},
         "memory": {
             "allocated": plan.allocated,
             "reserved": plan.reserved,
             "needed": plan.needed,
             "on_host": plan.on_host,
+            "short_of_host": plan.short_of_host,
             "peak_at": plan.memory.peak.where,
             "at_peak": dict(categories(plan)),
             "layers_keep": dict(activation_parts(plan)),
@@ -290,16 +303,26 @@ def as_document(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
             "tokens_per_second": plan.time.tokens_per_second,
             "mfu": plan.time.mfu,
         },
-        "changes": [change_document(change) for change in changes],
+        "changes": [change_document(change, given) for change in changes],
     }
 
 
-def change_document(change: Change) -> dict[str, Any]:
+def _attention(facts: RunFacts) -> Iterator[tuple[str, str]]:
+    for stack in facts.stacks:
+        yield stack.name or "self", stack.attention.backend
+        if stack.cross_attention is not None:
+            yield "cross", stack.cross_attention.backend
+
+
+def change_document(change: Change, given: Given = NOTHING_GIVEN) -> dict[str, Any]:
     """A change as plain data."""
     return {
-        "overrides": change.overrides,
+        "overrides": change.overrides(given),
+        "instead_of": change.replaced(given),
         "allocated": change.plan.allocated,
         "needed": change.plan.needed,
+        "on_host": change.plan.on_host,
+        "short_of_host": change.plan.short_of_host,
         "fits": change.plan.fits,
         "seconds": change.plan.time.seconds if change.plan.time else None,
     }

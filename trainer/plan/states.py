@@ -42,6 +42,7 @@ class HeldState:
         batches: samples on the device.
         workspace: of the libraries.
         on_host: main weights and optimizer state that live in host memory instead.
+        average_on_host: likewise the moving average.
     """
 
     weights: int
@@ -53,6 +54,7 @@ class HeldState:
     batches: int
     workspace: int
     on_host: int = 0
+    average_on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -110,6 +112,7 @@ def held_state(facts: RunFacts) -> HeldState:
     state = state_of(facts) * (main or widths.weights) // shards
     on_host = is_state_on_host(keys, torch.device(facts.target.device))
     moved = (parameters * main // shards + state) if on_host else 0
+    average = parameters * facts.average_width // shards
     sums = 0
     if main and adds_up(facts):
         sums = parameters * 4 // (1 if whole_weights(facts.layout) else shards)
@@ -117,12 +120,13 @@ def held_state(facts: RunFacts) -> HeldState:
         weights=weights,
         main_weights=0 if on_host else parameters * main // shards,
         optimizer=0 if on_host else state,
-        average=parameters * facts.average_width // shards,
+        average=0 if facts.average_on_host else average,
         gradient_sums=sums,
         tables=rotary_tables(tuple(each.stack for each in facts.stacks)) + _masks(facts),
         batches=_batches(facts),
         workspace=_workspace(facts),
         on_host=moved,
+        average_on_host=average if facts.average_on_host else 0,
     )
 
 

@@ -317,6 +317,18 @@ def _orthogonalised(facts: RunFacts, memory: MemoryPlan) -> float:
     return total * steps / facts.shards
 
 
+def _averaging(facts: RunFacts, memory: MemoryPlan, card: Card) -> float:
+    """Seconds that the moving average of the weights takes: read, mixed, written; copied where its source is elsewhere.
+
+    What a host takes to mix one that lies there is not known.
+    """
+    size = trained_of(facts) / facts.shards * facts.average_width
+    from_host = memory.held.on_host > 0 and main_weight_bytes(facts.precision) > 0
+    copied = size / card.host_link if facts.average_on_host != from_host else 0.0
+    mixed = 0.0 if facts.average_on_host else 3 * size / (card.bandwidth * card.bandwidth_part)
+    return (copied + mixed) / facts.average_every
+
+
 # ---------------------------------------------------------------- time
 
 
@@ -356,7 +368,7 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
     parts["copies not hidden"] = micro * waited_for_copies(memory.layers, times, card.host_link)
     update = _update_bytes(facts) / (card.bandwidth * card.bandwidth_part)
     update += _orthogonalised(facts, memory) / products
-    parts["update"] = max(update, memory.held.on_host / card.host_link)
+    parts["update"] = max(update, memory.held.on_host / card.host_link) + _averaging(facts, memory, card)
     parts["messages"] = _messages(facts) / card.peer_link
     samples = facts.keys.global_batch_size
     return StepTime(

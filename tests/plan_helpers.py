@@ -1,0 +1,20 @@
+"""Plans of a run, for the tests of them."""
+
+from config_helpers import load
+
+from stoker.trainer.plan.cards import card_named
+from stoker.trainer.plan.plan import make_plan, target_elsewhere
+
+LLAMA = "experiment=llama_1b_bench"
+ONE = ["model.micro_batch_size=1", "model.global_batch_size=1"]
+FULL = [
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
+]
+OFFLOAD = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=12"]
+
+
+def planned(*overrides, card="h200", world=1):
+    root = load(*overrides).root
+    return make_plan(root, target_elsewhere(root, card_named(card), world))
