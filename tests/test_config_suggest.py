@@ -162,7 +162,8 @@ def test_foreign_names_are_many_and_lead_to_known_keys() -> None:
 def test_a_foreign_name_is_suggested_and_never_accepted(places: int) -> None:
     """In the block of the model and outside of all; by turns in the fast tests."""
     for number, (name, target) in enumerate(FOREIGN_NAMES.items()):
-        for path in (f"model.{name}", name)[:: -1 if number % 2 else 1][:places]:
+        below = (f"model.{name}", name)[:: -1 if number % 2 else 1][:places]
+        for path in (name,) if "." in name else below:
             if not is_known(path):
                 assert target in suggestions(path)[:2], (path, suggestions(path))
 
@@ -173,9 +174,31 @@ def test_foreign_names_through_the_front_door() -> None:
         ("+model.num_experts_per_tok=2", "model.moe_router_topk"),
         ("++model.gradient_checkpointing=true", "model.activations_checkpoint_granularity"),
         ("learning_rate=1e-3", "model.optim.lr"),
+        ("model.cpu_offload=true", "model.cpu_offloading"),
+        ("model.optim.cpu_offload=true", "model.cpu_offloading_optimizer"),
     ):
         (problem,) = problems(typed).values()
         assert f"did you mean {right}?" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("modules=[core_attn,layernorm]", "layernorm is norm: {key}modules=[core_attention,norm]"),
+        ("modules=norm", "write {key}modules=[norm]"),
+        ("granularity=none", "write {key}granularity=null"),
+    ],
+)
+@pytest.mark.parametrize("stack", ["", "encoder."])
+def test_words_of_megatron_for_recomputation(given: str, fix: str, stack: str) -> None:
+    key = f"model.{stack}activations_checkpoint_"
+    (problem,) = problems("model=t5_tiny" if stack else "model=gpt_tiny", key + given).values()
+    assert problem.fix.endswith(fix.format(key=key))
+
+
+def test_an_empty_list_is_said_to_be_empty() -> None:
+    (problem,) = problems("model.activations_checkpoint_modules=[]").values()
+    assert problem.rule.endswith("or null, but is empty")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """What cannot start ends before anything is built or written, in lines that name the keys."""
 
+import gc
+import os
+import weakref
+
 import pytest
 import torch
-from config_helpers import gpt
+from config_helpers import gpt, load
 from tiny_run import tiny_config
 
 from stoker.kernels.launch import INTERPRETED
 from stoker.models.config.counting import count_parameters
-from stoker.trainer import memory, restore
+from stoker.trainer import environment, memory, parts, restore
 from stoker.trainer.data import build
 from stoker.trainer.distributed.layout import DataLayout
 from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_IO, UserError
@@ -104,6 +108,37 @@ def test_an_allocation_that_fails_is_an_error_of_the_user(tmp_path, monkeypatch)
         run_training(tiny_config(tmp_path / "run"))
     assert "micro_batch_size" in error.value.lines[1]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_over_is_held_by_nothing_but_itself(tmp_path):
+    """So that the memory of its device is free again before the next one in the process begins."""
+    models = []
+    for number in range(2):
+        result = run_training(tiny_config(tmp_path / str(number), trainer__max_steps=2))
+        models.append(weakref.ref(result.model))
+        assert result.model is models[-1]()
+        del result
+        gc.collect()
+        assert [model() for model in models] == [None] * len(models)
+
+
+@pytest.mark.parametrize("choose", [parts.choose_device, restore.choose_device])
+def test_segments_of_device_memory_grow_where_a_gpu_is_chosen(monkeypatch, choose):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(environment.sys, "platform", "linux")
+    for kind, expected in (("cpu", None), ("cuda", "expandable_segments:True")):
+        for name in environment.ALLOCATOR:
+            monkeypatch.delenv(name, raising=False)
+        choose(load(f"trainer.accelerator={kind}").root if choose is parts.choose_device else kind)
+        assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+
+
+def test_variables_are_set_for_whoever_trains_from_python(tmp_path, monkeypatch):
+    monkeypatch.setenv("STOKER_OF_A_TEST", "before")
+    run_training(tiny_config(tmp_path / "run", env_vars={"STOKER_OF_A_TEST": "1"}, trainer__max_steps=1))
+    assert os.environ["STOKER_OF_A_TEST"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -463,6 +463,8 @@ def test_memory_that_cannot_be_pinned_is_told(monkeypatch):
     with pytest.raises(UserError, match=r"`model\.cpu_offloading_optimizer` \(True\).*CUDA error 2.*=False"):
         copies.host(64)
     assert copies.host(0).numel() == 0
+    with pytest.raises(UserError, match=r"does not give 1,048,576\.0 GiB of host memory; use .*offloading_optimizer=False"):
+        copies.host(2**50)
 
 
 def test_memory_is_unpinned_before_it_is_given_back(monkeypatch):

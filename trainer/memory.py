@@ -269,8 +269,12 @@ def host_memory() -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, as Python, numpy or torch tell it."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    """Whether an allocation failed, on the device or the host, as Python, numpy or torch tell it."""
+    if isinstance(error, torch.OutOfMemoryError) or is_out_of_host_memory(error):
         return True
-    said = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said)
+    return isinstance(error, RuntimeError) and "out of memory" in str(error)
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Whether an allocation of host memory failed."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -35,7 +36,7 @@ from .fit import fit
 from .initial_weights import load_initial_weights
 from .loggers import check_loggers
 from .loop import RunLoop
-from .memory import check_memory, is_out_of_memory
+from .memory import check_memory, is_out_of_host_memory, is_out_of_memory
 from .metrics import Journal
 from .module import LanguageModule
 from .panel import Panel
@@ -118,6 +119,9 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     check_loggers(root.exp_manager)
     check_profiling(root, device)
+    if device.type == "cuda":  # the loop and its module hold each other, and with them the memory of a run before
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
     with determinism(root.trainer.deterministic), _memory_told(root, device):
         check_memory(root, precision, device, layout_of(root, ranks.world_size))
         uses_cuda_graph(root, device, ranks.world_size, check_attention(root, precision, device))
@@ -135,12 +139,10 @@ def _memory_told(root: RootBlock, device: torch.device, plan: Plan | None = None
         if not is_out_of_memory(error):
             raise
         said = " ".join(str(error).split())[:200]
-        raise UserError(
-            [
-                f"out of memory on {device.type}" + (f": {said}" if said else ""),
-                *out_of_memory_lines(root, plan),
-            ]
-        ) from error
+        of_host = device.type != "cpu" and is_out_of_host_memory(error)
+        where = "out of host memory" if of_host else f"out of memory on {device.type}"
+        way_out = ["keep less in host memory, or prepare fewer batches"] if of_host else out_of_memory_lines(root, plan)
+        raise UserError([where + (f": {said}" if said else ""), *way_out]) from error
 
 
 def _prepare_and_train(

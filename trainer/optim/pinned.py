@@ -32,17 +32,21 @@ class PinnedState(CudaCopies):
         """So many bytes of pinned host memory, uint8 [size].
 
         Raises:
-            UserError: the system does not pin that much.
+            UserError: the system does not give or pin that much.
         """
-        memory = torch.empty(size, dtype=torch.uint8)
+        wish = (
+            f"`model.cpu_offloading_optimizer` (True): the system does not {{}} {size / 2**30:,.1f} GiB of host memory"
+        )
+        cure = "use model.cpu_offloading_optimizer=False"
+        try:
+            memory = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise UserError(f"{wish.format('give')}; {cure}") from error
         if not size:
             return memory
         error = _register(memory, self.device)
         if error:
-            raise UserError(
-                f"`model.cpu_offloading_optimizer` (True): the system does not pin {size / 2**30:,.1f} GiB of host "
-                f"memory (CUDA error {error}); use model.cpu_offloading_optimizer=False"
-            )
+            raise UserError(f"{wish.format('pin')} (CUDA error {error}); {cure}")
         self._pinned += size
         # It must not be given back while it is pinned; the end of the process does both.
         weakref.finalize(self, _unregister, memory, self.device).atexit = False
