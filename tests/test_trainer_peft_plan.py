@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from config_helpers import load
 from tiny_run import tiny_config
+from torch.utils._pytree import tree_leaves
 
-from stoker.models.build import parameter_count
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.build import build_model, parameter_count, stacks_of
+from stoker.models.config.peft_slice import peft_slice
 from stoker.models.peft.adapt import trained_parameters
 from stoker.trainer import memory
 from stoker.trainer.errors import UserError
@@ -17,6 +21,7 @@ from stoker.trainer.flops import training_flops_per_sample
 from stoker.trainer.memory import check_memory
 from stoker.trainer.plan.cards import card_named
 from stoker.trainer.plan.plan import Plan, make_plan, target_elsewhere
+from stoker.trainer.plan.states import update_working
 from stoker.trainer.precision import plan_precision
 from stoker.trainer.run import run_training
 from stoker.trainer.sample_form import sample_form
@@ -42,7 +47,8 @@ def test_counts_are_those_of_the_model(scheme: str, tmp_path: Path) -> None:
     root = tiny_config(tmp_path, model__peft__peft_scheme=scheme, **MORE).root
     counts = count_trained(root.model, run.data.vocab_size, sample_form(root))
     trained = sum(parameter.numel() for parameter in trained_parameters(run.model).values())
-    assert counts == (parameter_count(run.model), trained)
+    assert counts[:2] == (parameter_count(run.model), trained)
+    assert sum(numbers for numbers, _ in counts.sizes) == trained
     assert f"{scheme}: {trained:,} parameters are trained" in (run.directory / "run.log").read_text()
 
 
@@ -60,6 +66,102 @@ def test_frozen_weights_have_neither_gradients_nor_state() -> None:
     by_moment = {moment.where: moment.gradients for moment in lora.moments}
     assert by_moment["the update"] <= counts.trained * 2
     assert 0.4 * whole.total < lora.total < 0.75 * whole.total
+
+
+SELECTIVE = "model.peft.peft_scheme=selective"
+NAMES = "model.peft.selective_tuning.tunable_base_param_names="
+
+
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [
+        (["model=gpt_tiny"], (0,)),
+        (["model=gpt_tiny", "peft=lora"], (0,)),
+        (["model=gpt_tiny", "peft=lora", "model.peft.lora_tuning.layer_selection=[3,4]"], (2,)),
+        (["model=gpt_tiny", "peft=adapter", "model.peft.adapter_tuning.layer_selection=[4]"], (3,)),
+        (["model=gpt_tiny", "peft=ptuning", "model.max_position_embeddings=300"], (0,)),
+        (["model=gpt_tiny", SELECTIVE, f"{NAMES}[layers.2]"], (2,)),
+        (["model=gpt_tiny", SELECTIVE, f"{NAMES}[final_norm]"], (4,)),
+        (["model=gpt_tiny", SELECTIVE, f"{NAMES}[token_embedding]"], (0,)),
+        (["model=t5_tiny", "peft=lora", "model.peft.lora_tuning.layer_selection=[3]"], (2, 0)),
+        (["model=t5_tiny", SELECTIVE, f"{NAMES}[decoder.layers.1]"], (3, 1)),
+        (["model=t5_tiny", SELECTIVE, f"{NAMES}[encoder.final_norm]"], (3, 0)),
+    ],
+)
+def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str], begins: tuple[int, ...]) -> None:
+    """By what autograd does: it goes back through the layers whose result needs a gradient."""
+    start = [] if len(given) == 1 else ["model.restore_from_path=x"]
+    root = load("data=mock", "model.override_vocab_size=100", *start, *given).root
+    form = sample_form(root)
+    assert count_trained(root.model, 100, form).begins == begins
+    model = build_model(
+        root.model,
+        vocab_size=100,
+        device="cpu",
+        dtype=torch.float32,
+        flags=AttentionFlags(),
+        micro_batch_size=1,
+        form=form,
+        peft=peft_slice(root.model.peft),
+    )
+    ran: set[tuple[int, int]] = set()
+    for at, stack in enumerate(stacks_of(model)):
+        for number, layer in enumerate(stack.layers):
+
+            def note(layer: object, given: object, found: Any, place: tuple[int, int] = (at, number)) -> None:
+                if any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(found)):
+                    ran.add(place)
+
+            layer.register_forward_hook(note)
+    lengths = (form.length, *([form.decoder_length] if form.decoder_length else []))
+    tokens = [torch.randint(100, (1, length)) for length in lengths]
+    model.train()
+    model.loss(*tokens, tokens[-1], 1.0)  # type: ignore[operator]
+    expected = {(at, n) for at, stack in enumerate(stacks_of(model)) for n in range(begins[at], len(stack.layers))}
+    assert ran == expected
+
+
+def test_layers_behind_which_the_backward_pass_ends_keep_nothing() -> None:
+    every, last = plan_of("peft=lora"), plan_of("peft=lora", "model.peft.lora_tuning.layer_selection=[24]")
+    assert last.allocated < every.allocated - 10 * sum(layer.kept for layer in last.memory.layers)
+    assert [layer.kept > 0 for layer in last.memory.layers] == [False] * 23 + [True]
+    assert every.time is not None
+    assert last.time is not None
+    assert last.time.parts["matrix products"] < 0.6 * every.time.parts["matrix products"]
+    full = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=4")]
+    chunks = plan_of("peft=lora", "model.peft.lora_tuning.layer_selection=[22]", *full)
+    assert [layer.kept > 0 for layer in chunks.memory.layers] == [False] * 20 + [True] + [False] * 3
+
+
+def test_a_run_that_trains_its_last_layer_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"model__num_layers": 40, "model__override_vocab_size": 259, "model__micro_batch_size": 64}
+    lora = {"model__peft__peft_scheme": "lora", "model__peft__lora_tuning__layer_selection": [40]}
+    every, last = (
+        tiny_config(tmp_path, **shape, model__global_batch_size=64, model__encoder_seq_length=64, **more).root
+        for more in ({"model__peft__peft_scheme": "lora"}, lora)
+    )
+    plan = plan_precision(last.trainer, True, CPU)
+    counts, kept = count_trained(every.model, 259, sample_form(every)), 64 * 64 * last.model.hidden_size * 4
+    monkeypatch.setattr(memory, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + 4 * kept + (1 << 20))
+    check_memory(last, plan, CPU)
+    with pytest.raises(UserError, match="activations of one micro batch"):
+        check_memory(every, plan, CPU)
+
+
+def test_prompts_are_read_by_all_layers() -> None:
+    given = ("model.peft.peft_scheme=ptuning", "model.restore_from_path=x", "model.max_position_embeddings=8192")
+    few, many = (plan_of(*given, f"model.peft.p_tuning.virtual_tokens={number}") for number in (20, 2068))
+    text = sample_form(load("experiment=llama_1b_bench").root).length
+    assert [plan.facts.stacks[0].length - text for plan in (few, many)] == [20, 2068]
+    kept = [sum(layer.kept for layer in plan.memory.layers) for plan in (few, many)]
+    assert kept[1] / kept[0] == pytest.approx((text + 2068) / (text + 20), rel=0.02)
+
+
+def test_muon_makes_room_for_the_largest_matrix_that_is_trained() -> None:
+    given = ("model.optim.name=muon", "model.cpu_offloading_optimizer=True", SELECTIVE, f"{NAMES}[attention]")
+    plan = plan_of("model.restore_from_path=x", *given)
+    largest = 2048 * 3072  # queries, keys and values of 16 heads and 4 groups, 128 wide
+    assert update_working(plan.facts) < 3 * 16 * largest + 28 * largest + (200 << 20)
 
 
 def test_frozen_weights_save_a_third_of_the_work() -> None:

@@ -60,7 +60,8 @@ def check_memory(
     keys = root.model
     form = sample_form(root)
     vocab_size = keys.override_vocab_size or 1
-    parameters, trained = count_trained(keys, vocab_size, form)
+    counts = count_trained(keys, vocab_size, form)
+    parameters, trained = counts.all, counts.trained
     model = family_slice(keys, vocab_size=vocab_size, form=form)
     stacks = model.stacks
     lengths = (form.length, form.decoder_length)[: len(stacks)]
@@ -84,8 +85,9 @@ def check_memory(
     narrow = (precision.autocast or precision.weights).itemsize
     tokens = [keys.micro_batch_size * length for length in lengths]
     sized = list(zip(stacks, tokens, strict=True))
-    activations = sum(_kept(stack, n, _offloaded(stack, device)) for stack, n in sized) * narrow
-    sent = sum(_kept(stack, n, 0) for stack, n in sized) * narrow - activations
+    begun = list(zip(sized, counts.begins, strict=True))  # no layer before these keeps anything
+    activations = sum(_kept(stack, n, max(first, _offloaded(stack, device))) for (stack, n), first in begun) * narrow
+    sent = sum(_kept(stack, n, first) for (stack, n), first in begun) * narrow - activations
     beside = _weights_on_host(model, device, width)
     # at most so many weights are on the host when the backward begins
     away = parameters * width if any(_offloaded(stack, device, weights=True) for stack in stacks) else 0

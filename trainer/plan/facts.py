@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
@@ -19,6 +19,7 @@ from ...models.config.peft_slice import (
     LoRASlice,
     PeftSlice,
     Projection,
+    PromptSlice,
     SelectiveSlice,
     peft_dropout,
     peft_slice,
@@ -34,6 +35,7 @@ from ..distributed.layout import DataLayout
 from ..precision import PrecisionPlan, plan_precision
 from ..recordable import uses_cuda_graph, why_not_recorded
 from ..sample_form import sample_form
+from ..trained_count import count_trained
 from .cards import Card
 
 
@@ -102,6 +104,7 @@ class StackFacts:
         low_rank_mlp: its MLPs with low-rank updates are one operation, see `kernels.lora_gated_mlp`.
         low_rank_experts: its experts have low-rank updates, see `kernels.moe.lora_experts`.
         trains_router: the router of its experts is trained.
+        begins: its first layer whose backward pass runs.
     """
 
     name: str
@@ -119,6 +122,7 @@ class StackFacts:
     low_rank_mlp: bool
     low_rank_experts: bool
     trains_router: bool
+    begins: int
 
     @property
     def tokens(self) -> int:
@@ -228,14 +232,18 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
         "batch": keys.micro_batch_size,
         "deterministic": not target.flags.allow_nondeterministic,
     }
+    peft = peft_slice(keys.peft)
+    read = form  # what its layers read
+    if isinstance(peft, PromptSlice):
+        read = replace(form, length=form.length + peft.virtual_tokens)
     decisions: dict[str, Decision] = {}
-    for planned in planned_attentions(family, form, common):
+    for planned in planned_attentions(family, read, common):
         asked: dict[CallKind, AttentionCall] = {"training": planned.calls["training"]}
         decisions[planned.name] = decide(planned.attention, asked, target.flags, target.software)["training"]
     in_training = {f"{name} training".strip(): decision for name, decision in decisions.items()}
     recording = (root, torch.device(target.device), target.world_size, in_training)
     uses_cuda_graph(*recording)  # refuses what is asked for and cannot be had
-    dropout = any(map(has_dropout, family.stacks)) or peft_dropout(peft_slice(keys.peft)) > 0
+    dropout = any(map(has_dropout, family.stacks)) or peft_dropout(peft) > 0
     compiled, _ = compile_policy(keys.compile, target.device, target.software.torch, dropout=dropout)
     widths = Widths(
         weights=precision.weights.itemsize,
@@ -250,7 +258,9 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
         target=target,
         family=family,
         form=form,
-        stacks=_stacks(family, form, decisions, keys, widths, compiled=compiled),
+        stacks=_stacks(
+            family, read, decisions, keys, widths, count_trained(keys, vocab_size, form).begins, compiled=compiled
+        ),
         precision=precision,
         layout=layout,
         reduce_width=summed.itemsize,
@@ -269,6 +279,7 @@ def _stacks(
     decisions: dict[str, Decision],
     keys: AnyModelBlock,
     widths: Widths,
+    begins: tuple[int, ...],
     *,
     compiled: bool,
 ) -> tuple[StackFacts, ...]:
@@ -297,6 +308,7 @@ def _stacks(
                 and bool(peft.targets & {"mlp_fc1", "mlp_fc2"}),
                 trains_router=peft is None or isinstance(peft, SelectiveSlice),
                 low_rank_mlp=is_one_operation(peft, stack, call.device, call.dtype),
+                begins=begins[number],
             )
         )
     return tuple(found)

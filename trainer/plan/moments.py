@@ -77,9 +77,18 @@ class PlacedLayer:
     recompute: RecomputeSlice
 
     @property
+    def is_idle(self) -> bool:
+        """In the backward pass, which ends behind it: neither it nor what it reads is trained.
+
+        Layers that are recomputed together all have a backward pass, or none has.
+        """
+        begins = self.stack.begins
+        return self.number < begins - begins % (self.recompute.chunk if begins < self.recompute.layers else 1)
+
+    @property
     def is_recomputed(self) -> bool:
         """As a whole."""
-        return self.number < self.recompute.layers
+        return self.number < self.recompute.layers and not self.is_idle
 
     @property
     def offload(self) -> OffloadSlice | None:
@@ -99,6 +108,8 @@ class PlacedLayer:
     @property
     def kept(self) -> int:
         """Bytes it keeps from its forward to its backward pass, its input included."""
+        if self.is_idle:
+            return 0
         if self.is_recomputed:
             return self.memory.boundary if self.begins_chunk else 0
         own = self.memory.boundary if self.memory.keeps_boundary else 0
@@ -107,6 +118,8 @@ class PlacedLayer:
     @property
     def stays(self) -> int:
         """Bytes of what it keeps that are too small to be offloaded."""
+        if self.is_idle:
+            return 0
         if self.is_recomputed:
             return self.kept if self.kept < LEAST_SIZE else 0
         modules = self.modules
@@ -204,6 +217,8 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
         under = around + sum(each.after_forward for each in below) + (memory + sum(after[:number]) if below else 0)
         away_below = sum(each.weights_away for each in below)
         for layer in reversed(stack.layers):
+            if layer.is_idle:
+                continue
             parameters = layer.memory.parameters
             again, working = layer.in_backward
             yield Moment(

@@ -56,6 +56,8 @@ def activation_parts(plan: Plan) -> list[tuple[str, int]]:
     """What layers keep for the backward pass, by part, on the device or on the host."""
     found: dict[str, int] = {}
     for layer in plan.memory.layers:
+        if layer.is_idle:
+            continue
         own = layer.kept
         if not layer.is_recomputed:
             modules = layer.modules

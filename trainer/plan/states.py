@@ -241,8 +241,9 @@ class _Weight(NamedTuple):
 
 def _weights(facts: RunFacts) -> list[_Weight]:
     """The large parameters, in the order in which an optimizer has them."""
-    if facts.keys.peft.is_on:  # many small ones, which take as much memory as one of their size
-        return [_Weight(trained_of(facts), is_hidden=True)]
+    if facts.keys.peft.is_on:
+        trained = count_trained(facts.keys, facts.vocab_size, facts.form).sizes
+        return [_Weight(numbers, is_hidden=dimensions > 1) for numbers, dimensions in trained]
     first = facts.stacks[0].stack.hidden_size
     table = _Weight(facts.family.padded_vocab_size * first, is_hidden=False)
     family = facts.family

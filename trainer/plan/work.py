@@ -219,6 +219,9 @@ def layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
     core = core_forward(facts, again="core_attention" in layer.modules)
     passes = PASSES_COMPILED if facts.compiled else PASSES_AS_WRITTEN
     kept = sum(each.size for each in layer.memory.kept if each.part not in ("scores", "weights"))
+    if layer.is_idle:
+        moved = passes * (kept + layer.memory.boundary) / 3
+        return Work(matmul=matmul, grouped=grouped_forward(facts) if experts else 0.0, moved=moved) + core
     return Work(
         matmul=(2 if frozen else 3) * matmul + 3 * core.matmul,
         grouped=(2 if frozen else 3) * grouped_forward(facts) if experts else 0.0,
@@ -229,6 +232,8 @@ def layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
 
 def recomputed_work(layer: PlacedLayer) -> Work:
     """What the backward pass of a layer does again."""
+    if layer.is_idle:
+        return Work()
     facts, experts = layer.stack, _has_experts(layer)
     core = core_forward(facts)
     if layer.is_recomputed:
@@ -357,6 +362,8 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
 
     def times(layer: PlacedLayer) -> tuple[float, float]:
         plain = _seconds(layer_work(layer, frozen=facts.keys.peft.is_on), card, products, fused)
+        if layer.is_idle:
+            return plain, 0.0
         return plain / 3, plain * 2 / 3 + _seconds(recomputed_work(layer), card, products, fused)
 
     host = HOST_SECONDS_OF_LAYER if facts.compiled else HOST_SECONDS_AS_WRITTEN
