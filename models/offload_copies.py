@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import Any, Protocol
+from bisect import bisect_left
+from collections import deque
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -142,10 +143,14 @@ def bytes_of(storage: torch.UntypedStorage, start: int, stop: int) -> Tensor:
 
 
 class HostPool:
-    """Buffers of host memory, cut from large slabs and kept for the next who needs about as many bytes.
+    """Buffers of host memory, cut from large slabs, which are kept.
 
-    A step needs the same sizes as the one before, so buffers are given out again whole and never merged. Where sizes
-    change (experts that run one after the other), they are rounded up by an eighth at most, so there are few.
+    A buffer comes from the smallest free piece that holds it, and what is left of the piece stays free. Once it is
+    back, it becomes one piece with its free neighbours. So a slab that nobody uses is whole again whatever it was cut
+    into, and where each step needs other sizes (experts that run one after the other) the pool stays as large as the
+    largest step needs, but for what buffers of more than a third of a slab leave unused.
+
+    One thread at a time takes buffers, but any may give one back at any moment.
 
     Args:
         pinned: a device can copy from and to them without the host.
@@ -156,8 +161,9 @@ class HostPool:
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self._rests: list[Tensor] = []
+        self._slabs: dict[int, Tensor] = {}
+        self._free: list[_Piece] = []  # in order, and no two of them touch
+        self._back: deque[_Piece] = deque()
         self.size = 0
 
     def take(self, size: int) -> Tensor:
@@ -166,37 +172,63 @@ class HostPool:
         Raises:
             HostMemoryError: the system does not give that much.
         """
+        while self._back:
+            self._merge(self._back.popleft())
         room = _rounded_up(size)
-        buffer = self._free[room].pop() if self._free[room] else self._cut(room)
-        return buffer[:size]
+        fitting = [(stop - start, place) for place, (_, start, stop) in enumerate(self._free) if stop - start >= room]
+        place = min(fitting)[1] if fitting else self._add_slab(room)
+        slab, start, stop = self._free[place]
+        self._free[place : place + 1] = [_Piece(slab, start + room, stop)] if start + room < stop else []
+        return self._slabs[slab][start : start + size]
 
     def give_back(self, buffer: Tensor) -> None:
-        """Keep a buffer of `take` for another."""
-        start, room = int(buffer.storage_offset()), _rounded_up(buffer.numel())
-        self._free[room].append(bytes_of(buffer.untyped_storage(), start, start + room))
+        """Keep a buffer of `take` for others."""
+        # the next `take` merges it: this may be the garbage collector, on another thread or in the midst of a `take`
+        start = int(buffer.storage_offset())
+        self._back.append(_Piece(buffer.untyped_storage().data_ptr(), start, start + _rounded_up(buffer.numel())))
 
-    def _cut(self, room: int) -> Tensor:
-        """A new buffer, from the first slab that has so much left, or from a new slab."""
-        place = next((place for place, rest in enumerate(self._rests) if rest.numel() >= room), None)
-        if place is None:
-            slab = max(SLAB, 1 << (room - 1).bit_length()) if self._pinned else room
-            try:
-                memory = torch.empty(slab, dtype=torch.uint8, pin_memory=self._pinned)
-            except RuntimeError as error:
-                raise HostMemoryError(
-                    f"`cpu_offloading` (True) has {self.size / 2**30:,.1f} GiB of host memory, and the system does not "
-                    f"give {slab / 2**30:,.1f} GiB more; use a smaller cpu_offloading_num_layers, "
-                    "cpu_offloading_weights=false, or cpu_offloading_activations=false."
-                ) from error
-            self.size += slab
-            place = len(self._rests)
-            self._rests.append(memory)
-        buffer, rest = self._rests[place][:room], self._rests[place][room:]
-        self._rests[place] = rest
-        return buffer
+    def _merge(self, piece: _Piece) -> None:
+        """Add a piece to the free ones, as one with those it touches."""
+        first = last = bisect_left(self._free, piece)
+        if last < len(self._free) and piece.touches(self._free[last]):
+            piece = piece._replace(stop=self._free[last].stop)
+            last += 1
+        if first and self._free[first - 1].touches(piece):
+            first -= 1
+            piece = piece._replace(start=self._free[first].start)
+        self._free[first:last] = [piece]
+
+    def _add_slab(self, room: int) -> int:
+        """The place among the free pieces of a new slab, which has room for so many bytes."""
+        size = max(SLAB if self._pinned else 0, 1 << (room - 1).bit_length())
+        try:
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"`cpu_offloading` (True) has {self.size / 2**30:,.1f} GiB of host memory, and the system does not "
+                f"give {size / 2**30:,.1f} GiB more; use a smaller cpu_offloading_num_layers, "
+                "cpu_offloading_weights=false, or cpu_offloading_activations=false."
+            ) from error
+        self.size += size
+        piece = _Piece(memory.data_ptr(), 0, size)
+        place = bisect_left(self._free, piece)
+        self._free.insert(place, piece)
+        self._slabs[piece.slab] = memory
+        return place
+
+
+class _Piece(NamedTuple):
+    """Bytes of a slab, by its address: from `start` to `stop`, both multiples of `ALIGNMENT`."""
+
+    slab: int
+    start: int
+    stop: int
+
+    def touches(self, later: _Piece) -> bool:
+        """Whether the other begins where this one ends; slabs that lie side by side are still two."""
+        return self.slab == later.slab and self.stop == later.start
 
 
 def _rounded_up(size: int) -> int:
-    """To a multiple of its power of two's eighth, and of `ALIGNMENT`."""
-    grain = max(ALIGNMENT, 1 << max(size.bit_length() - 4, 0))
-    return -(-size // grain) * grain
+    """To a multiple of `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
