@@ -11,7 +11,7 @@ from .config.families import FamilySlice
 from .config.memory import RecomputeModule
 from .config.memory_slice import RecomputeSlice
 from .config.peft_slice import LoRASlice, PeftSlice, peft_dropout
-from .config.slices import StackSlice
+from .config.slices import MLPSlice, StackSlice
 from .config.t5_slice import T5Slice
 from .peft.lora_mlp import is_one_operation
 
@@ -55,6 +55,11 @@ def recomputes_draws(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
     return drawn or (peft_dropout(peft) > 0 and (recompute.layers > 0 or in_parts))
 
 
+def keeps_result_alone(mlp: MLPSlice) -> bool:
+    """Whether the backward of an activation reads its result, not what it was made from."""
+    return mlp.nonlinearity == "relu" and not mlp.gated  # a gate reads both
+
+
 def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> tuple[RecomputeSlice | None, ...]:
     """What the backward of each stack calculates again: core attention only where an attention of it keeps scores.
 
@@ -73,11 +78,11 @@ def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> t
 
 
 def saving_recompute(
-    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None
+    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
 ) -> tuple[RecomputeSlice | None, ...]:
     """What each stack saves by recomputation: what acts, but for parts that would keep nothing in any case."""
     return tuple(
-        _without(recompute, _idle_with_lora(stack, decisions[labels[0]].call, peft))
+        _without(recompute, _idle(stack, decisions[labels[0]].call, peft, compiled=compiled))
         for stack, labels, recompute in zip(
             model.stacks, training_labels(model), acting_recompute(model, decisions), strict=True
         )
@@ -91,12 +96,24 @@ def _without(recompute: RecomputeSlice | None, parts: frozenset[RecomputeModule]
     return replace(recompute, modules=modules) if recompute.layers or modules else None
 
 
-def _idle_with_lora(stack: StackSlice, call: AttentionCall, peft: PeftSlice | None) -> frozenset[RecomputeModule]:
-    """The parts that a layer does not keep, since a low-rank update reads something else."""
+def activation_saves_nothing(stack: StackSlice, peft: PeftSlice | None, *, compiled: bool) -> bool:
+    """Whether a layer without the result of its activation keeps as much instead: what that is made from.
+
+    Compiled, it keeps besides where the result is positive; dropout or a norm behind it have a result of their own.
+    """
+    more = stack.mlp.dropout or stack.block == "normformer" or peft_dropout(peft)
+    return keeps_result_alone(stack.mlp) and not (compiled or more)
+
+
+def _idle(
+    stack: StackSlice, call: AttentionCall, peft: PeftSlice | None, *, compiled: bool
+) -> frozenset[RecomputeModule]:
+    """The parts of a layer that save nothing: since a low-rank update reads something else, or as much is kept."""
     found: set[RecomputeModule] = set()
     if isinstance(peft, LoRASlice) and peft.spares_norms(stack):
         found.add("norm")
-    if is_one_operation(peft, stack, call.device, call.dtype):
+    saves_nothing = activation_saves_nothing(stack, peft, compiled=compiled)
+    if saves_nothing or is_one_operation(peft, stack, call.device, call.dtype):
         found.add("mlp_activation")
     return frozenset(found)
 
@@ -127,20 +144,23 @@ def made_again_for_copies(
     return tuple(found)
 
 
-def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None) -> Iterator[str]:
+def idle_recompute(
+    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
+) -> Iterator[str]:
     """For each part that shall be recomputed but keeps nothing: why that saves nothing, and what would.
 
     Args:
         model: what the model is.
         decisions: what the dispatcher chose for each attention and kind of call.
         peft: what fine-tuning adds.
+        compiled: whether layers are.
     """
-    saving = saving_recompute(model, decisions, peft)
+    saving = saving_recompute(model, decisions, peft, compiled=compiled)
     places = [f"model.{labels[0].rpartition(' ')[0]}".rstrip(".") for labels in training_labels(model)]
     for stack, labels, done, at in zip(model.stacks, training_labels(model), saving, places, strict=True):
         if stack.recompute is None:
             continue
-        idle = _idle_with_lora(stack, decisions[labels[0]].call, peft)
+        idle = _idle(stack, decisions[labels[0]].call, peft, compiled=compiled)
         others = _with_more(stack, frozenset() if done is None else done.modules, idle)
         more = f"; {at}.activations_checkpoint_modules=[{','.join(others)}] saves memory" if others else ""
         if "norm" in stack.recompute.modules & idle:
@@ -148,7 +168,12 @@ def idle_recompute(model: FamilySlice, decisions: Mapping[str, Decision], peft: 
                 "recomputing norm has no effect in compiled layers where LoRA updates what reads an RMS norm: they do "
                 f"not keep the norm{more}"
             )
-        if "mlp_activation" in stack.recompute.modules & idle:
+        if "mlp_activation" in stack.recompute.modules & idle and keeps_result_alone(stack.mlp):
+            yield (
+                "recomputing mlp_activation has no effect on memory in layers that are not compiled: the backward of "
+                f"{stack.mlp.nonlinearity} reads its result alone, and in place of that its input is kept{more}"
+            )
+        elif "mlp_activation" in stack.recompute.modules & idle:
             yield (
                 "recomputing mlp_activation has no effect where LoRA updates both projections of an MLP: it keeps no "
                 f"activated rows{more}"

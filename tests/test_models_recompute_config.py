@@ -23,12 +23,13 @@ from stoker.models.config.samples import SampleForm
 from stoker.models.config.slices import StackSlice, gpt_slice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.recompute import RecomputedAttention
-from stoker.models.recompute_effects import idle_recompute, recomputes_draws
+from stoker.models.recompute_effects import idle_recompute, recomputes_draws, saving_recompute
 from stoker.models.stack import Layer, Stack
 from stoker.trainer import parts, run_description
 from stoker.trainer.data.build import build_data
 from stoker.trainer.errors import UserError
 from stoker.trainer.plan.cards import card_named
+from stoker.trainer.plan.changes import modules_that_save
 from stoker.trainer.plan.plan import make_plan, target_elsewhere
 from stoker.trainer.precision import PrecisionPlan
 from stoker.trainer.recordable import uses_cuda_graph, why_not_recorded
@@ -200,7 +201,7 @@ def stacks(backend: str, **changes: Any) -> tuple[Stack, list[str]]:
     )
     stack = model.get_submodule("decoder")
     assert isinstance(stack, Stack)
-    return stack, list(idle_recompute(described, model.attention_decisions, None))
+    return stack, list(idle_recompute(described, model.attention_decisions, None, compiled=model.compiled))
 
 
 def wrapped(stack: Stack) -> list[bool]:
@@ -285,9 +286,44 @@ def test_each_attention_of_a_t5_is_looked_at() -> None:
     model = build_model(
         given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1, form=form
     )
-    notes = list(idle_recompute(family_slice(given, vocab_size=10, form=form), model.attention_decisions, None))
+    described = family_slice(given, vocab_size=10, form=form)
+    notes = list(idle_recompute(described, model.attention_decisions, None, compiled=model.compiled))
     assert [note.split("`")[1] for note in notes] == ["decoder training", "cross training"]
     assert all("model.decoder.activations_checkpoint_modules" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiled", "idle"),
+    [
+        ({}, False, True),
+        ({}, True, False),  # it keeps besides where the result is positive
+        ({"activation": "squared-relu"}, False, False),
+        ({"activation": "reglu"}, False, False),
+        ({"ffn_dropout": 0.1}, False, False),
+        ({"transformer_block_type": "normformer"}, False, False),
+    ],
+)
+def test_a_relu_that_is_recomputed_saves_nothing_as_written(
+    changes: dict[str, Any], compiled: bool, idle: bool
+) -> None:
+    relu = {"openai_gelu": False, "activation": "relu", f"{AT}modules": ["mlp_activation"]} | changes
+    given, form = keys(**relu, attention_backend="unfused"), SampleForm(length=8)
+    described = family_slice(given, vocab_size=10, form=form)
+    decisions = build_model(
+        given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=2, form=form
+    ).attention_decisions
+    notes = list(idle_recompute(described, decisions, None, compiled=compiled))
+    assert saving_recompute(described, decisions, None, compiled=compiled) == (
+        None if idle else sliced(1, 0, "mlp_activation"),
+    )
+    assert len(notes) == idle
+    assert all("relu reads its result alone" in note and "=[norm] saves memory" in note for note in notes)
+    overrides = [f"model.{key}={value}" for key, value in changes.items()]
+    root = load(
+        "model=gpt3_1b", "model.activation=relu", "model.openai_gelu=False", *overrides, f"model.compile={compiled}"
+    ).root
+    found = modules_that_save(make_plan(root, target_elsewhere(root, card_named("h100"))))
+    assert ("mlp_activation" in found) is not idle
 
 
 # ---------------------------------------------------------------- CUDA graphs

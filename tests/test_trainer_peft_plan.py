@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from config_helpers import load
+from config_helpers import gpt, load
 from tiny_run import tiny_config
 from torch.utils._pytree import tree_leaves
 
@@ -141,7 +141,7 @@ def test_a_run_that_trains_its_last_layer_is_not_refused(tmp_path: Path, monkeyp
         for more in ({"model__peft__peft_scheme": "lora"}, lora)
     )
     plan = plan_precision(last.trainer, True, CPU)
-    counts, kept = count_trained(every.model, 259, sample_form(every)), 64 * 64 * last.model.hidden_size * 4
+    counts, kept = count_trained(every.model, 259, sample_form(every)), 64 * 64 * gpt(last).hidden_size * 4
     monkeypatch.setattr(memory, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + 4 * kept + (1 << 20))
     check_memory(last, plan, CPU)
     with pytest.raises(UserError, match="activations of one micro batch"):

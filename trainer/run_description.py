@@ -69,10 +69,11 @@ def describe(
     )
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
-    for at, recompute in zip(stacks, saving_recompute(described, model.attention_decisions, peft), strict=True):
+    saving = saving_recompute(described, model.attention_decisions, peft, compiled=model.compiled)
+    for at, recompute in zip(stacks, saving, strict=True):
         if recompute is not None:
             yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
-    for note in idle_recompute(described, model.attention_decisions, peft):
+    for note in idle_recompute(described, model.attention_decisions, peft, compiled=model.compiled):
         yield f"warning: {note}"
     yield from describe_offload(root, described, model, device)
     if uses_cuda_graph(root, device, ranks, model.attention_decisions):

@@ -28,16 +28,18 @@ class Kept(NamedTuple):
         size: bytes of a micro batch.
         module: what `activations_checkpoint_modules` calls it; None for what no module recomputes.
         also: another module without which that one does not recompute it; None without.
+        within: another module that recomputes it too, by itself; None without.
     """
 
     part: str
     size: int
     module: RecomputeModule | None = None
     also: RecomputeModule | None = None
+    within: RecomputeModule | None = None
 
     def is_made_again(self, modules: frozenset[RecomputeModule]) -> bool:
         """Whether it is not kept where these modules are recomputed."""
-        return self.module in modules and (self.also is None or self.also in modules)
+        return self.within in modules or (self.module in modules and (self.also is None or self.also in modules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class AttentionMemory:
         kept: for the backward pass, but for the input of its first projection.
         working: bytes of the backward pass besides, at most: gradients and accumulators.
         working_again: the same where its scores are made again.
-        beside_scores: bytes that are kept more then: what they are made from.
+        beside_scores: bytes that are kept more then, or less: what they are made from, in place of copies of it.
     """
 
     kept: tuple[Kept, ...]
@@ -94,9 +96,13 @@ def attention_memory(
     scores = beside_scores = spared = 0
     if decision.keeps_scores:
         inputs, core, scores = _written_out(attention, decision, asked, read, e, compiled=compiled)
+        if attention.qk_norm and (compiled or _head_norms_keep_input(stack, widths)):
+            inputs += projected  # which the norms over heads read; what is copied is their result
+        # made again from queries, keys and values as they come, not in the order or in the width of the products
+        beside_scores = projected + turned - inputs
+        spared = min(beside_scores, 0)  # such copies are there again then
         if scores_come_from_sums(attention, decision):
-            # queries, keys and values as they come, not in the order of the products; the log-sum-exps
-            beside_scores = projected + turned - inputs + sides.queries * attention.heads * 4
+            beside_scores += sides.queries * attention.heads * 4  # the log-sum-exps
             spared = scores // 2  # the gradient of the weights, which is never written
     else:
         inputs, core = _fused(attention, decision, asked, read, e)
@@ -141,9 +147,17 @@ def _norms_of_heads(
     numbers = (asked + read) // widths.compute
     if compiled:
         return numbers // attention.head_dim * 4
+    copies = 0 if _head_norms_keep_input(stack, widths) else 1
     if stack.norm.kind == "rmsnorm":
-        return 2 * numbers * 4
-    return numbers * 4 if stack.norm.zero_centered or widths.casts_weights else 0
+        copies += 1  # the quotient by the root
+    return copies * numbers * 4
+
+
+def _head_norms_keep_input(stack: StackSlice, widths: Widths) -> bool:
+    """Whether a norm over heads, as written, keeps what was projected rather than a copy in fp32."""
+    if widths.compute >= 4:
+        return True
+    return stack.norm.kind == "layernorm" and not (stack.norm.zero_centered or widths.casts_weights)
 
 
 def _fused(
@@ -177,7 +191,10 @@ def _written_out(
     if backend in ("sdpa_math", "reference"):  # in fp32, with keys and values as wide as all heads
         per_head = call.batch * attention.heads * attention.head_dim * 4
         inputs = per_head * (call.queries + 2 * call.keys)
-        return inputs, (Kept("scores", pairs * (4 + call_drops(decision) * 5), "core_attention"),), 8 * pairs
+        # the reference keeps the scores too, and as written probabilities before and after rows that see nothing
+        times = 1 if backend == "sdpa_math" else 2 if compiled else 3
+        scores = pairs * (4 * times + call_drops(decision) * 5)
+        return inputs, (Kept("scores", scores, "core_attention"),), 8 * pairs
     wide = call.bias_goes_by_distance or bool(call.softcap) or not attention.masked_softmax_fusion
     probabilities = 4 if wide and e < 4 else e
     copy = e if (wide and e < 4) or call.dropout else 0

@@ -17,6 +17,8 @@ from typing import Any
 from ...kernels.attention.dispatch import NoBackendError
 from ...models.config.family_rules import stacks_of_keys
 from ...models.config.memory import RecomputeModule
+from ...models.config.peft_slice import peft_slice
+from ...models.recompute_effects import activation_saves_nothing
 from ..config.facts import Facts
 from ..config.rules import run_rules
 from ..config.schema import RootBlock
@@ -211,6 +213,9 @@ def modules_that_save(plan: Plan) -> list[RecomputeModule]:
         found &= each.stack.acting_modules(range(each.stack.num_layers))
     if not any(stack.keeps_scores for stack in plan.facts.stacks):
         found.discard("core_attention")
+    peft = peft_slice(plan.facts.keys.peft)
+    if any(activation_saves_nothing(each.stack, peft, compiled=each.compiled) for each in plan.facts.stacks):
+        found.discard("mlp_activation")
     return sorted(found, key=_CHEAP_FIRST.index)
 
 

@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="CARD",
-        help="h100, h200, a100 and so on, a size of memory as 80GiB, or both as h100:40GiB; without it the GPU of this "
-        "machine, or an H100 where there is none",
+        help="h100, h200, a100 and so on, a size as 80GiB (of an H100), or both as a100:40GiB; without it the GPU of "
+        "this machine, or an H100 where there is none",
     )
     parser.add_argument(
         "--finetune", action="store_true", help="as `stoker finetune` reads it: the model is model.restore_from_path"

@@ -19,14 +19,12 @@ class LossMemory:
         forward: bytes there are at most while it runs: chunks of logits, the gradient of the head, that of its input.
         kept: bytes it leaves for the backward pass: both gradients.
         backward: bytes there are at most when the backward pass scales them, on a GPU where they are.
-        logits: bytes of one chunk of logits.
         parameters: of the head, which have their gradient from then on.
     """
 
     forward: int
     kept: int
     backward: int
-    logits: int
     parameters: int
 
 
@@ -63,7 +61,6 @@ def loss_memory(facts: RunFacts) -> LossMemory:
         forward=read + read_gradient + running + cast,
         kept=kept,
         backward=scaled,
-        logits=logits,
         parameters=0 if frozen else rows,
     )
 

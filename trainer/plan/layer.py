@@ -17,13 +17,9 @@ from ...models.config.memory import RecomputeModule
 from ...models.config.moe_slice import MoESlice
 from ...models.config.peft_slice import Projection
 from ...models.config.slices import MLPSlice
+from ...models.recompute_effects import keeps_result_alone
 from .attention import Kept, Sides, attention_memory
 from .facts import StackFacts
-
-_KEPT_BY_NONE = ("relu",)
-"""Activations whose backward pass needs their result alone."""
-_TWICE_AS_WRITTEN = ("relu_squared", "gelu_sigmoid")
-"""Activations that, as written, keep a number more for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +30,10 @@ class LayerMemory:
         boundary: bytes of its input, which the residual stream hands to it.
         keeps_boundary: whether it is kept where nothing is recomputed.
         norm_input: bytes of the stream that are kept only for a norm that is recomputed.
+        shares_norm_input: all norms read the same.
         has_experts: beside their router, so that their norm is recomputed with them alone.
-        beside_scores: bytes that are kept only where the scores of attention are recomputed.
+        beside_scores: bytes that are kept more, or less, where the scores of attention are recomputed.
+        beside_activation: bytes that are kept only where the activation of the feed-forward part is recomputed.
         mlp: what its feed-forward part keeps where nothing is recomputed, but for the normed stream.
         rest: everything else that it keeps then.
         normed: bytes of the stream that the feed-forward part reads.
@@ -49,8 +47,10 @@ class LayerMemory:
     boundary: int
     keeps_boundary: bool
     norm_input: int
+    shares_norm_input: bool
     has_experts: bool
     beside_scores: int
+    beside_activation: int
     mlp: tuple[Kept, ...]
     rest: tuple[Kept, ...]
     normed: int
@@ -72,8 +72,10 @@ class LayerMemory:
 
     def kept_with(self, modules: frozenset[RecomputeModule]) -> int:
         """Bytes kept besides the input where these parts are recomputed."""
-        inputs = self._norms_again(modules) * self.norm_input
+        norms = self._norms_again(modules)
+        inputs = (min(norms, 1) if self.shares_norm_input else norms) * self.norm_input
         inputs += self.beside_scores if "core_attention" in modules else 0
+        inputs += self._beside_activation(modules)
         return inputs + self.all_kept - recomputed(self.kept, modules)
 
     def in_backward(self, modules: frozenset[RecomputeModule]) -> tuple[int, int]:
@@ -86,6 +88,7 @@ class LayerMemory:
         norm = of_norms // norms if norms else 0
         kept_for_mlp = norms < self.parts
         given_back = sum(each.size for each in self.mlp) - in_mlp + self.normed * kept_for_mlp
+        given_back += self._beside_activation(modules)
         in_attention = recomputed(self.rest, modules) - of_norms + norm
         of_attention = self.attention_again if "core_attention" in modules else self.attention_working
         moments = (in_mlp + norm * (not kept_for_mlp), self.mlp_working), (in_attention, of_attention - given_back)
@@ -96,6 +99,10 @@ class LayerMemory:
         if "norm" not in modules:
             return 0
         return self.parts - (self.has_experts and "moe" not in modules)
+
+    def _beside_activation(self, modules: frozenset[RecomputeModule]) -> int:
+        again = "mlp_activation" in modules and not (self.has_experts and "moe" in modules)
+        return self.beside_activation if again else 0
 
     def whole_in_backward(self) -> tuple[int, int]:
         """Likewise where everything is made again."""
@@ -151,9 +158,11 @@ def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
     return LayerMemory(
         boundary=wide * s,
         keeps_boundary=keeps_boundary,
-        norm_input=0 if keeps_boundary else wide * s,
+        norm_input=_norm_input(facts, keeps_boundary=keeps_boundary),
+        shares_norm_input=stack.block == "parallel_ln",
         has_experts=moe is not None,
         beside_scores=beside_scores,
+        beside_activation=_beside_activation(facts, moe),
         mlp=tuple(each for each in mlp if each.size),
         rest=tuple(each for each in kept if each.size),
         normed=wide * e if _learns(facts, "mlp_fc1") or moe is not None else 0,
@@ -171,6 +180,14 @@ def layer_memory(facts: StackFacts, *, experts: bool) -> LayerMemory:
 def _sublayers(facts: StackFacts) -> int:
     """Parts of a layer that add to the stream."""
     return 2 if facts.cross is None else 3
+
+
+def _norm_input(facts: StackFacts, *, keeps_boundary: bool) -> int:
+    """Bytes that are kept of the stream for a norm that is recomputed, beside the input of the layer."""
+    stack, wide = facts.stack, facts.tokens * facts.stack.hidden_size
+    if facts.compiled and stack.block == "parallel_ln" and stack.norm.kind == "layernorm":
+        return wide * 4  # the compiler sees that all norms centre and divide the same input, and keeps that for them
+    return 0 if keeps_boundary else wide * facts.widths.stream
 
 
 def norm_keeps_input(facts: StackFacts) -> bool:
@@ -203,12 +220,13 @@ def _stream_and_norms(facts: StackFacts, moe: MoESlice | None) -> list[Kept]:
     statistics = facts.tokens * 4 * (2 if stack.norm.kind == "layernorm" else 1)
     norms = parts + (parts if stack.block == "normformer" else 0)
     found.append(Kept("norm", norms * statistics))
-    if facts.compiled:
+    in_turn = stack.block != "parallel_ln"  # else all parts read the input of the layer, none of them a sum
+    if facts.compiled and in_turn:
         # what the first part adds; the sum of stream and updates before each further one
         found.append(Kept("stream", wide * e + (parts - 2) * wide * s))
         found += [Kept("stream", wide * s)] if stack.block == "post_ln" else []
-    else:
-        inputs = parts if stack.block == "post_ln" else parts - 1
+    elif not facts.compiled:
+        inputs = parts if stack.block == "post_ln" else (parts - 1) * in_turn
         found += [Kept("stream", inputs * wide * s)] if norm_keeps_input(facts) else []
         extra, of_experts = norm_extra(facts, wide), int(moe is not None)
         found += [Kept("norm", (parts - of_experts) * extra, module), Kept("norm", of_experts * extra, module, "moe")]
@@ -232,25 +250,37 @@ def _mlp(facts: StackFacts, mlp: MLPSlice, width: int) -> tuple[list[Kept], int]
     """What an MLP of `width` keeps besides its input, and bytes that its backward pass needs besides."""
     e, numbers = facts.widths.compute, facts.tokens * width
     ups = 2 if mlp.gated else 1
-    before = ups * numbers * e
-    if not mlp.gated and mlp.nonlinearity in _KEPT_BY_NONE:
-        before = numbers if facts.compiled else 0  # where it is positive
-    if not mlp.gated and mlp.nonlinearity in _TWICE_AS_WRITTEN and not facts.compiled:
-        before = 2 * numbers * e if mlp.nonlinearity == "gelu_sigmoid" else numbers * e
+    has_norm = facts.stack.block == "normformer"
     if facts.low_rank_mlp:  # the gradients of what is between, that of what was projected
-        return [Kept("mlp", before)], (1 + ups) * numbers * e
-    kept = [Kept("mlp", before)]
+        return [Kept("mlp", ups * numbers * e)], (1 + ups) * numbers * e
+    kept: list[Kept] = []
+    if not keeps_result_alone(mlp):
+        kept.append(Kept("mlp", ups * numbers * e))
+        if mlp.nonlinearity == "gelu_sigmoid" and not mlp.gated and not facts.compiled:
+            kept.append(Kept("activation", numbers * e, "mlp_activation"))  # the sigmoid
+    elif facts.compiled:  # where it is positive; a norm keeps the result itself
+        kept.append(Kept("activation", 0 if has_norm else numbers, "mlp_activation"))
+    else:  # the result, unless what comes next keeps it too
+        kept_next = norm_keeps_input(facts) if has_norm else "mlp_fc2" in facts.learnt and not mlp.dropout
+        kept.append(Kept("activation", 0 if kept_next else numbers * e, "mlp_activation"))
     if "mlp_fc2" in facts.learnt:
         kept.append(Kept("activation", numbers * e, "mlp_activation"))
-    if facts.stack.block == "normformer":
+    if has_norm:
         inner = numbers * e if facts.compiled or norm_keeps_input(facts) else 0
         if not facts.compiled:
             inner += norm_extra(facts, numbers)
         kept.append(Kept("activation", inner, "mlp_activation"))
     if mlp.dropout:
-        kept.append(Kept("dropout", numbers))
-    # the gradient of the result, then that of what was projected; by then the result is given back
-    return kept, ups * numbers * e
+        kept.append(Kept("dropout", numbers, "mlp_activation"))
+    # the gradient of the result, then that of what was projected; by then the result is given back, unless it is read
+    both = keeps_result_alone(mlp) and not facts.compiled
+    return kept, (2 if both else ups) * numbers * e
+
+
+def _beside_activation(facts: StackFacts, moe: MoESlice | None) -> int:
+    """Bytes of what the activation of an MLP, or of the shared expert, is made from, where else its result is kept."""
+    width = facts.stack.mlp.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size or 0
+    return facts.tokens * width * facts.widths.compute if keeps_result_alone(facts.stack.mlp) else 0
 
 
 def rows_of(moe: MoESlice, tokens: int) -> int:
@@ -301,5 +331,5 @@ def _experts(facts: StackFacts, moe: MoESlice) -> tuple[list[Kept], int]:
     working = max(gradients, later)
     if moe.shared_ffn_hidden_size:
         shared, _ = _mlp(facts, stack.mlp, moe.shared_ffn_hidden_size)
-        kept += [each if each.module == "mlp_activation" else Kept(each.part, each.size, "moe") for each in shared]
+        kept += [each._replace(module=each.module or "moe", within="moe") for each in shared]
     return kept, working

@@ -114,12 +114,14 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
 
 def idle_modules(plan: Plan) -> list[str]:
     """For each part that shall be recomputed but keeps nothing: why that saves nothing, and what does."""
-    return list(idle_recompute(plan.facts.family, _decisions(plan.facts), peft_slice(plan.facts.keys.peft)))
+    facts, peft = plan.facts, peft_slice(plan.facts.keys.peft)
+    return list(idle_recompute(facts.family, _decisions(facts), peft, compiled=facts.compiled))
 
 
 def saved_by_recomputation(facts: RunFacts) -> tuple[RecomputeSlice | None, ...]:
     """For each stack, what recomputation saves."""
-    return saving_recompute(facts.family, _decisions(facts), peft_slice(facts.keys.peft))
+    peft = peft_slice(facts.keys.peft)
+    return saving_recompute(facts.family, _decisions(facts), peft, compiled=facts.compiled)
 
 
 def made_again(facts: RunFacts) -> tuple[frozenset[RecomputeModule], ...]:

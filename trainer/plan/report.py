@@ -68,6 +68,9 @@ def activation_parts(plan: Plan) -> list[tuple[str, int]]:
             if "core_attention" in modules:
                 found["attention"] = found.get("attention", 0) + layer.memory.beside_scores
                 own -= layer.memory.beside_scores
+            if "mlp_activation" in modules and not (layer.memory.has_experts and "moe" in modules):
+                found["mlp"] = found.get("mlp", 0) + layer.memory.beside_activation
+                own -= layer.memory.beside_activation
         found["layer inputs"] = found.get("layer inputs", 0) + own
     return sorted(found.items(), key=lambda item: -item[1])
 
