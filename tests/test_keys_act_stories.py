@@ -68,6 +68,7 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.evaluation import EvaluationResult
 from stoker.trainer.loop_state import LoopState, Patience
 from stoker.trainer.optim import build as optim_build
+from stoker.trainer.plan import facts
 from stoker.trainer.step_policy import DivergedError, StepPolicy
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "little_pystd")
@@ -338,7 +339,7 @@ def the_optimizer_lies_in_host_memory(lab: Lab) -> None:
 @story(MODEL + "enable_cuda_graph")
 def micro_batches_are_recorded(lab: Lab) -> None:
     made: list[Any] = []
-    for part in (run, parts, run_description):
+    for part in (run, parts, run_description, facts):
         lab.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
     lab.monkeypatch.setattr(parts, "RecordedMicroBatches", lambda step, *_: made.append(step) or step)
     lab.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
