@@ -12,6 +12,7 @@ from tiny_run import tiny_config
 from stoker.kernels.launch import INTERPRETED
 from stoker.models.config.counting import count_parameters
 from stoker.trainer import environment, memory, parts, restore
+from stoker.trainer import run as running
 from stoker.trainer.data import build
 from stoker.trainer.distributed.layout import DataLayout
 from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_IO, UserError
@@ -120,6 +121,17 @@ def test_a_run_that_is_over_is_held_by_nothing_but_itself(tmp_path):
         del result
         gc.collect()
         assert [model() for model in models] == [None] * len(models)
+
+
+@pytest.mark.parametrize(("kind", "is_initialized"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_peaks_are_those_of_the_run(monkeypatch, kind, is_initialized):
+    """Before CUDA is initialized its allocator has no figures, and would refuse to begin anew."""
+    begun = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", begun.append)
+    device = torch.device(kind)
+    running._forget_earlier_runs(device)
+    assert begun == ([device] if kind == "cuda" and is_initialized else [])
 
 
 @pytest.mark.parametrize("choose", [parts.choose_device, restore.choose_device])

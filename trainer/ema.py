@@ -68,11 +68,14 @@ class EMA:
         if step % self._every_n_steps:
             return
         self._settle()
+        is_taken = grad_norm.isfinite()  # read by the device, so that nobody waits for it
+        weight = is_taken.to(next(iter(self._averages.values()))) * (1.0 - self._decay)
         if any(source.is_cpu != average.is_cpu or source.dtype != average.dtype for source, average in self._pairs()):
             for source, average in self._pairs():  # one at a time: copies of all would fill the memory
-                self._lerp([average], [source.to(average, non_blocking=source.is_cpu)], grad_norm)
+                average.lerp_(source.to(average, non_blocking=source.is_cpu), weight)
             return
-        self._lerp([self._averages[name] for name in self._sources], list(self._sources.values()), grad_norm)
+        averages, sources = [self._averages[name] for name in self._sources], list(self._sources.values())
+        torch._foreach_lerp_(averages, sources, [weight] * len(averages))  # pyright: ignore[reportPrivateImportUsage]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -90,11 +93,6 @@ class EMA:
     def pieces(self) -> dict[str, Piece]:
         """The averages by parameter name, as a checkpoint reads and writes them: this rank's rows."""
         return {name: self._pieces[name].of(average) for name, average in self._averages.items()}
-
-    def _lerp(self, averages: list[Tensor], sources: list[Tensor], grad_norm: Tensor) -> None:
-        is_taken = grad_norm.isfinite()  # read by the device, so that nobody waits for it
-        weight = is_taken.to(averages[0]) * (1.0 - self._decay)
-        torch._foreach_lerp_(averages, sources, [weight] * len(averages))  # pyright: ignore[reportPrivateImportUsage]
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((source, self._averages[name]) for name, source in self._sources.items())

@@ -119,13 +119,21 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     check_loggers(root.exp_manager)
     check_profiling(root, device)
-    if device.type == "cuda":  # the loop and its module hold each other, and with them the memory of a run before
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats(device)
+    _forget_earlier_runs(device)
     with determinism(root.trainer.deterministic), _memory_told(root, device):
         check_memory(root, precision, device, layout_of(root, ranks.world_size))
         uses_cuda_graph(root, device, ranks.world_size, check_attention(root, precision, device))
         return _prepare_and_train(config, device, precision, ranks)
+
+
+def _forget_earlier_runs(device: torch.device) -> None:
+    """Free the device of what earlier runs in this process held, and measure its peak anew.
+
+    Lightning's loop and its module hold each other, and with them the model, until Python looks for such cycles.
+    """
+    if device.type == "cuda" and torch.cuda.is_initialized():  # the allocator has no figures before
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 @contextmanager

@@ -34,19 +34,17 @@ class PinnedState(CudaCopies):
         Raises:
             UserError: the system does not give or pin that much.
         """
-        wish = (
-            f"`model.cpu_offloading_optimizer` (True): the system does not {{}} {size / 2**30:,.1f} GiB of host memory"
-        )
-        cure = "use model.cpu_offloading_optimizer=False"
+        wish, cure = "`model.cpu_offloading_optimizer` (True)", "use model.cpu_offloading_optimizer=False"
+        asked = f"{size / 2**30:,.1f} GiB of host memory"
         try:
             memory = torch.empty(size, dtype=torch.uint8)
         except RuntimeError as error:
-            raise UserError(f"{wish.format('give')}; {cure}") from error
+            raise UserError(f"{wish}: the system does not give {asked}; {cure}") from error
         if not size:
             return memory
         error = _register(memory, self.device)
         if error:
-            raise UserError(f"{wish.format('pin')} (CUDA error {error}); {cure}")
+            raise UserError(f"{wish}: the system does not pin {asked} (CUDA error {error}); {cure}")
         self._pinned += size
         # It must not be given back while it is pinned; the end of the process does both.
         weakref.finalize(self, _unregister, memory, self.device).atexit = False

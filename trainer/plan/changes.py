@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -56,6 +57,9 @@ class Given:
     typed: Mapping[str, str]
 
 
+NOTHING_GIVEN = Given(keys=frozenset(), typed={})
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Other values of some keys.
@@ -68,15 +72,14 @@ class Change:
     values: Values
     plan: Plan
 
-    def overrides(self, given: Given | None = None) -> list[str]:
+    def overrides(self, given: Given = NOTHING_GIVEN) -> list[str]:
         """As the command line takes them, beside what is given already."""
         found: dict[str, Any] = {}
-        keys = frozenset[str]() if given is None else given.keys
         for key, value in self.values.items():
             shared = f"model.{key.rpartition('.')[2]}"
-            if "." in key and shared in keys:  # the stacks of a T5 have it from there
+            if "." in key and shared in given.keys:  # the stacks of a T5 have it from there
                 found[shared] = value
-            if "." not in key or shared not in keys or f"model.{key}" in keys:
+            if "." not in key or shared not in given.keys or f"model.{key}" in given.keys:
                 found[f"model.{key}"] = value
         return [f"{key}={_shown(value)}" for key, value in found.items()]
 
@@ -149,6 +152,7 @@ def _with_largest_batch(root: RootBlock, target: Target, plan: Plan, values: Val
     """The values with the largest micro batch that fits, which takes the least time; with the smallest if none does."""
     sizes = _micro_batches(root)
 
+    @cache
     def of(size: int) -> Change | None:
         asked = {"micro_batch_size": size, **values}
         return _changed(root, target, plan, asked) if _differing(root, asked) else Change({}, plan)

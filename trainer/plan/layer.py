@@ -75,7 +75,7 @@ class LayerMemory:
         norms = self._norms_again(modules)
         inputs = (min(norms, 1) if self.shares_norm_input else norms) * self.norm_input
         inputs += self.beside_scores if "core_attention" in modules else 0
-        inputs += self._beside_activation(modules)
+        inputs += self.beside_activation_with(modules)
         return inputs + self.all_kept - recomputed(self.kept, modules)
 
     def in_backward(self, modules: frozenset[RecomputeModule]) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class LayerMemory:
         norm = of_norms // norms if norms else 0
         kept_for_mlp = norms < self.parts
         given_back = sum(each.size for each in self.mlp) - in_mlp + self.normed * kept_for_mlp
-        given_back += self._beside_activation(modules)
+        given_back += self.beside_activation_with(modules)
         in_attention = recomputed(self.rest, modules) - of_norms + norm
         of_attention = self.attention_again if "core_attention" in modules else self.attention_working
         moments = (in_mlp + norm * (not kept_for_mlp), self.mlp_working), (in_attention, of_attention - given_back)
@@ -100,7 +100,8 @@ class LayerMemory:
             return 0
         return self.parts - (self.has_experts and "moe" not in modules)
 
-    def _beside_activation(self, modules: frozenset[RecomputeModule]) -> int:
+    def beside_activation_with(self, modules: frozenset[RecomputeModule]) -> int:
+        """Bytes kept of what an activation is made from where these parts are recomputed."""
         again = "mlp_activation" in modules and not (self.has_experts and "moe" in modules)
         return self.beside_activation if again else 0
 

@@ -10,7 +10,7 @@ from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import named
 from ..counted import counted
 from .cards import GIB
-from .changes import Change, Given
+from .changes import NOTHING_GIVEN, Change, Given
 from .facts import RunFacts, StackFacts
 from .moments import Moment
 from .plan import Plan, made_again, saved_by_recomputation
@@ -33,7 +33,6 @@ _AT_PEAK = {
     "logits": "logits and the loss",
     "working": "working memory",
 }
-NOTHING_GIVEN = Given(keys=frozenset(), typed={})
 _LEAST_SHOWN = GIB // 200
 LEAST_WAITING = 0.1
 """Part of a step that the card waits for the host, from which on it is told."""
@@ -68,9 +67,9 @@ def activation_parts(plan: Plan) -> list[tuple[str, int]]:
             if "core_attention" in modules:
                 found["attention"] = found.get("attention", 0) + layer.memory.beside_scores
                 own -= layer.memory.beside_scores
-            if "mlp_activation" in modules and not (layer.memory.has_experts and "moe" in modules):
-                found["mlp"] = found.get("mlp", 0) + layer.memory.beside_activation
-                own -= layer.memory.beside_activation
+            beside_activation = layer.memory.beside_activation_with(modules)
+            found["mlp"] = found.get("mlp", 0) + beside_activation
+            own -= beside_activation
         found["layer inputs"] = found.get("layer inputs", 0) + own
     return sorted(found.items(), key=lambda item: -item[1])
 
