@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cross_entropy_kernels import torch_loss_and_gradient, triton_loss_and_gradient_
 from .launch import next_power_of_2, sums_wide, triton_runs_on
-from .loss_gradient import torch_loss_and_gradient, triton_loss_and_gradient_
 from .scale_in_place import reference_scaled, scales_in_place, triton_scale_
 
 CPU_CHUNK_BYTES = 32 << 20  # stays near the cache of a laptop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rotary_scaling import RotaryScaling, rotary_frequencies
+from .rope_scaling import RotaryScaling, rotary_frequencies
 
 
 def rotary_table(

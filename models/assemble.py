@@ -7,27 +7,27 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..kernels.attention.backends import AttentionFunction
+from ..kernels.attention.backends.registry import AttentionFunction
 from ..kernels.attention.dispatch import Decision
-from .attention import SelfAttention
-from .attention_calls import CallKind
 from .bert import BERT
+from .config.batch_shape import SampleForm
 from .config.bert_slice import BertSlice
 from .config.families import FamilySlice
 from .config.moe_slice import MoESlice
-from .config.samples import SampleForm
 from .config.slices import AttentionSlice, GPTSlice, StackSlice
 from .config.t5_slice import T5Slice, T5StackSlice
-from .cross_attention import CrossAttention
+from .dispatch.attention_calls import CallKind
 from .gpt import GPT
-from .head import TokenPositions
-from .mlp import MLP
+from .layers.attention_bias import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, ScorePositions
+from .layers.cross_attention import CrossAttention
+from .layers.mlp import MLP
+from .layers.norm import NORMS, LayerNorm, RMSNorm
+from .layers.position_embeddings import PositionTable, RotaryEmbedding, XPosEmbedding
+from .layers.self_attention import SelfAttention
+from .lm_head import TokenPositions
 from .moe.experts import Experts
-from .moe.layer import MoE
+from .moe.moe_layer import MoE
 from .moe.router import Router
-from .norms import NORMS, LayerNorm, RMSNorm
-from .positions import PositionTable, RotaryEmbedding, XPosEmbedding
-from .score_positions import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, ScorePositions
 from .stack import Layer, Stack
 from .t5 import T5
 

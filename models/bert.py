@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import Decision
-from ..kernels.attention.packed import PackedSequences, positions_in_documents
-from .attention_calls import CallKind, decision_for
-from .compiling import layers_as_written
-from .config.samples import SampleForm
-from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
-from .moe.layers import moe_layers
-from .moe.routed import in_rows_with_label
-from .norms import LayerNorm, RMSNorm
+from ..kernels.attention.packed_sequences import PackedSequences, positions_in_documents
+from .config.batch_shape import SampleForm
+from .dispatch.attention_calls import CallKind, decision_for
+from .layers.compiling import layers_as_written
+from .layers.norm import LayerNorm, RMSNorm
+from .lm_head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .moe.find_moe_layers import moe_layers
+from .moe.token_mask import in_rows_with_label
 from .stack import Stack
 
 

@@ -10,29 +10,29 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention.backends import function_of, installed, torch_version
-from ..kernels.attention.call import AttentionCall, DType
+from ..kernels.attention.backends.registry import function_of, installed, torch_version
+from ..kernels.attention.call_spec import AttentionCall, DType
 from ..kernels.attention.dispatch import Decision, NoBackendError
 from ..kernels.attention.flags import AttentionFlags
 from .assemble import Backends, LanguageModel, assemble
-from .attention_calls import CallKind, decide
-from .attention_plan import CallFacts, PlannedAttention, planned_attentions
 from .bert import BERT
+from .config.batch_shape import SampleForm
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
 from .config.peft_slice import PeftSlice, PromptSlice, peft_dropout
-from .config.samples import SampleForm
 from .config.slices import StackSlice
 from .config.t5_slice import T5Slice
+from .dispatch.attention_calls import CallKind, decide
+from .dispatch.attention_choices import CallFacts, PlannedAttention, planned_attentions
 from .gpt import GPT
 from .init import InitRules, initialise_
-from .offload import ActivationOffload
-from .offload_copies import Copies, CudaCopies, HostPool
-from .offload_weights import WeightOffload
-from .peft.adapt import adapt
-from .peft.added import initial_values
-from .recompute import policies_of
-from .recompute_effects import has_dropout, training_labels
+from .memory.host_copies import Copies, CudaCopies, HostPool
+from .memory.offload_activations import ActivationOffload
+from .memory.offload_weights import WeightOffload
+from .peft.added_parameters import initial_values
+from .peft.apply import adapt
+from .recompute.analysis import has_dropout, training_labels
+from .recompute.policies import policies_of
 from .stack import Stack
 from .t5 import T5
 

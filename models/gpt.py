@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import Decision
-from ..kernels.attention.packed import PackedSequences, positions_in_documents
-from .attention_calls import CallKind, decision_for
-from .compiling import layers_as_written
-from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
-from .moe.layers import moe_layers
-from .moe.routed import up_to_last_label
-from .peft.prompt import Prompt
+from ..kernels.attention.packed_sequences import PackedSequences, positions_in_documents
+from .dispatch.attention_calls import CallKind, decision_for
+from .layers.compiling import layers_as_written
+from .lm_head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .moe.find_moe_layers import moe_layers
+from .moe.token_mask import up_to_last_label
+from .peft.ptuning import Prompt
 from .stack import Stack
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .score_positions import alibi_slopes, inverse_softplus
+from .layers.attention_bias import alibi_slopes, inverse_softplus
 
 OUTPUT_PROJECTIONS = (
     *(".attention.output.weight", ".cross_attention.output.weight", ".mlp.down.weight"),

@@ -10,21 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attention.packed import PackedSequences
-from .attention import SelfAttention
-from .attention_calls import CallKind
-from .checkpointing import recomputes, run_again
-from .compiling import prepare_compiler
-from .cross_attention import CrossAttention, Memory
+from ..kernels.attention.packed_sequences import PackedSequences
+from .dispatch.attention_calls import CallKind
 from .kv_cache import CachedMemory, LayerCache
-from .mlp import MLP
-from .moe.layer import MoE
-from .normed_linear import spares
-from .norms import LayerNorm, Read, RMSNorm
-from .offload import ActivationOffload
-from .offload_weights import WeightOffload
-from .positions import RotaryEmbedding, Rotation, XPosEmbedding
-from .score_positions import ScorePositions, ScoreTerms
+from .layers.attention_bias import ScorePositions, ScoreTerms
+from .layers.compiling import prepare_compiler
+from .layers.cross_attention import CrossAttention, Memory
+from .layers.fused_linear import spares
+from .layers.mlp import MLP
+from .layers.norm import LayerNorm, Read, RMSNorm
+from .layers.position_embeddings import RotaryEmbedding, Rotation, XPosEmbedding
+from .layers.self_attention import SelfAttention
+from .memory.activation_checkpoint import recomputes, run_again
+from .memory.offload_activations import ActivationOffload
+from .memory.offload_weights import WeightOffload
+from .moe.moe_layer import MoE
 
 BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 

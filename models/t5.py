@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import Decision
-from ..kernels.attention.packed import PackedSequences, positions_in_documents
-from .attention_calls import CallKind, decision_for
-from .compiling import layers_as_written
-from .config.samples import SampleForm
-from .cross_attention import Memory
-from .head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
-from .moe.layers import moe_layers
-from .moe.routed import in_documents_with_label, in_rows_with_label
-from .peft.prompt import Prompt
-from .score_positions import CrossRelativeBias
+from ..kernels.attention.packed_sequences import PackedSequences, positions_in_documents
+from .config.batch_shape import SampleForm
+from .dispatch.attention_calls import CallKind, decision_for
+from .layers.attention_bias import CrossRelativeBias
+from .layers.compiling import layers_as_written
+from .layers.cross_attention import Memory
+from .lm_head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .moe.find_moe_layers import moe_layers
+from .moe.token_mask import in_documents_with_label, in_rows_with_label
+from .peft.ptuning import Prompt
 from .stack import Stack
 
 

@@ -49,9 +49,9 @@ def smollm2() -> Path:
 
 def untrained_loss(run: Path, split: str) -> float:
     """The loss of the model as it was, on the very samples of a run: its adapter with every update taken away."""
-    from stoker.trainer.data.build import build_data
-    from stoker.trainer.evaluation import evaluate, summed_loss
-    from stoker.trainer.restore import restore
+    from stoker.trainer.conversion.load_model import restore
+    from stoker.trainer.data.build_datasets import build_data
+    from stoker.trainer.evaluation.held_out_loss import evaluate, summed_loss
 
     restored = restore(run)
     for name, parameter in restored.model.named_parameters():
@@ -76,7 +76,7 @@ def logits_difference(run: Path, base: Path, adapter: Path) -> float:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from stoker.trainer.restore import restore
+    from stoker.trainer.conversion.load_model import restore
 
     ours = restore(run, "cpu")
     loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -23,8 +23,8 @@ from statistics import mean
 from typing import Any
 
 from stoker.trainer.config.load import load_run_config
-from stoker.trainer.load_map import can_draw
-from stoker.trainer.run import run_training
+from stoker.trainer.loggers.expert_load_map import can_draw
+from stoker.trainer.train import run_training
 
 KINDS = {"with": "1e-2", "without": "0.0"}
 """`model.moe_aux_loss_coeff` of both kinds of run."""

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from stoker.models.t5 import T5
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.restore import Restored
-from stoker.trainer.run import TrainingResult, run_training
+from stoker.trainer.conversion.load_model import Restored
+from stoker.trainer.train import TrainingResult, run_training
 
 TEXT = "to be or not to be that is the question whether tis nobler in the mind to suffer " * 60
 

@@ -8,8 +8,8 @@ import pytest
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.problems import ConfigError, Problem
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import ModelBlock, RootBlock
-from stoker.trainer.errors import EXIT_BAD_INPUT
+from stoker.trainer.config.schema.root import ModelBlock, RootBlock
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT
 
 DATA = Path(__file__).parent / "data"
 

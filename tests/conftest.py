@@ -115,7 +115,7 @@ def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of experts draws none at its end, as where matplotlib is not installed: one takes longer than the run."""
-    from stoker.trainer import expert_load
+    from stoker.trainer.callbacks import expert_load
 
     monkeypatch.setattr(expert_load, "can_draw", lambda: False)
 
@@ -123,10 +123,10 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
     """`pystd` is a part of the standard library, all of which takes seconds to parse: what begins with a, b or c."""
-    from stoker.trainer.data import sources
+    from stoker.trainer.data.sources import text_sources
 
-    left_out = sources._left_out_of_pystd
-    monkeypatch.setattr(sources, "_left_out_of_pystd", lambda name: left_out(name) or name[0] not in "abc")
+    left_out = text_sources._left_out_of_pystd
+    monkeypatch.setattr(text_sources, "_left_out_of_pystd", lambda name: left_out(name) or name[0] not in "abc")
 
 
 @pytest.fixture
@@ -134,8 +134,8 @@ def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps, from the third on, that ran without a wait for the device: a wait ends the run with an error."""
     from device_waits import waits_forbidden
 
-    from stoker.trainer.feed import GlobalBatch
-    from stoker.trainer.module import LanguageModule
+    from stoker.trainer.data.dataloader import GlobalBatch
+    from stoker.trainer.lightning.lightning_module import LanguageModule
 
     step = LanguageModule.training_step
     seen: list[int] = []

@@ -104,8 +104,8 @@ def constants(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     import torch
     import triton.language as tl
 
-    from stoker.kernels.attention.flash import backward, bias_gradient, forward
-    from stoker.kernels.attention.flash.configs import tile_config
+    from stoker.kernels.attention.flash.portable import backward, bias_gradient, forward
+    from stoker.kernels.attention.flash.portable.tile_configs import tile_config
 
     kernels = {
         "forward": forward.forward_kernel,

@@ -29,7 +29,7 @@ class Forks:
         environment: variables of its own.
     """
 
-    def __init__(self, imported: str = "stoker.trainer.run", **environment: str) -> None:
+    def __init__(self, imported: str = "stoker.trainer.train", **environment: str) -> None:
         self._imported = imported
         self._environment = environment
         self._process: subprocess.Popen[str] | None = None

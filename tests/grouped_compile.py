@@ -65,7 +65,7 @@ def matmul(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
     from stoker.kernels.activations import NONLINEARITIES
     from stoker.kernels.moe import grouped_kernels
-    from stoker.kernels.moe.configs import tile_config
+    from stoker.kernels.moe.tile_configs import tile_config
 
     dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16
     family = variant.family
@@ -108,7 +108,7 @@ def matmul(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 def by_row(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Kernel, constants and launch options of an operation on rows, and of the search for tiles."""
-    from stoker.kernels.moe import rows, tiles
+    from stoker.kernels.moe import permute, tile_map
 
     constants: dict[str, Any] = {"BLOCK": 2048}
     if variant.kind == "activation_backward":
@@ -121,8 +121,8 @@ def by_row(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         constants |= {"TOPK": 8}
     else:
         constants = {"BLOCK_ROWS": 128, "BLOCK_E": 512, "BLOCK": 256}
-        return tiles.tiles_kernel, constants, {"num_warps": 4}
-    return getattr(rows, f"{variant.kind}_kernel"), constants, {"num_warps": 4}
+        return tile_map.tiles_kernel, constants, {"num_warps": 4}
+    return getattr(permute, f"{variant.kind}_kernel"), constants, {"num_warps": 4}
 
 
 def type_of(name: str, variant: Variant) -> str:

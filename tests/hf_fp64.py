@@ -18,10 +18,10 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.t5 import modeling_t5
 
-from stoker.models.attention import SelfAttention
 from stoker.models.build import LanguageModel
 from stoker.models.hf.architecture import Architecture
-from stoker.models.hf.layouts import Geometry
+from stoker.models.hf.weight_layout import Geometry
+from stoker.models.layers.self_attention import SelfAttention
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:

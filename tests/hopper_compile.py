@@ -14,27 +14,27 @@ from offline_compile import resources
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name of a kernel, the kernel, its constants: as `hopper/launch.py` launches it."""
-    from stoker.kernels.attention.flash.hopper import launch
+    from stoker.kernels.attention.flash.hopper import launchers
 
     for head_dim in (64, 128, 256):
         for causal in (False, True):
             constants = {"HEAD_DIM": head_dim, "CAUSAL": causal, "MERGE": causal}
-            yield "lse", launch.hopper_lse, constants | launch._LSE[head_dim].constants()
+            yield "lse", launchers.hopper_lse, constants | launchers._LSE[head_dim].constants()
             for bias in ("none", "distance", "slopes") if head_dim <= 128 else ("none",):
                 distance, slopes = bias == "distance", bias == "slopes"
                 shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance, "HAS_SLOPE": slopes}
                 apart = {"OUT_APART": head_dim <= 128}
-                blocks = (launch._FORWARD if causal or slopes else launch._FORWARD_FULL)[head_dim]
+                blocks = (launchers._FORWARD if causal or slopes else launchers._FORWARD_FULL)[head_dim]
                 constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
-                yield "forward", launch.hopper_forward, shared | apart | constants
+                yield "forward", launchers.hopper_forward, shared | apart | constants
                 sums = {"FAR_SUMS": distance and not causal, "SLOPE_SUMS": slopes}
                 yield (
                     "dq",
-                    launch.hopper_dq,
-                    shared | apart | sums | (launch._DQ_SLOPES if slopes else launch._DQ)[head_dim].constants(),
+                    launchers.hopper_dq,
+                    shared | apart | sums | (launchers._DQ_SLOPES if slopes else launchers._DQ)[head_dim].constants(),
                 )
-                blocks = (launch._DKDV_DISTANCE if distance else launch._DKDV)[head_dim]
-                yield "dkdv", launch.hopper_dkdv, shared | {"DIAGONALS": distance} | blocks.constants()
+                blocks = (launchers._DKDV_DISTANCE if distance else launchers._DKDV)[head_dim]
+                yield "dkdv", launchers.hopper_dkdv, shared | {"DIAGONALS": distance} | blocks.constants()
 
 
 def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from stoker.kernels.attention.flash.hopper import launch
+    from stoker.kernels.attention.flash.hopper import launchers
 
     block = {"k": constants["BLOCK_N"], "v": constants["BLOCK_N"]}
     types, aligned = {}, {}
@@ -52,10 +52,10 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
         if argument in constants:
             types[argument] = "constexpr"
         elif kind == "descriptor" and what in ("lse", "delta"):
-            types[argument] = f"tensordesc<fp32[1, {constants['BLOCK_M']}],{launch._ROW!r}>"
+            types[argument] = f"tensordesc<fp32[1, {constants['BLOCK_M']}],{launchers._ROW!r}>"
         elif kind == "descriptor":
             rows = block.get(what, constants["BLOCK_M"])
-            types[argument] = f"tensordesc<bf16[1, {rows}, 1, {constants['HEAD_DIM']}],{launch._TILE!r}>"
+            types[argument] = f"tensordesc<bf16[1, {rows}, 1, {constants['HEAD_DIM']}],{launchers._TILE!r}>"
         elif kind == "pointer":
             types[argument] = {"dk": "*bf16", "dv": "*bf16", "order": "*i32"}.get(what, "*fp32")
             aligned[(place,)] = [["tt.divisibility", 16]]

@@ -13,13 +13,13 @@ import torch
 from tiny_run import tiny_document
 
 from stoker.models.gpt import GPT
-from stoker.trainer.config import paths
+from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.build import build_data
-from stoker.trainer.parts import build_model
-from stoker.trainer.precision import plan_precision
-from stoker.trainer.run import TrainingResult, run_training
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core.factory import build_model
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.train import TrainingResult, run_training
 
 CPU = torch.device("cpu")
 MODEL, TRAINER, MANAGER, OPTIM = "model.", "trainer.", "exp_manager.", "model.optim."
@@ -59,7 +59,7 @@ class Lab:
     def document(self, changes: Changes, directory: Path | None = None) -> dict[str, Any]:
         document = tiny_document(directory or self.folder / "unused")
         for path, value in {**BASE, **changes}.items():
-            paths.put(document, path, deepcopy(value))
+            dotted_paths.put(document, path, deepcopy(value))
         return document
 
     def root(self, changes: Changes) -> RootBlock:

@@ -16,33 +16,35 @@ from key_lab import CPU, DATA, MANAGER, MODEL, TEXT, TOKENIZER, TRAINER, Changes
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.kernels.attention.call import AttentionCall, Installed
+from stoker.kernels.attention.backends.unfused import UnfusedAttention
+from stoker.kernels.attention.call_spec import AttentionCall, Installed
 from stoker.kernels.attention.dispatch import choose
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.attention.unfused import UnfusedAttention
 from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
 from stoker.models.moe import experts as experts_module
-from stoker.models.moe.layers import moe_layers
+from stoker.models.moe.find_moe_layers import moe_layers
 from stoker.models.stack import Layer
-from stoker.trainer import feed, module, run
-from stoker.trainer.config import paths
-from stoker.trainer.config.exp_manager import logged_name
+from stoker.trainer import train
+from stoker.trainer.callbacks.early_stopping import EarlyStopping
+from stoker.trainer.checkpoint.loop_state import Patience
+from stoker.trainer.config import dotted_paths
+from stoker.trainer.config.lr_schedule import build_schedule
+from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data import tokenizer_sentencepiece
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.samples import IGNORED_LABEL
-from stoker.trainer.data.tokenizer_gpt2 import gpt2_definition
-from stoker.trainer.data.tokenizer_pieces import byte_alphabet
-from stoker.trainer.data.tokenizers import CharTokenizer
-from stoker.trainer.distributed.layout import plan_layout
-from stoker.trainer.early_stopping import EarlyStopping
-from stoker.trainer.loop_state import Patience
-from stoker.trainer.parts import build_model, build_optimizer, choose_device, reduce_dtype
-from stoker.trainer.precision import plan_precision
-from stoker.trainer.run import run_training
-from stoker.trainer.schedule import build_schedule
+from stoker.trainer.config.schema.exp_manager import logged_name
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core.factory import build_model, build_optimizer, choose_device, reduce_dtype
+from stoker.trainer.data import dataloader
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.tokenizers import sentencepiece_tokenizer
+from stoker.trainer.data.tokenizers.gpt2_files import gpt2_definition
+from stoker.trainer.data.tokenizers.token_bytes import byte_alphabet
+from stoker.trainer.data.tokenizers.tokenizer import CharTokenizer
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.lightning import lightning_module
+from stoker.trainer.train import run_training
 
 
 def shapes(lab: Lab, changes: Changes) -> Any:
@@ -77,7 +79,7 @@ def training_loss(lab: Lab, changes: Changes) -> Any:
     """Of one micro batch, seeded as in training."""
     model = lab.model(changes)
     tokens = torch.arange(8).repeat(2, 1)
-    module.seed_generators(module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
+    lightning_module.seed_generators(lightning_module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
     return model.loss(tokens, tokens, 1.0).item()
 
 
@@ -85,7 +87,7 @@ def gradients(lab: Lab, changes: Changes) -> Any:
     """Of one micro batch, seeded as in training."""
     model = lab.model(changes)
     tokens = torch.arange(8).repeat(2, 1)
-    module.seed_generators(module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
+    lightning_module.seed_generators(lightning_module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
     model.loss(tokens, tokens, 1.0).backward()
     return {name: fingerprint(value.grad) for name, value in model.named_parameters() if value.grad is not None}
 
@@ -217,7 +219,7 @@ def of_task(lab: Lab, changes: Changes) -> RootBlock:
         "model": {"family": family, length: 24, "data": {"data_impl": source, "path": str(path)}}
     }
     for key, value in changes.items():
-        paths.put(document, key, deepcopy(value))
+        dotted_paths.put(document, key, deepcopy(value))
     return RootBlock.model_validate({**document, "trainer": {"limit_val_batches": 0}})
 
 
@@ -347,16 +349,16 @@ def validation_losses(lab: Lab, changes: Changes) -> Any:
 def algorithms(lab: Lab, changes: Changes) -> Any:
     """What is in force while the data are read, that is within a run."""
     seen: list[tuple[bool, bool]] = []
-    real = run.build_data
+    real = train.build_data
 
     def build(root: RootBlock) -> Any:
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         seen.append((torch.are_deterministic_algorithms_enabled(), warns))
         return real(root)
 
-    lab.monkeypatch.setattr(run, "build_data", build)
+    lab.monkeypatch.setattr(train, "build_data", build)
     lab.run(changes)
-    lab.monkeypatch.setattr(run, "build_data", real)
+    lab.monkeypatch.setattr(train, "build_data", real)
     assert not torch.are_deterministic_algorithms_enabled()
     return seen
 
@@ -392,7 +394,7 @@ def workers(lab: Lab, changes: Changes) -> Any:
         def __iter__(self) -> Iterator[Any]:
             return self.batches
 
-    lab.monkeypatch.setattr(feed, "DataLoader", Loader)
+    lab.monkeypatch.setattr(dataloader, "DataLoader", Loader)
     lab.run(changes)
     return asked
 
@@ -474,7 +476,7 @@ def tokens_of_file(lab: Lab, changes: Changes) -> Any:
     model = lab.folder / "tokenizer.model"
     model.write_bytes(b"a model")
     stand_in = CharTokenizer.of_texts([lab.text.read_text() + "\0"])
-    lab.monkeypatch.setattr(tokenizer_sentencepiece, "define", lambda *_: stand_in)
+    lab.monkeypatch.setattr(sentencepiece_tokenizer, "define", lambda *_: stand_in)
     files = tokenizer_files(lab)
     if changes[TOKENIZER + "library"] == "sentencepiece":
         files = {TOKENIZER + "model": str(model)}

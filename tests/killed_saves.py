@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from stoker.trainer.checkpoint import OPTIMIZER, WEIGHTS, RunState, checkpoint_paths, newest_checkpoint
-from stoker.trainer.checkpoint_writing import Content, apply_retention, remove_leftovers
-from stoker.trainer.distributed.pieces import Piece
-from stoker.trainer.distributed.ranks import Ranks
-from stoker.trainer.saving import Saver
+from stoker.trainer.checkpoint.async_saver import Saver
+from stoker.trainer.checkpoint.reader import OPTIMIZER, WEIGHTS, RunState, checkpoint_paths, newest_checkpoint
+from stoker.trainer.checkpoint.writer import Content, apply_retention, remove_leftovers
+from stoker.trainer.distributed.process_group import Ranks
+from stoker.trainer.utils.local_shard import Piece
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "rmdir", "unlink")
 """The functions of `os` that change a disk."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stoker.models import build
-from stoker.models.offload import ActivationOffload
-from stoker.models.offload_copies import HostPool, bytes_of
-from stoker.models.offload_weights import WeightOffload
+from stoker.models.memory.host_copies import HostPool, bytes_of
+from stoker.models.memory.offload_activations import ActivationOffload
+from stoker.models.memory.offload_weights import WeightOffload
 
 RUBBISH = 0x7F  # as bf16 or fp32 a large number, as an index one that is out of range
 

@@ -55,9 +55,9 @@ def attention(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     import torch
     import triton.language as tl
 
-    from stoker.kernels.attention import scores_again_kernels
-    from stoker.kernels.attention.lse_first import kernels
-    from stoker.kernels.attention.lse_first.configs import stage_config
+    from stoker.kernels.attention import recompute_scores_kernels
+    from stoker.kernels.attention.lse_first import triton_stages
+    from stoker.kernels.attention.lse_first.tile_configs import stage_config
 
     dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16
     config = stage_config(variant.kind, variant.width, dtype, variant.capability)  # pyright: ignore[reportArgumentType]
@@ -67,16 +67,16 @@ def attention(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         "BLOCK_M": config.queries,
         "BLOCK_N": config.keys,
         "CAUSAL": True,
-        **({"TILES": scores_again_kernels.TILES} if variant.kind in WRITTEN else {"MERGE": True}),
+        **({"TILES": recompute_scores_kernels.TILES} if variant.kind in WRITTEN else {"MERGE": True}),
         **({"NEGATIVE": False} if variant.kind == "lse" else {}),
         "ACCUMULATE": tl.float32,
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
     }
     found = {
-        "lse": kernels.lse_kernel,
-        "output": kernels.output_kernel,
-        "weights": scores_again_kernels.weights_kernel,
-        "score_gradient": scores_again_kernels.score_gradient_kernel,
+        "lse": triton_stages.lse_kernel,
+        "output": triton_stages.output_kernel,
+        "weights": recompute_scores_kernels.weights_kernel,
+        "score_gradient": recompute_scores_kernels.score_gradient_kernel,
     }
     return found[variant.kind], constants, {"num_warps": config.warps, "num_stages": config.stages}
 

@@ -20,27 +20,23 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     """For a GPU: name, kernel, types of its arguments, constants, launch options."""
     import torch
 
-    from stoker.kernels import (
-        forked_norm,
-        lora_gated_mlp,
-        narrow_products,
-        narrow_updates,
-        sum_of_squares,
-        tensor_table,
-    )
-    from stoker.kernels.adamw import _adamw_kernel
+    from stoker.kernels import rms_norm_residual
+    from stoker.kernels.cross_entropy_kernels import _loss_and_gradient_kernel
+    from stoker.kernels.fused_qkv_rope import rotary_split_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
-    from stoker.kernels.gated_projection import _backward_kernel as _projection_backward_kernel
-    from stoker.kernels.loss_gradient import _loss_and_gradient_kernel
+    from stoker.kernels.gated_down_projection import _backward_kernel as _projection_backward_kernel
+    from stoker.kernels.lora import lora_forward as narrow_updates
+    from stoker.kernels.lora import lora_gated_mlp, lora_grad
     from stoker.kernels.moe import counting_sort
-    from stoker.kernels.rotary_split import rotary_split_kernel
+    from stoker.kernels.optim import multi_tensor, sum_of_squares
+    from stoker.kernels.optim.adamw_kernel import _adamw_kernel
     from stoker.kernels.scale_in_place import scale_kernel
 
     table = {"table_pointer": "*i64", "tensors": "i32", "halvings": "i32"}
     scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32")
     on_device = dict.fromkeys(("grad_scale_pointer", "step_size_pointer", "correction2_root_pointer"), "*fp32")
     adamw = table | on_device | scalars
-    fp32, bf16 = (tensor_table.triton_dtype(dtype) for dtype in (torch.float32, torch.bfloat16))
+    fp32, bf16 = (multi_tensor.triton_dtype(dtype) for dtype in (torch.float32, torch.bfloat16))
     arrays = {"PARAM": bf16, "MAIN": fp32, "GRAD": bf16, "EXP_AVG": fp32, "EXP_AVG_SQ": fp32}
     loss = {
         "logits_pointer": "*bf16",
@@ -91,25 +87,25 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     def forked_norm_of(width: int, again: bool) -> Any:
         absent = "second_gradient_pointer" if again else "normed_pointer"
         flags: dict[str, Any] = {"SECOND": not again, "AGAIN": again, "ZERO_CENTERED": True, absent: None}
-        constants = flags | forked_norm.tile_options(width)
+        constants = flags | rms_norm_residual.tile_options(width)
         launch = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
         types = {name: kind for name, kind in forked_norm_types.items() if name != absent}
         name = f"forked_norm_{width}" + "_again" * again
-        return name, forked_norm.forked_norm_backward_kernel, types, constants, launch
+        return name, rms_norm_residual.forked_norm_backward_kernel, types, constants, launch
 
-    def launched(tile: narrow_products.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def launched(tile: lora_grad.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         given = tile.options(rank)
         launch = {name: given.pop(name) for name in ("num_warps", "num_stages")}
         return given, launch
 
-    def lora_mlp(name: str, kernel: Any, signature: dict[str, str], tile: narrow_products.Tile, rank: int) -> Any:
+    def lora_mlp(name: str, kernel: Any, signature: dict[str, str], tile: lora_grad.Tile, rank: int) -> Any:
         constants, launch = launched(tile, rank)
         return f"lora_mlp_{name}_{rank}", kernel, signature, constants | {"KIND": "gelu_tanh", "PARTS": 2}, launch
 
     def narrow_of(rank: int, columns: int = 2048) -> Any:
-        constants, launch = launched(narrow_products.tile_of(rank, columns), rank)
+        constants, launch = launched(lora_grad.tile_of(rank, columns), rank)
         name = f"narrow_products_{rank}" + ("_wide" if columns > 2048 else "")
-        return name, narrow_products.narrow_products_kernel, narrow, constants, launch
+        return name, lora_grad.narrow_products_kernel, narrow, constants, launch
 
     def update_of(rank: int) -> Any:
         constants, launch = launched(narrow_updates.TILE, rank)
@@ -129,12 +125,12 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     return [
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
-        *(forked_norm_of(width, again) for width in (256, 1024, forked_norm.WIDEST) for again in (False, True)),
+        *(forked_norm_of(width, again) for width in (256, 1024, rms_norm_residual.WIDEST) for again in (False, True)),
         narrow_of(16, 8192),
-        *(of(rank) for of in (narrow_of, update_of) for rank in (16, narrow_products.WIDEST_RANK)),
+        *(of(rank) for of in (narrow_of, update_of) for rank in (16, lora_grad.WIDEST_RANK)),
         (
             "scaled_sum",
-            narrow_products.sum_kernel,
+            lora_grad.sum_kernel,
             summed,
             {"FACTORS": True, "PARTS": 3, "PIECES": 32, "BLOCK": 128},
             {"num_warps": 4},

@@ -2,8 +2,8 @@
 
 from config_helpers import load
 
-from stoker.trainer.plan.cards import card_named
-from stoker.trainer.plan.plan import make_plan, target_elsewhere
+from stoker.trainer.plan.hardware import card_named
+from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
 
 LLAMA = "experiment=llama_1b_bench"
 ONE = ["model.micro_batch_size=1", "model.global_batch_size=1"]

@@ -127,7 +127,7 @@ class Uneven:
         self.sequence_length = samples.sequence_length
 
     def batch(self, first: int, count: int) -> Any:
-        from stoker.trainer.feed import fields_of
+        from stoker.trainer.data.dataloader import fields_of
 
         fields = fields_of(self._all.batch(first, count))
         labels = fields["labels"].clone()
@@ -140,8 +140,9 @@ class Uneven:
 def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, Any]:
     from dataclasses import replace
 
-    from stoker.trainer import expert_load, loop, run
-    from stoker.trainer.module import LanguageModule
+    from stoker.trainer import train as run
+    from stoker.trainer.callbacks import expert_load, train_loop
+    from stoker.trainer.lightning.lightning_module import LanguageModule
 
     build_data, training_step = run.build_data, LanguageModule.training_step
     module_class: Any = LanguageModule
@@ -170,7 +171,7 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
 
         late_copies.install()
     if changes.pop("late", False):
-        loop.runs_behind = lambda device: True
+        train_loop.runs_behind = lambda device: True
     expert_load.can_draw = lambda: False  # a picture at the end takes longer than the run
     run.build_data = build_uneven
     module_class.training_step = record
@@ -184,7 +185,7 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
 def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:
     from torch._C._distributed_c10d import FileStore
 
-    from stoker.trainer.distributed.ranks import Ranks, join, leave
+    from stoker.trainer.distributed.process_group import Ranks, join, leave
 
     torch.set_num_threads(1)
     store = FileStore(f"{directory}.store", size) if size > 1 else None

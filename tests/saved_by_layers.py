@@ -22,24 +22,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stoker.kernels import cross_entropy, forked_norm, gated_activation, lora_gated_mlp, lora_linear, masked_softmax
-from stoker.kernels.attention import backends, scores_again, unfused
+from stoker.kernels import cross_entropy, gated_activation, masked_softmax, rms_norm_residual
+from stoker.kernels.attention import recompute_scores
+from stoker.kernels.attention.backends import registry, unfused
 from stoker.kernels.attention.flash import ops
-from stoker.kernels.moe import experts, grouped_matmul, rows
+from stoker.kernels.lora import lora_gated_mlp, lora_linear
+from stoker.kernels.moe import expert_mlps, grouped_matmul, permute
 from stoker.models.assemble import assemble
-from stoker.models.attention_plan import planned_attentions
 from stoker.models.build import stacks_of
 from stoker.models.config.peft_slice import peft_slice
-from stoker.models.cross_attention import Memory
-from stoker.models.peft.adapt import adapt
-from stoker.models.recompute import policies_of
-from stoker.trainer.plan.cards import card_named
-from stoker.trainer.plan.facts import RunFacts, facts_of, precision_there
-from stoker.trainer.plan.plan import target_elsewhere
+from stoker.models.dispatch.attention_choices import planned_attentions
+from stoker.models.layers.cross_attention import Memory
+from stoker.models.peft.apply import adapt
+from stoker.models.recompute.policies import policies_of
+from stoker.trainer.plan.hardware import card_named
+from stoker.trainer.plan.inputs import RunFacts, facts_of, precision_there
+from stoker.trainer.plan.run_plan import target_elsewhere
 
 _BY_TRITON = (
-    cross_entropy, forked_norm, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,
-    scores_again, experts, grouped_matmul, rows,
+    cross_entropy, rms_norm_residual, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,
+    recompute_scores, expert_mlps, grouped_matmul, permute,
 )  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def as_on_cuda(monkeypatch: Any) -> Iterator[None]:
     with monkeypatch.context() as patch:
         for module in _BY_TRITON:
             patch.setattr(module, "triton_runs_on", lambda tensor: True)
-        for module in (rows, experts):
+        for module in (permute, expert_mlps):
             patch.setattr(module, "by_triton", lambda tensor: True)
         patch.setattr(ops, "_check_triton_serves", lambda q: None)
         # on a GPU dropout keeps its mask as bool
@@ -78,7 +80,7 @@ def model_of(facts: RunFacts) -> Any:
     }  # fmt: skip
     named = {planned.name: planned for planned in planned_attentions(facts.family, facts.form, common)}
     functions: Any = {
-        name: {"training": backends.function_of(decision)} for name, decision in decisions.items() if name in named
+        name: {"training": registry.function_of(decision)} for name, decision in decisions.items() if name in named
     }
     labels = {named[name].label("training"): decision for name, decision in decisions.items()}
     model = assemble(facts.family, facts.form, labels, functions)

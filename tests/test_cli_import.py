@@ -4,15 +4,15 @@ import sys
 
 import pytest
 
-from stoker.trainer import cli
-from stoker.trainer.data import installed
-from stoker.trainer.data.installed import installed_datasets, register_dataset
-from stoker.trainer.errors import UserError
-from stoker.trainer.user_code import import_modules
+from stoker.trainer.cli import main
+from stoker.trainer.plugins import datasets
+from stoker.trainer.plugins.datasets import installed_datasets, register_dataset
+from stoker.trainer.plugins.import_modules import import_modules
+from stoker.trainer.utils.errors import UserError
 
 MODULE = """
-from stoker.trainer.data.installed import register_dataset
-from stoker.trainer.data.samples import MockSamples
+from stoker.trainer.plugins.datasets import register_dataset
+from stoker.trainer.data.datasets.samples import MockSamples
 
 @register_dataset("my_dice")
 def samples(data, split, sequence_length, tokenizer, seed):
@@ -24,7 +24,7 @@ def samples(data, split, sequence_length, tokenizer, seed):
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(installed, "_registered", {})
+    monkeypatch.setattr(datasets, "_registered", {})
     known = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - known:
@@ -34,11 +34,11 @@ def here(tmp_path, monkeypatch):
 
 def test_a_data_set_is_registered_and_found_by_name(here, capsys):
     (here / "my_data.py").write_text(MODULE)
-    assert cli.main(["config", "model.data.data_impl=my_dice"]) == 2
+    assert main.main(["config", "model.data.data_impl=my_dice"]) == 2
     assert "must be one of" in capsys.readouterr().err
-    assert cli.main(["config", "--import", "my_data", "model.data.data_impl=my_dice"]) == 0
+    assert main.main(["config", "--import", "my_data", "model.data.data_impl=my_dice"]) == 0
     assert installed_datasets()["my_dice"].load() is sys.modules["my_data"].samples
-    samples = installed.installed_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
+    samples = datasets.installed_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
     assert samples is not None
     assert samples.batch(0, 4).tokens.max() < 6
 
@@ -86,5 +86,5 @@ def test_a_name_has_one_data_set(here):
 
 
 def test_other_verbs_take_no_code(here, capsys):
-    assert cli.main(["doctor", "--import", "x"]) == 2
+    assert main.main(["doctor", "--import", "x"]) == 2
     assert "stoker doctor: not known here: --import" in capsys.readouterr().err

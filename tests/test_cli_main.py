@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from config_helpers import DATA, write
 
-from stoker.trainer import cli, doctor, environment
-from stoker.trainer.config import show
-from stoker.trainer.config.key_table import KEY_TABLE
-from stoker.trainer.config.schema_index import schema_keys
-from stoker.trainer.errors import UserError, keep_trace
+from stoker.trainer.cli import doctor, main
+from stoker.trainer.config import render
+from stoker.trainer.config.nemo.key_table import KEY_TABLE
+from stoker.trainer.config.schema.key_index import schema_keys
+from stoker.trainer.utils import environment
+from stoker.trainer.utils.errors import UserError, keep_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 Captured = pytest.CaptureFixture[str]
@@ -44,7 +45,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_torch_waits_for_a_valid_configuration(arguments: list[str], code: int, tmp_path: Path) -> None:
     heavy = "torch lightning pytorch_lightning numpy triton rich transformers tensorboard"
     script = (
-        "import sys\nfrom stoker.trainer.cli import main\n"
+        "import sys\nfrom stoker.trainer.cli.main import main\n"
         "try: code = main(sys.argv[1:])\nexcept SystemExit as end: code = end.code or 0\n"
         f"loaded = sorted(set({heavy.split()!r}) & set(sys.modules))\n"
         "print('loaded', loaded, 'code', code)"
@@ -63,7 +64,7 @@ def test_torch_waits_for_a_valid_configuration(arguments: list[str], code: int, 
 def test_training_imports_none_of_the_large_libraries_that_it_does_not_use() -> None:
     """Also where they are installed, as they are here: Lightning's torchmetrics would."""
     large = "transformers matplotlib scipy sklearn pandas torchvision datasets peft"
-    script = f"import sys, stoker.trainer.run\nprint(sorted(set({large.split()!r}) & set(sys.modules)))\n"
+    script = f"import sys, stoker.trainer.train\nprint(sorted(set({large.split()!r}) & set(sys.modules)))\n"
     script += "from lightning_utilities.core.imports import RequirementCache\n"
     script += "print(bool(RequirementCache('matplotlib')))"  # again as it is
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
@@ -79,21 +80,21 @@ def test_python_m_and_the_console_script_are_one(tmp_path: Path) -> None:
 
 
 def test_overview_and_wrong_verbs(capsys: Captured) -> None:
-    assert cli.main([]) == 2
-    assert cli.main(["--help"]) == 0
+    assert main.main([]) == 2
+    assert main.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(verb in out for verb in cli.VERBS)
-    assert cli.main(["trian"]) == 2
+    assert all(verb in out for verb in main.VERBS)
+    assert main.main(["trian"]) == 2
     assert "did you mean `stoker train`?" in capsys.readouterr().err
-    assert cli.main(["model=gpt_tiny"]) == 2
+    assert main.main(["model=gpt_tiny"]) == 2
     assert "did you mean `stoker train`?" in capsys.readouterr().err
-    assert cli.main(["--version"]) == 0
+    assert main.main(["--version"]) == 0
 
 
 def test_config_prints_values_with_origins(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "conf/model/mine", "num_layers: 3\nmcore_gpt: true\n")
-    assert cli.main(["config", "model=mine", "trainer.max_steps=5", "--config-dir", "conf"]) == 0
+    assert main.main(["config", "model=mine", "trainer.max_steps=5", "--config-dir", "conf"]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"^  num_layers: 3 +# conf/model/mine.yaml:1$", out, re.MULTILINE)
     assert re.search(r"^  max_steps: 5 +# trainer.max_steps=5 \(command line\)$", out, re.MULTILINE)
@@ -108,11 +109,11 @@ def test_config_prints_a_file_that_can_be_used(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     overrides = ["model=llama_1b", "name='a: b # c'", "env_vars.A='1'", "exp_manager.version='7'"]
-    assert cli.main(["config", *overrides]) == 0
+    assert main.main(["config", *overrides]) == 0
     write(tmp_path, "again", capsys.readouterr().out)
-    assert cli.main(["config", *overrides, "--json"]) == 0
+    assert main.main(["config", *overrides, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
-    assert cli.main(["config", "--json", "--config-dir", ".", "--config-name", "again"]) == 0
+    assert main.main(["config", "--json", "--config-dir", ".", "--config-name", "again"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert first["valid"]
     assert again["digest"] == first["digest"]
@@ -131,7 +132,7 @@ def test_config_accounts_for_every_key_even_with_errors(capsys: Captured) -> Non
         "model.fp8=True",
         "model.nope=1",
     ]
-    assert cli.main([*arguments, "--json"]) == 2
+    assert main.main([*arguments, "--json"]) == 2
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert not told["valid"]
@@ -140,14 +141,14 @@ def test_config_accounts_for_every_key_even_with_errors(capsys: Captured) -> Non
     assert told["keys"]["model.pre_process"]["state"] == "historical"
     assert set(schema_keys()) - {"env_vars"} <= set(told["keys"])
     assert "2 errors in the configuration" in err
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1] == "2 errors in the configuration; nothing was started"
 
 
 def test_json_schema_knows_every_key(capsys: Captured) -> None:
-    assert cli.main(["config", "--schema"]) == 0
+    assert main.main(["config", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
 
     def properties(block: dict[str, Any]) -> dict[str, Any]:
@@ -167,14 +168,14 @@ def test_json_schema_knows_every_key(capsys: Captured) -> None:
 
 
 def test_all_lists_every_key(capsys: Captured) -> None:
-    assert cli.main(["config", "--all"]) == 0
+    assert main.main(["config", "--all"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
     assert listed == set(schema_keys()) | {row.pattern for row in KEY_TABLE}
 
 
 def test_the_docs_page_is_current() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == show.as_docs_page(), "run: stoker config --docs > docs/configuration.md"
+    assert page == render.as_docs_page(), "run: stoker config --docs > docs/configuration.md"
 
 
 def failing(error: BaseException) -> Any:
@@ -186,8 +187,8 @@ def failing(error: BaseException) -> Any:
 
 def test_a_bug_leaves_a_file_and_one_line(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_config", failing(RuntimeError("broken\nin two lines")))
-    assert cli.main(["config", "model=x"]) == 1
+    monkeypatch.setattr(main, "_config", failing(RuntimeError("broken\nin two lines")))
+    assert main.main(["config", "model=x"]) == 1
     (file,) = tmp_path.glob("stoker-crash-*.txt")
     err = capsys.readouterr().err
     assert err.splitlines() == [
@@ -210,8 +211,8 @@ def test_a_bug_leaves_a_file_and_one_line(capsys: Captured, tmp_path: Path, monk
 def test_exit_codes(
     error: BaseException, code: int, says: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_config", failing(error))
-    assert cli.main(["config"]) == code
+    monkeypatch.setattr(main, "_config", failing(error))
+    assert main.main(["config"]) == code
     assert says in capsys.readouterr().err
 
 
@@ -228,7 +229,7 @@ def test_exit_codes(
 )
 def test_a_refused_secret_is_not_shown(override: str, capsys: Captured) -> None:
     for form in ([], ["--json"]):
-        assert cli.main(["config", "exp_manager.create_mlflow_logger=true", override, *form]) == 2
+        assert main.main(["config", "exp_manager.create_mlflow_logger=true", override, *form]) == 2
         out, err = capsys.readouterr()
         assert "hush" not in out + err
         assert "***" in err
@@ -236,8 +237,8 @@ def test_a_refused_secret_is_not_shown(override: str, capsys: Captured) -> None:
 
 def test_a_crash_file_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_config", failing(RuntimeError("x")))
-    assert cli.main(["config", "a.api_key=hush", "b=1"]) == 1
+    monkeypatch.setattr(main, "_config", failing(RuntimeError("x")))
+    assert main.main(["config", "a.api_key=hush", "b=1"]) == 1
     (file,) = tmp_path.glob("stoker-crash-*.txt")
     assert "stoker config a.api_key=*** b=1" in file.read_text()
 
@@ -264,18 +265,18 @@ def test_train_sets_env_vars_and_hands_over(capsys: Captured, monkeypatch: pytes
         seen["steps"], seen["flag"] = config.root.trainer.max_steps, os.environ.get("STOKER_TEST_FLAG")
         return 143
 
-    monkeypatch.setitem(sys.modules, "stoker.trainer.run", types.SimpleNamespace(train=train))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "stoker.trainer.train", types.SimpleNamespace(train=train))  # type: ignore[arg-type]
     monkeypatch.setenv("STOKER_TEST_FLAG", "1")
-    assert cli.main(["train", "trainer.max_steps=3", "env_vars.STOKER_TEST_FLAG=true"]) == 143
+    assert main.main(["train", "trainer.max_steps=3", "env_vars.STOKER_TEST_FLAG=true"]) == 143
     assert seen == {"steps": 3, "flag": "1"}
-    assert cli.main(["train", "env_vars.STOKER_TEST_FLAG=2"]) == 2
+    assert main.main(["train", "env_vars.STOKER_TEST_FLAG=2"]) == 2
     assert "contradicts the environment" in capsys.readouterr().err
 
 
 def test_a_sigterm_when_no_process_is_left_ends_with_143(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two starts of a run, or after the last process: no handler of the launcher is there."""
     ended: list[int] = []
-    monkeypatch.setattr("stoker.trainer.cli.os._exit", ended.append)
+    monkeypatch.setattr("stoker.trainer.cli.main.os._exit", ended.append)
     before = signal.getsignal(signal.SIGTERM)
 
     def launch(config: Any, placement: Any, imports: Any) -> int:
@@ -284,7 +285,7 @@ def test_a_sigterm_when_no_process_is_left_ends_with_143(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("stoker.trainer.distributed.launcher.launch", launch)
     try:
-        cli.main(["train", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"])
+        main.main(["train", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"])
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended == [143]
@@ -300,19 +301,19 @@ def test_code_of_the_users_own_runs_where_env_vars_are_set_already(
         return 0
 
     monkeypatch.setattr("stoker.trainer.distributed.launcher.launch", launch)
-    monkeypatch.setattr("stoker.trainer.cli._end_on_sigterm", lambda: None)
-    assert cli.main(["train", "--import", "string", "env_vars.STOKER_TEST_FLAG=1"]) == 0
+    monkeypatch.setattr("stoker.trainer.cli.main._end_on_sigterm", lambda: None)
+    assert main.main(["train", "--import", "string", "env_vars.STOKER_TEST_FLAG=1"]) == 0
     assert launched == [(1, ["string"])]
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     started = types.SimpleNamespace(train=lambda config, placement: 7)
-    monkeypatch.setitem(sys.modules, "stoker.trainer.distributed.started", started)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "stoker.trainer.cli.elastic_entry", started)  # type: ignore[arg-type]
     monkeypatch.setenv("STOKER_TEST_FLAG", "1")
     words = ["train", "--import", "string", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"]
-    assert cli.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7
+    assert main.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7
     assert "--import" not in capsys.readouterr().err
     monkeypatch.delenv("STOKER_TEST_FLAG")
-    assert cli.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7
+    assert main.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7
     assert "after the modules of --import: STOKER_TEST_FLAG" in capsys.readouterr().err
 
 
@@ -323,18 +324,18 @@ def test_doctor_reports_and_never_fails(capsys: Captured, monkeypatch: pytest.Mo
         raise OSError("no such thing")
 
     monkeypatch.setattr(doctor, "CHECKS", (*doctor.CHECKS, broken))
-    assert cli.main(["doctor", "--json"]) == 0
+    assert main.main(["doctor", "--json"]) == 0
     told = {line["what"]: line for line in json.loads(capsys.readouterr().out)}
     assert {"Python", "torch", "CPU", "threads", "disk", "packages"} <= told.keys()
     assert "did you mean NVTE_FLASH_ATTN?" in told["flag"]["says"]
     assert told["broken"]["level"] == "warning"
-    assert cli.main(["doctor"]) == 0
+    assert main.main(["doctor"]) == 0
     assert capsys.readouterr().out.startswith("Python")
 
 
 def test_doctor_without_torch(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert cli.main(["doctor"]) == 1
+    assert main.main(["doctor"]) == 1
     assert "pip install torch" in capsys.readouterr().out
 
 
@@ -359,7 +360,7 @@ def test_doctor_without_torch(capsys: Captured, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_wrong_option_is_one_line_and_the_way_out(typed: list[str], what: str, fix: str, capsys: Captured) -> None:
-    assert cli.main(typed) == 2
+    assert main.main(typed) == 2
     out, err = capsys.readouterr()
     first, second = err.splitlines()
     assert (out, first.startswith(f"stoker {typed[0]}: {what}")) == ("", True)
@@ -367,7 +368,7 @@ def test_a_wrong_option_is_one_line_and_the_way_out(typed: list[str], what: str,
 
 
 def test_an_empty_name_is_not_the_default(capsys: Captured) -> None:
-    assert cli.main(["config", "--config-name", ""]) == 2
+    assert main.main(["config", "--config-name", ""]) == 2
     assert "there is no such file" in capsys.readouterr().err
 
 
@@ -375,13 +376,13 @@ def test_a_current_directory_that_is_gone(capsys: Captured, tmp_path: Path, monk
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert cli.main(["config"]) == 2
+    assert main.main(["config"]) == 2
     assert capsys.readouterr().err == "the current directory is gone; change to one that exists\n"
 
 
 def test_a_home_that_does_not_exist(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_CONF", "~nobody.at.all/conf")
-    assert cli.main(["config"]) == 2
+    assert main.main(["config"]) == 2
     assert "STOKER_CONF" in capsys.readouterr().err
 
 

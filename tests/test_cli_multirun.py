@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tiny_run import tiny_document
 
-from stoker.trainer import multirun
-from stoker.trainer.config.sweep import Job, jobs_of
-from stoker.trainer.errors import UserError
+from stoker.trainer.cli import multirun
+from stoker.trainer.config.sweep_overrides import Job, jobs_of
+from stoker.trainer.utils.errors import UserError
 
 GROUPS = {"optim": ["adamw", "muon", "sgd"]}
 
@@ -322,8 +322,8 @@ def test_the_key_that_leads_elsewhere_is_the_one_in_use(here, place, elsewhere):
 
 
 DATA = """
-from stoker.trainer.data.installed import register_dataset
-from stoker.trainer.data.samples import MockSamples
+from stoker.trainer.plugins.datasets import register_dataset
+from stoker.trainer.data.datasets.samples import MockSamples
 
 @register_dataset("dice")
 def samples(data, split, sequence_length, tokenizer, seed):

@@ -9,9 +9,9 @@ from stoker.trainer.config import overrides
 from stoker.trainer.config.compose import PACKAGED, Composer
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.problems import ConfigError
-from stoker.trainer.config.schema import T5ModelBlock
-from stoker.trainer.config.show import finding_lines
-from stoker.trainer.errors import UserError
+from stoker.trainer.config.render import finding_lines
+from stoker.trainer.config.schema.root import T5ModelBlock
+from stoker.trainer.utils.errors import UserError
 
 GROUPS = ("model", "data", "tokenizer", "optim", "peft", "trainer", "experiment")
 PRESETS = [(group, path.stem) for group in GROUPS for path in sorted((PACKAGED / group).glob("*.yaml"))]

@@ -8,8 +8,8 @@ from config_helpers import load, write
 
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema_index import schema_keys
-from stoker.trainer.errors import UserError
+from stoker.trainer.config.schema.key_index import schema_keys
+from stoker.trainer.utils.errors import UserError
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from config_helpers import load, problems, write
 
-from stoker.models.config.model import FAMILIES, Family
+from stoker.models.config.model_keys import FAMILIES, Family
 from stoker.models.config.stack import StackKeys
-from stoker.trainer import cli
-from stoker.trainer.config import show
+from stoker.trainer.cli import main
+from stoker.trainer.config import render
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import BertModelBlock, ModelBlock, RootBlock, T5ModelBlock
-from stoker.trainer.config.schema_index import schema_blocks, schema_keys
+from stoker.trainer.config.schema.key_index import schema_blocks, schema_keys
+from stoker.trainer.config.schema.root import BertModelBlock, ModelBlock, RootBlock, T5ModelBlock
 
 PRESETS = {"gpt": "gpt_tiny", "t5": "t5_tiny", "bert": "bert_tiny"}
 NEMO_T5 = """
@@ -330,7 +330,7 @@ def test_one_bias_of_cross_attention_is_not_for_packed_pairs() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_json_schema_is_that_of_the_family(family: Family, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", "--schema", f"model={PRESETS[family]}"]) == 0
+    assert main.main(["config", "--schema", f"model={PRESETS[family]}"]) == 0
     schema = json.loads(capsys.readouterr().out)
     for path in schema_keys(family):
         block = schema
@@ -345,17 +345,17 @@ def test_the_json_schema_is_that_of_the_family(family: Family, capsys: pytest.Ca
 def test_the_effective_configuration_can_be_used_again(
     family: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["config", f"model={PRESETS[family]}", "data=mock"]) == 0
+    assert main.main(["config", f"model={PRESETS[family]}", "data=mock"]) == 0
     text = capsys.readouterr().out
     for block in schema_blocks(family):
         assert f"{block.rpartition('.')[2]}:" in text
-    assert cli.main(["config", "--all", f"model={PRESETS[family]}"]) == 0
+    assert main.main(["config", "--all", f"model={PRESETS[family]}"]) == 0
     listed = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
     assert {listed[path] for path in schema_keys(family)} == {"acts"}
 
 
 def test_the_docs_list_every_key_of_every_family() -> None:
-    page = show.as_docs_page()
+    page = render.as_docs_page()
     common, t5 = page.split("## Keys of T5")
     t5, bert = t5.split("## Keys of BERT")
     for name in ("seq_length", "share_token_embeddings", "tokens_head_bias", "scale_tied_logits"):

@@ -11,10 +11,10 @@ from hf_folders import change_tensors, letter_tokenizer
 
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.problems import ConfigError, Problem
-from stoker.trainer.conversion.adapters import convert_adapter
-from stoker.trainer.conversion.to_stoker import convert_to_stoker
-from stoker.trainer.errors import UserError
-from stoker.trainer.run import run_training
+from stoker.trainer.conversion.convert_adapters import convert_adapter
+from stoker.trainer.conversion.from_hf import convert_to_stoker
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from config_helpers import DATA, gpt, load, problems, write
 
-from stoker.trainer.config import key_states
-from stoker.trainer.config.key_row import Row, State
-from stoker.trainer.config.key_states import KeyStates, known_keys, state_of
-from stoker.trainer.config.key_table import KEY_TABLE, row_of
-from stoker.trainer.config.paths import put
+from stoker.trainer.config.dotted_paths import put
+from stoker.trainer.config.nemo import key_states
+from stoker.trainer.config.nemo.key_row import Row, State
+from stoker.trainer.config.nemo.key_states import KeyStates, known_keys, state_of
+from stoker.trainer.config.nemo.key_table import KEY_TABLE, row_of
+from stoker.trainer.config.nemo.unsupported_values import VALUES
 from stoker.trainer.config.problems import Problem
-from stoker.trainer.config.schema_index import open_block_of, schema_blocks, schema_keys, show_value
-from stoker.trainer.config.value_table import VALUES
+from stoker.trainer.config.schema.key_index import open_block_of, schema_blocks, schema_keys, show_value
 
 CENSUS = (DATA / "nemo_key_paths.txt").read_text().split()
 

@@ -14,28 +14,28 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, build_model, parameter_count
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.bert import BertKeys
-from stoker.models.config.block import Finding
-from stoker.models.config.counting import count_parameters
 from stoker.models.config.families import FamilyKeys, family_slice
 from stoker.models.config.family_rules import model_rules
 from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.key_block import Finding
 from stoker.models.config.moe import MoEKeys
 from stoker.models.config.moe_rules import moe_rules
 from stoker.models.config.moe_slice import MoESlice, moe_slice
-from stoker.models.config.samples import SampleForm
+from stoker.models.config.parameter_count import count_parameters
 from stoker.models.config.slices import gpt_slice
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
-from stoker.models.moe.layers import moe_layers
-from stoker.trainer import memory
+from stoker.models.moe.find_moe_layers import moe_layers
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.errors import UserError
-from stoker.trainer.flops import training_flops_per_sample
-from stoker.trainer.memory import check_memory
-from stoker.trainer.precision import plan_precision
-from stoker.trainer.recordable import uses_cuda_graph
+from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.plan import memory_check
+from stoker.trainer.plan.flops import training_flops_per_sample
+from stoker.trainer.plan.memory_check import check_memory
+from stoker.trainer.utils.errors import UserError
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_moe_experts": 8}
@@ -559,7 +559,7 @@ def test_experts_keep_at_least_what_the_bound_says(changes: dict[str, Any]) -> N
     described = gpt_slice(keys, vocab_size=128).stack
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = model.train().loss(torch.arange(8).repeat(2, 1), torch.arange(8).repeat(2, 1), 1.0)
-    bound = memory._kept_in_experts(described, 16) * 4
+    bound = memory_check._kept_in_experts(described, 16) * 4
     assert 0 < bound <= sum(size for where, size in kept.items() if where not in weights)
     loss.backward()
 
@@ -570,10 +570,10 @@ def test_memory_names_the_keys_of_experts(tmp_path: Path, monkeypatch: pytest.Mo
     plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
     state = count_parameters(root.model, 259) * 16
     assert state > 16 * 1000 * 64 * 32 * 2
-    monkeypatch.setattr(memory, "host_memory", lambda: state - 1)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: state - 1)
     with pytest.raises(UserError) as error:
         check_memory(root, plan, CPU)
     assert "`num_moe_experts` (1000), `moe_ffn_hidden_size` (64)" in error.value.lines[1]
-    monkeypatch.setattr(memory, "host_memory", lambda: state)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: state)
     with pytest.raises(UserError, match="activations of one micro batch"):
         check_memory(root, plan, CPU)

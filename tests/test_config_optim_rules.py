@@ -3,7 +3,7 @@
 import pytest
 from config_helpers import load, problems
 
-from stoker.trainer.config.optim import OptimBlock, optimizer_kind, optimizer_settings
+from stoker.trainer.config.schema.optim import OptimBlock, optimizer_kind, optimizer_settings
 
 OPTIM, SCHED = "model.optim.", "model.optim.sched."
 

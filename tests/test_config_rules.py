@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from stoker.kernels.attention.flags import KNOWN_FLAGS
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema_index import schema_keys
-from stoker.trainer.environment import environment_text
+from stoker.trainer.config.schema.key_index import schema_keys
+from stoker.trainer.utils.environment import environment_text
 
 SCHED = "model.optim.sched"
 KWARGS = "model.data.dataset_kwargs"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from config_helpers import load, problems, write
 
-from stoker.trainer.config.foreign_names import FOREIGN_NAMES
-from stoker.trainer.config.key_row import State
-from stoker.trainer.config.key_states import is_known, known_keys, state_of, suggestions
+from stoker.trainer.config.nemo.key_row import State
+from stoker.trainer.config.nemo.key_states import is_known, known_keys, state_of, suggestions
+from stoker.trainer.config.nemo.other_frameworks import FOREIGN_NAMES
 from stoker.trainer.config.problems import Problem
-from stoker.trainer.config.schema_index import schema_keys
+from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.config.suggest import closest, distance
 
 LETTERS = string.ascii_lowercase + "_"

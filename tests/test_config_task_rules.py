@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_helpers import load, problems
 
-from stoker.trainer.data.task import Task, task_of
+from stoker.trainer.config.data_task import Task, task_of
 
 T5 = ("model=t5_tiny", "model.seq_length=512")
 BERT = ("model=bert_tiny",)

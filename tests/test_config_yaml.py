@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from stoker.trainer.config import yaml_file
-from stoker.trainer.config.schema_index import show_value
-from stoker.trainer.config.yaml_file import YamlError, parse, scalar
+from stoker.trainer.config import yaml_reader
+from stoker.trainer.config.schema.key_index import show_value
+from stoker.trainer.config.yaml_reader import YamlError, parse, scalar
 
 HERE = Path("x.yaml")
 
@@ -137,7 +137,7 @@ def test_bounds_leave_room() -> None:
 
 def test_size_and_encoding(tmp_path: Path) -> None:
     large = tmp_path / "large.yaml"
-    large.write_text("a: 1\n" + "#" * yaml_file.MAX_BYTES)
+    large.write_text("a: 1\n" + "#" * yaml_reader.MAX_BYTES)
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"a: \xff")
     for path, says in (
@@ -146,7 +146,7 @@ def test_size_and_encoding(tmp_path: Path) -> None:
         (tmp_path / "none.yaml", "cannot be read"),
     ):
         with pytest.raises(YamlError, match=says):
-            yaml_file.read(path)
+            yaml_reader.read(path)
 
 
 @pytest.mark.parametrize(("text", "value"), [("8", 8), ("1e-3", 1e-3), ("yes", True), ("a b", "a b"), ("[", "[")])

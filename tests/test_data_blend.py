@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.trainer.data.blend import MAX_PERIOD, BlendedSamples, Interleave
-from stoker.trainer.data.samples import EvaluationWindows, MockSamples
+from stoker.trainer.data.datasets.blend import MAX_PERIOD, BlendedSamples, Interleave
+from stoker.trainer.data.datasets.samples import EvaluationWindows, MockSamples
 
 WEIGHTS = st.lists(st.integers(1, 60) | st.sampled_from([0.1, 0.3, 0.7, 0.25, 1.5]), min_size=1, max_size=9)
 

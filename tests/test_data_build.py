@@ -4,12 +4,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.held_out import evaluation_data
-from stoker.trainer.data.samples import IGNORED_LABEL, EvaluationWindows, Samples
-from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
-from stoker.trainer.errors import UserError
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL, EvaluationWindows, Samples
+from stoker.trainer.data.evaluation_data import evaluation_data
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from stoker.trainer.utils.errors import UserError
 
 
 def _root(trainer: dict[str, Any] | None = None, **model: Any) -> RootBlock:

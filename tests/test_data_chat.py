@@ -14,15 +14,15 @@ import pytest
 from test_data_tokenizer_files import byte_level, sentencepiece
 
 from stoker.trainer.conversion import tokenizer_copy
-from stoker.trainer.data import chat_template, template_process
-from stoker.trainer.data.chat_files import chat_of, template_beside, template_of_key
-from stoker.trainer.data.chat_template import BadChatError, Chat, ChatTemplate, default_template
-from stoker.trainer.data.chats import chat_examples, marked_ids, prompt_ids, read_chat
-from stoker.trainer.data.template_process import ChatRenderer, TemplateError
-from stoker.trainer.data.tokenizer_files import SpecialTokens, open_description
-from stoker.trainer.data.tokenizer_json import JsonTokenizer
-from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer, from_document, saved_document
-from stoker.trainer.errors import UserError
+from stoker.trainer.data.tasks import chat_template, chat_template_process
+from stoker.trainer.data.tasks.chat_files import chat_of, template_beside, template_of_key
+from stoker.trainer.data.tasks.chat_template import BadChatError, Chat, ChatTemplate, default_template
+from stoker.trainer.data.tasks.chat_template_process import ChatRenderer, TemplateError
+from stoker.trainer.data.tasks.chats import chat_examples, marked_ids, prompt_ids, read_chat
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, from_document, saved_document
+from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, open_description
+from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer
+from stoker.trainer.utils.errors import UserError
 
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "  Grüße! How?"},
@@ -168,13 +168,13 @@ def test_a_template_stops_though_nobody_waits() -> None:
     """The process gives itself so much time, in case that its parent was killed."""
     pytest.importorskip("resource")
     line = json.dumps({"template": "{{ messages }}", "tokens": {}})
-    program = Path(template_process.__file__)
+    program = Path(chat_template_process.__file__)
     seen = subprocess.run(
         [sys.executable, "-c", f"import runpy, resource; runpy.run_path({str(program)!r}, run_name='__main__'); "
          "print(resource.getrlimit(resource.RLIMIT_CPU)[0])"],
         input=line + "\n", capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert 0 < int(seen.stdout.splitlines()[-1]) <= template_process.MAX_SECONDS + 10
+    assert 0 < int(seen.stdout.splitlines()[-1]) <= chat_template_process.MAX_SECONDS + 10
 
 
 def test_a_renderer_leaves_no_process_behind() -> None:

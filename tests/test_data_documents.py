@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.blend import BlendedSamples
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.documents import NumberedDocuments, document_numbers
-from stoker.trainer.data.indexed import IndexedWriter
-from stoker.trainer.data.samples import (
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.blend import BlendedSamples
+from stoker.trainer.data.datasets.document_ids import NumberedDocuments, document_numbers
+from stoker.trainer.data.datasets.samples import (
     Batch,
     EndOfDocumentMasked,
     EvaluationWindows,
@@ -24,10 +23,11 @@ from stoker.trainer.data.samples import (
     Samples,
     TrainingWindows,
 )
-from stoker.trainer.data.sources import read_text
-from stoker.trainer.data.text_tokens import token_stream
-from stoker.trainer.data.tokenizers import ByteTokenizer
-from stoker.trainer.errors import UserError
+from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
+from stoker.trainer.data.sources.text_sources import read_text
+from stoker.trainer.data.sources.text_tokens import token_stream
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
+from stoker.trainer.utils.errors import UserError
 
 EOS = 1
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from config_helpers import load, problems
 
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.hf_datasets import read_dataset
-from stoker.trainer.data.samples import IGNORED_LABEL
-from stoker.trainer.errors import UserError
-from stoker.trainer.parts import check_splits
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core.factory import check_splits
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.sources.hf_datasets import read_dataset
+from stoker.trainer.utils.errors import UserError
 
 ROWS = [{"input": f"question {n}", "output": f"answer {n}", "id": n} for n in range(40)]
 PATH = "model.data.path"

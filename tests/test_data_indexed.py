@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.trainer.data import indexed
-from stoker.trainer.data.indexed import IndexedReader, IndexedWriter, token_dtype
-from stoker.trainer.errors import EXIT_IO, UserError
+from stoker.trainer.data.sources import indexed_tokens
+from stoker.trainer.data.sources.indexed_tokens import IndexedReader, IndexedWriter, token_dtype
+from stoker.trainer.utils.errors import EXIT_IO, UserError
 
 MEGATRON = os.environ.get("STOKER_TEST_MEGATRON_CORE")
 """A folder into which megatron-core was installed (`pip install --no-deps --target FOLDER megatron-core`)."""
@@ -46,7 +46,7 @@ def write(prefix: Path, documents: list[list[int]], dtype: object = np.uint16) -
 
 
 def files(prefix: Path) -> tuple[bytes, bytes]:
-    return indexed.bin_path(prefix).read_bytes(), indexed.idx_path(prefix).read_bytes()
+    return indexed_tokens.bin_path(prefix).read_bytes(), indexed_tokens.idx_path(prefix).read_bytes()
 
 
 def documents_of(reader: IndexedReader) -> list[list[int]]:
@@ -57,8 +57,8 @@ def documents_of(reader: IndexedReader) -> list[list[int]]:
 
 def golden(tmp_path: Path) -> Path:
     prefix = tmp_path / "golden"
-    indexed.bin_path(prefix).write_bytes(GOLDEN_BIN)
-    indexed.idx_path(prefix).write_bytes(GOLDEN_IDX)
+    indexed_tokens.bin_path(prefix).write_bytes(GOLDEN_BIN)
+    indexed_tokens.idx_path(prefix).write_bytes(GOLDEN_IDX)
     return prefix
 
 
@@ -93,7 +93,7 @@ def test_shards_merge_into_what_one_writer_writes(
     folder = tmp_path_factory.mktemp("shards")
     whole = [document for shard in shards for document in shard]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexed, "_CHUNK", chunk)  # the borders of chunks are no borders of the data
+        patch.setattr(indexed_tokens, "_CHUNK", chunk)  # the borders of chunks are no borders of the data
         paths = [write(folder / f"{number}", shard) for number, shard in enumerate(shards)]
         one = write(folder / "one", whole)
         with IndexedWriter(folder / "merged", np.uint16) as writer:
@@ -109,7 +109,7 @@ def test_documents_of_several_sequences_keep_them(tmp_path: Path) -> None:
     prefix = golden(tmp_path)
     index = bytearray(GOLDEN_IDX)
     index[26:34] = struct.pack("<Q", 3)  # two documents: sequences 0 and 1, then 2
-    indexed.idx_path(prefix).write_bytes(bytes(index[:-32]) + struct.pack("<3q", 0, 2, 3))
+    indexed_tokens.idx_path(prefix).write_bytes(bytes(index[:-32]) + struct.pack("<3q", 0, 2, 3))
     assert documents_of(IndexedReader(prefix)) == [[1, 2, 3, 515], []]
     with IndexedWriter(tmp_path / "more", np.uint16) as writer:
         writer.add_document([9])
@@ -191,8 +191,8 @@ def test_a_full_disk_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_is_damaged_is_refused_in_one_line(change: object, words: str, tmp_path: Path) -> None:
     prefix = golden(tmp_path)
     changed = change(GOLDEN_BIN, GOLDEN_IDX)  # type: ignore[operator]
-    indexed.bin_path(prefix).write_bytes(changed[0])
-    indexed.idx_path(prefix).write_bytes(changed[1])
+    indexed_tokens.bin_path(prefix).write_bytes(changed[0])
+    indexed_tokens.idx_path(prefix).write_bytes(changed[1])
     with pytest.raises(UserError, match=words) as caught:
         IndexedReader(prefix)
     assert len(caught.value.lines) == 1
@@ -206,7 +206,7 @@ def test_no_index_that_is_accepted_reads_out_of_bounds(tmp_path: Path) -> None:
     for bit in range(8 * len(GOLDEN_IDX)):
         index = bytearray(GOLDEN_IDX)
         index[bit // 8] ^= 1 << bit % 8
-        indexed.idx_path(prefix).write_bytes(bytes(index))
+        indexed_tokens.idx_path(prefix).write_bytes(bytes(index))
         try:
             found = documents_of(IndexedReader(prefix))
         except UserError:
@@ -218,7 +218,7 @@ def test_no_index_that_is_accepted_reads_out_of_bounds(tmp_path: Path) -> None:
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     prefix = golden(tmp_path)
-    indexed.bin_path(prefix).unlink()
+    indexed_tokens.bin_path(prefix).unlink()
     with pytest.raises(UserError, match=r"cannot read .*golden\.bin: No such file"):
         IndexedReader(prefix)
 
@@ -234,8 +234,8 @@ def test_a_copy_in_another_process_is_small_and_checks_the_files(tmp_path: Path)
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "_CHUNK", 1024)
-    monkeypatch.setattr(indexed, "_COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(indexed_tokens, "_CHUNK", 1024)
+    monkeypatch.setattr(indexed_tokens, "_COPY_BYTES", 1 << 12)
     one = np.array([1], np.uint16)
 
     def peak(documents: int) -> int:

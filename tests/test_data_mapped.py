@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from stoker.trainer.data.blend import BlendedSamples
-from stoker.trainer.data.index_cache import IndexCache
-from stoker.trainer.data.indexed import IndexedReader, IndexedWriter
-from stoker.trainer.data.mapped import MappedEvaluation, MappedTraining, TokenRange
-from stoker.trainer.data.samples import IGNORED_LABEL, Batch, EndOfDocumentMasked
-from stoker.trainer.errors import EXIT_IO, UserError
+from stoker.trainer.data.datasets.blend import BlendedSamples
+from stoker.trainer.data.datasets.memory_mapped import MappedEvaluation, MappedTraining, TokenRange
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL, Batch, EndOfDocumentMasked
+from stoker.trainer.data.sources.index_cache import IndexCache
+from stoker.trainer.data.sources.indexed_tokens import IndexedReader, IndexedWriter
+from stoker.trainer.utils.errors import EXIT_IO, UserError
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.trainer.data.masked import MaskedWindows, MaskTokens
-from stoker.trainer.data.samples import IGNORED_LABEL, Batch
-from stoker.trainer.data.span_corruption import NgramSpans
-from stoker.trainer.data.spans import SpanLengths
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL, Batch
+from stoker.trainer.data.tasks.masked_lm import MaskedWindows, MaskTokens
+from stoker.trainer.data.tasks.noise_spans import SpanLengths
+from stoker.trainer.data.tasks.span_corruption import NgramSpans
 
 MASK, EOS, PAD = 5, 1, 0
 LENGTH, ROWS = 64, 200

@@ -12,11 +12,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from stoker.trainer.data import mapped
-from stoker.trainer.data.index_cache import IndexCache
-from stoker.trainer.data.indexed import IndexedReader, IndexedWriter
-from stoker.trainer.data.mapped import MappedTraining, TokenRange
-from stoker.trainer.data.order import in_order, shuffled
+from stoker.trainer.data.datasets import memory_mapped
+from stoker.trainer.data.datasets.memory_mapped import MappedTraining, TokenRange
+from stoker.trainer.data.datasets.shuffle import in_order, shuffled
+from stoker.trainer.data.sources.index_cache import IndexCache
+from stoker.trainer.data.sources.indexed_tokens import IndexedReader, IndexedWriter
 
 
 def _words() -> np.random.Philox:
@@ -50,8 +50,8 @@ def test_an_epoch_does_not_depend_on_the_pieces_it_is_made_of(
     whole = samples(None)
     count = 3 * whole.samples
     expected = whole.batch(0, count).tokens
-    monkeypatch.setattr(mapped, "shuffled", partial(shuffled, piece=11))
-    monkeypatch.setattr(mapped, "in_order", partial(in_order, piece=11))
+    monkeypatch.setattr(memory_mapped, "shuffled", partial(shuffled, piece=11))
+    monkeypatch.setattr(memory_mapped, "in_order", partial(in_order, piece=11))
     for cache in (None, IndexCache(tmp_path / "cache")):
         assert torch.equal(samples(cache).batch(0, count).tokens, expected)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.trainer.data.samples import IGNORED_LABEL, EvaluationWindows, MockSamples, Samples, TrainingWindows
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL, EvaluationWindows, MockSamples, Samples, TrainingWindows
 
 STREAM = np.arange(1000, 2103, dtype=np.uint16)
 """Every token says where it stands."""

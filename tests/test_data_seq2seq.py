@@ -14,21 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from span_texts import restore
 
-from stoker.trainer import cli
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.blend import BlendedFields
-from stoker.trainer.data.build import Data, build_data
-from stoker.trainer.data.held_out import evaluation_data
-from stoker.trainer.data.indexed import IndexedWriter
-from stoker.trainer.data.packing import LANE_PAIRS, OPEN_ROWS, pack
-from stoker.trainer.data.samples import IGNORED_LABEL, philox
-from stoker.trainer.data.sentinels import sentinel_ids
-from stoker.trainer.data.seq2seq import Pair, Shape, packed, padded
-from stoker.trainer.data.task import task_of
-from stoker.trainer.data.tokenizer_json import canonical, define
-from stoker.trainer.data.tokenizer_pieces import byte_alphabet
-from stoker.trainer.data.tokenizers import ByteTokenizer, Tokenizer
-from stoker.trainer.errors import UserError
+from stoker.trainer.cli import main
+from stoker.trainer.config.data_task import task_of
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.data.build_datasets import Data, build_data
+from stoker.trainer.data.datasets.blend import BlendedFields
+from stoker.trainer.data.datasets.packing import LANE_PAIRS, OPEN_ROWS, pack
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL, philox
+from stoker.trainer.data.datasets.seq2seq import Pair, Shape, packed, padded
+from stoker.trainer.data.evaluation_data import evaluation_data
+from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
+from stoker.trainer.data.tasks.sentinels import sentinel_ids
+from stoker.trainer.data.tokenizers.token_bytes import byte_alphabet
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
+from stoker.trainer.utils.errors import UserError
 
 EOS, PAD = ByteTokenizer.eos_id, ByteTokenizer.pad_id
 
@@ -305,7 +305,7 @@ def test_mock_data_are_there_for_every_family(family: str, names: int | None) ->
 def test_what_preprocess_wrote_is_read_with_sentinels_added(texts: Path, tmp_path: Path) -> None:
     """Its tokenizer has none; that of the run, and of its checkpoints, is the same with sentinels."""
     prefix = str(tmp_path / "set")
-    assert cli.main(["preprocess", str(texts), "--output-prefix", prefix, "--tokenizer", "byte-level"]) == 0
+    assert main.main(["preprocess", str(texts), "--output-prefix", prefix, "--tokenizer", "byte-level"]) == 0
     configuration = root(data_impl="mmap", data_prefix=prefix, splits_string="70,20,10")
     data = build_data(configuration)
     assert data.tokenizer.to_document() == {"tokenizer": "byte-level", "sentinels": 125}

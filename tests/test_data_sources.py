@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.trainer.data import sources
-from stoker.trainer.data.sources import SPLITS, Corpus, parse_proportions, read_pystd, read_text
-from stoker.trainer.errors import UserError
+from stoker.trainer.data.sources import text_sources
+from stoker.trainer.data.sources.text_sources import SPLITS, Corpus, parse_proportions, read_pystd, read_text
+from stoker.trainer.utils.errors import UserError
 
 THIRDS = (0.4, 0.3, 0.3)
 
@@ -242,11 +242,11 @@ def test_pystd_leaves_tests_and_tables_out(tmp_path: Path, monkeypatch: pytest.M
         file.write_text(f"# {name}")
     (tmp_path / "latin1.py").write_bytes(b"# \xe4")
     (tmp_path / "notes.txt").write_text("no Python")
-    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(text_sources.sysconfig, "get_path", lambda name: str(tmp_path))
     assert read_pystd((1, 0, 0)).documents["train"] == ["# json/decoder.py", "# os.py"]
 
 
 def test_python_without_sources_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(text_sources.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match=r"model\.data\.data_impl=text"):
         read_pystd((1, 0, 0))

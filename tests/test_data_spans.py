@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from span_texts import restore
 
-from stoker.trainer.data.corruption import Corruption, corrupted_lengths, cut_mean, noise_counts, window_length
-from stoker.trainer.data.samples import philox
-from stoker.trainer.data.sentinels import mask_id, sentinel_ids, with_sentinels
-from stoker.trainer.data.spans import (
+from stoker.trainer.config.span_lengths import Corruption, corrupted_lengths, cut_mean, noise_counts, window_length
+from stoker.trainer.data.datasets.samples import philox
+from stoker.trainer.data.tasks.noise_spans import (
     SpanLengths,
     SpanMask,
     corrupt,
@@ -22,9 +21,10 @@ from stoker.trainer.data.spans import (
     units_of,
     word_edges,
 )
-from stoker.trainer.data.tokenizer_json import canonical, define
-from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer, from_document
-from stoker.trainer.errors import UserError
+from stoker.trainer.data.tasks.sentinels import mask_id, sentinel_ids, with_sentinels
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, from_document
+from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
+from stoker.trainer.utils.errors import UserError
 
 T5 = Corruption(0.15, 3.0)
 SENTINELS = np.arange(5000, 4000, -1)

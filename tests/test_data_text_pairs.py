@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.docstrings import LONGEST_TARGET, docstring_pairs, documented_functions, read_docstrings
-from stoker.trainer.data.samples import IGNORED_LABEL
-from stoker.trainer.data.seq2seq import Shape
-from stoker.trainer.data.sources import Corpus
-from stoker.trainer.data.text_pairs import TextPair, TokenPairs, read_jsonl
-from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
-from stoker.trainer.errors import UserError
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.datasets.seq2seq import Shape
+from stoker.trainer.data.sources.docstrings import (
+    LONGEST_TARGET,
+    docstring_pairs,
+    documented_functions,
+    read_docstrings,
+)
+from stoker.trainer.data.sources.text_pairs import TextPair, TokenPairs, read_jsonl
+from stoker.trainer.data.sources.text_sources import Corpus
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from stoker.trainer.utils.errors import UserError
 
 SHARES = (0.6, 0.2, 0.2)
 

@@ -10,20 +10,21 @@ import pytest
 import tokenizers
 from config_helpers import load, problems
 
-from stoker.trainer import run
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data import build, installed
-from stoker.trainer.data.blend import BlendedSamples
-from stoker.trainer.data.build import Data, build_data
-from stoker.trainer.data.indexed import IndexedWriter
-from stoker.trainer.data.mapped import MappedTraining
-from stoker.trainer.data.prefixes import parse_prefixes
-from stoker.trainer.data.samples import IGNORED_LABEL, EndOfDocumentMasked, MockSamples, Samples
-from stoker.trainer.data.tokenizer_json import canonical, define
-from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer
-from stoker.trainer.distributed.ranks import Ranks
-from stoker.trainer.errors import UserError
-from stoker.trainer.safe_io import MAX_JSON_BYTES
+from stoker.trainer import train
+from stoker.trainer.config.blend_spec import parse_prefixes
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.data import build_datasets
+from stoker.trainer.data.build_datasets import Data, build_data
+from stoker.trainer.data.datasets.blend import BlendedSamples
+from stoker.trainer.data.datasets.memory_mapped import MappedTraining
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL, EndOfDocumentMasked, MockSamples, Samples
+from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
+from stoker.trainer.distributed.process_group import Ranks
+from stoker.trainer.plugins import datasets
+from stoker.trainer.utils.errors import UserError
+from stoker.trainer.utils.safetensors_io import MAX_JSON_BYTES
 
 
 def root(
@@ -255,8 +256,8 @@ def mine(**kwargs: Any) -> Data:
 
 
 def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint("mine", f"{__name__}:samples_of_a_package", installed.GROUP)]
-    points.append(EntryPoint("gone", "no_such_package_anywhere:samples", installed.GROUP))
+    points = [EntryPoint("mine", f"{__name__}:samples_of_a_package", datasets.GROUP)]
+    points.append(EntryPoint("gone", "no_such_package_anywhere:samples", datasets.GROUP))
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
     data = mine()
     assert isinstance(data.train, MockSamples)
@@ -276,9 +277,9 @@ def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_built_in_sources_look_for_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "installed_datasets", None)
-    monkeypatch.setattr(installed, "installed_datasets", None)
-    monkeypatch.setattr("stoker.trainer.config.data_rules.installed_datasets", None)
+    monkeypatch.setattr(build_datasets, "installed_datasets", None)
+    monkeypatch.setattr(datasets, "installed_datasets", None)
+    monkeypatch.setattr("stoker.trainer.config.rules.data_rules.installed_datasets", None)
     assert load("data=mock").root.model.data.data_impl == "mock"
 
 
@@ -297,7 +298,7 @@ def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path)
     made = {}
     for number in (0, 1):
         folder = tmp_path / str(number)
-        run._data_of_all(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
+        train._data_of_all(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
         made[number] = folder.is_dir()
     assert made == {0: True, 1: False}
 

@@ -22,13 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from stoker.trainer.data import tokenizer_sentencepiece, tokenizer_words
-from stoker.trainer.data.tokenizer_gpt2 import END_OF_TEXT, gpt2_definition
-from stoker.trainer.data.tokenizer_json import JsonTokenizer, canonical, define
-from stoker.trainer.data.tokenizer_pieces import byte_alphabet
-from stoker.trainer.data.tokenizer_special import SpecialIds
-from stoker.trainer.data.tokenizers import Tokenizer, from_document
-from stoker.trainer.errors import UserError
+from stoker.trainer.data.tokenizers import gpt2_pretokenizer, sentencepiece_tokenizer
+from stoker.trainer.data.tokenizers.gpt2_files import END_OF_TEXT, gpt2_definition
+from stoker.trainer.data.tokenizers.special_tokens import SpecialIds
+from stoker.trainer.data.tokenizers.token_bytes import byte_alphabet
+from stoker.trainer.data.tokenizers.tokenizer import Tokenizer, from_document
+from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer, canonical, define
+from stoker.trainer.utils.errors import UserError
 
 SCRIPTS = "naïve café, straße, Ελληνικά, русский, 中文字符, 日本語です, हिन्दी, العربية, 한국어, 👩‍👩‍👧, ﬁ ① Å Å, 1½"
 CORPUS = [SCRIPTS, Path(__file__).read_text(), "a\tb\nc", "it's we're I'll don't  \t\n\n  x"] * 2
@@ -125,8 +125,8 @@ def sentencepiece_model(**options: Any) -> bytes:
     return written.getvalue()
 
 
-def sentencepiece(**options: Any) -> tokenizer_sentencepiece.SentencePieceTokenizer:
-    return tokenizer_sentencepiece.define(sentencepiece_model(**options), {})
+def sentencepiece(**options: Any) -> sentencepiece_tokenizer.SentencePieceTokenizer:
+    return sentencepiece_tokenizer.define(sentencepiece_model(**options), {})
 
 
 def document_bytes(tokenizer: Tokenizer, text: str) -> int:
@@ -408,7 +408,8 @@ def test_characters_are_cut_as_the_library_cuts_them() -> None:
     bounds = {code for code in range(1, 0x110000) if kinds[code] != kinds[code - 1]}
     for kind in (r"\p{L}", r"\p{N}", r"\s"):
         bounds |= {
-            ord(end) for end in re.findall(r"[^-]", tokenizer_words._characters(kind).encode().decode("unicode_escape"))
+            ord(end)
+            for end in re.findall(r"[^-]", gpt2_pretokenizer._characters(kind).encode().decode("unicode_escape"))
         }
     codes = (
         {code + step for code in bounds for step in (-1, 0, 1)} | set(range(0x300)) | set(range(0, 0x110000, 0x1357))
@@ -426,14 +427,14 @@ def test_every_character_is_cut_as_the_library_cuts_it() -> None:
 def test_long_texts_are_cut_in_slices_without_a_trace(text: str, size: int) -> None:
     text = text * 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_words, "_SLICE", size)
+        patch.setattr(gpt2_pretokenizer, "_SLICE", size)
         found = gpt2().encode(text).tolist()
     assert found == by_the_library(gpt2(), text)
 
 
 def test_a_full_memory_of_words_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_words, "_REMEMBERED_WORDS", 3)
-    monkeypatch.setattr(tokenizer_words, "_LONGEST_REMEMBERED", 5)
+    monkeypatch.setattr(gpt2_pretokenizer, "_REMEMBERED_WORDS", 3)
+    monkeypatch.setattr(gpt2_pretokenizer, "_LONGEST_REMEMBERED", 5)
     tokenizer = define(changed(), {})
     assert [tokenizer.encode(text).tolist() for text in CORPUS] == [by_the_library(tokenizer, text) for text in CORPUS]
     assert tokenizer._words is not None
@@ -504,7 +505,7 @@ def test_sentencepiece_special_tokens() -> None:
     assert tokenizer.special == SpecialIds(unk=0, bos=1, eos=2, pad=3)
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (2, 3, 420)
     model = sentencepiece_model()
-    named = tokenizer_sentencepiece.define(model, {"eos": "<|stop|>"}, ["<extra_id_0>", "</s>", "<extra_id_0>"])
+    named = sentencepiece_tokenizer.define(model, {"eos": "<|stop|>"}, ["<extra_id_0>", "</s>", "<extra_id_0>"])
     assert (named.eos_id, named.pad_id, named.vocab_size) == (420, 420, 422)
     assert named.encode("a<extra_id_0></s>").tolist() == sentencepiece().encode("a<extra_id_0></s>").tolist()
     assert named.decode([420, 421, *named.encode("text").tolist()]) == "text"
@@ -522,7 +523,7 @@ def test_sentencepiece_models_that_are_none() -> None:
     model = sentencepiece_model()
     for bad in (b"", b"\x00", b"garbage" * 100, model[:1000], model[:-5], bytes(1000)):
         with pytest.raises(ValueError, match="SentencePiece model"):
-            tokenizer_sentencepiece.define(bad, {})
+            sentencepiece_tokenizer.define(bad, {})
     good = sentencepiece().to_document()
     assert good["model"] == base64.b64encode(model).decode()
     bad_added = ({"added": tokens} for tokens in (["</s>"], [1], ["x", "x"], None))
@@ -534,7 +535,7 @@ def test_sentencepiece_models_that_are_none() -> None:
 def test_sentencepiece_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(UserError, match=r"pip install 'sentencepiece>=0\.2\.1'") as caught:
-        tokenizer_sentencepiece.define(b"model", {})
+        sentencepiece_tokenizer.define(b"model", {})
     assert len(caught.value.lines) == 1
 
 

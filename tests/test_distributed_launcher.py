@@ -19,12 +19,12 @@ import pytest
 from rank_runs import RankRuns, records
 from tiny_run import tiny_document
 
-from stoker.trainer.config.blocks import TrainerBlock
 from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
 from stoker.trainer.distributed import launcher
 from stoker.trainer.distributed.placement import Placement, place
-from stoker.trainer.environment import worker_environment
-from stoker.trainer.errors import UserError
+from stoker.trainer.utils.environment import worker_environment
+from stoker.trainer.utils.errors import UserError
 
 pytestmark = [
     pytest.mark.multi,
@@ -359,7 +359,7 @@ def package(tmp_path):
     (root / "failing.py").write_text(
         """
 import os
-from stoker.trainer.data.samples import MockSamples
+from stoker.trainer.data.datasets.samples import MockSamples
 
 class Samples(MockSamples):
     fails = ""
@@ -488,7 +488,7 @@ def test_a_worker_refuses_another_configuration(tmp_path):
     read_end, write_end = os.pipe()
     with os.fdopen(read_end, "rb") as outcome:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "stoker.trainer.distributed.worker"],
+            [sys.executable, "-m", "stoker.trainer.cli.rank_entry"],
             stdin=subprocess.PIPE,  # open until it has ended: it would follow a launcher that is gone
             cwd=tmp_path,
             pass_fds=[write_end],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.trainer.distributed.layout import plan_layout
+from stoker.trainer.config.parameter_layout import plan_layout
 
 
 @pytest.mark.parametrize(

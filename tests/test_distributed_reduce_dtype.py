@@ -12,14 +12,14 @@ from config_helpers import load
 from tiny_run import tiny_config
 from torch import Tensor
 
-from stoker.trainer import parts
-from stoker.trainer.data.build import build_data
-from stoker.trainer.distributed.asked import layout_of, reduce_dtype
-from stoker.trainer.distributed.replicated import Replicated
-from stoker.trainer.feed import fields_of
-from stoker.trainer.plan.cards import card_named
-from stoker.trainer.plan.plan import make_plan, target_elsewhere
-from stoker.trainer.precision import plan_precision
+from stoker.trainer.core import factory
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.dataloader import fields_of
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.distributed.ddp import Replicated
+from stoker.trainer.distributed.layout_from_config import layout_of, reduce_dtype
+from stoker.trainer.plan.hardware import card_named
+from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
 
 CPU = torch.device("cpu")
 
@@ -64,8 +64,8 @@ def test_gradients_are_summed_in_what_is_asked_for(
     layout = layout_of(root, 2)
     assert layout is not None
     data = build_data(root)
-    alone, model = (parts.build_model(root, data, plan, CPU) for _ in range(2))
-    optimizer_of_run = parts.build_optimizer(root, model, plan)
+    alone, model = (factory.build_model(root, data, plan, CPU) for _ in range(2))
+    optimizer_of_run = factory.build_optimizer(root, model, plan)
     parallel = Replicated(layout, CPU, reduce_dtype(root, plan.weights))
     parallel.attach(model, optimizer_of_run)
     fields = fields_of(data.train.batch(0, 2))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from device_waits import waits_forbidden
 
-from stoker.kernels import adamw, tensor_table
-from stoker.kernels.adamw import adamw_step, reference_adamw_step, triton_adamw_step
+from stoker.kernels.optim import adamw_kernel, multi_tensor
+from stoker.kernels.optim.adamw_kernel import adamw_step, reference_adamw_step, triton_adamw_step
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -142,7 +142,7 @@ def test_tensors_of_the_same_dtypes_are_one_launch(monkeypatch):
             launched.append(grid)
             return lambda *arguments, **options: None
 
-    monkeypatch.setattr(adamw, "_adamw_kernel", Counted())
+    monkeypatch.setattr(adamw_kernel, "_adamw_kernel", Counted())
     main = tensors([(16, 64)] * 200, torch.float32, 0)
     params = [weight.bfloat16() for weight in main[:100]] + main[100:]
     given = {"step": number(1), "grad_scale": torch.tensor(1.0), **SETTINGS}
@@ -152,13 +152,13 @@ def test_tensors_of_the_same_dtypes_are_one_launch(monkeypatch):
 
 
 def test_a_table_is_copied_to_the_device_once():
-    tensor_table._on_device.cache_clear()
+    multi_tensor._on_device.cache_clear()
     rows = [(5, 100), (2**33, 200), (7, 300)]
-    first = tensor_table.table_of(rows, 1024, torch.device("cpu"))
+    first = multi_tensor.table_of(rows, 1024, torch.device("cpu"))
     assert first.columns.tolist() == [[0, 1, 1 + 2**23], [5, 2**33, 7], [100, 200, 300]]
     assert first[1:] == (3, 2, 2 + 2**23)
-    assert tensor_table.table_of(rows, 1024, torch.device("cpu")).columns is first.columns
-    moved = tensor_table.table_of([*rows[:2], (7, 308)], 1024, torch.device("cpu"))
+    assert multi_tensor.table_of(rows, 1024, torch.device("cpu")).columns is first.columns
+    moved = multi_tensor.table_of([*rows[:2], (7, 308)], 1024, torch.device("cpu"))
     assert moved.columns[2].tolist() == [100, 200, 308]
 
 
@@ -166,6 +166,6 @@ def test_a_table_is_copied_to_the_device_once():
 def test_the_host_does_not_wait_for_the_device():
     state, gradients = arrays("mixed", "cuda"), gradients_of("mixed", 1, "cuda")
     given = {"step": number(1, "cuda"), "grad_scale": torch.tensor(1.0, device="cuda"), **SETTINGS}
-    tensor_table._on_device.cache_clear()
+    multi_tensor._on_device.cache_clear()
     with waits_forbidden():
         triton_adamw_step(state[0], state[1], gradients, *state[2:], **given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.kernels.attention.append import (
+from stoker.kernels.attention.kv_append import (
     Angles,
     reference_turn_and_append,
     triton_turn_and_append,
@@ -130,13 +130,15 @@ def test_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def test_a_norm_in_one_kernel_is_as_near_to_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     """In generation RMS normalisation is PyTorch's kernel, which must round once, as what is written out does."""
-    from stoker.kernels import norms
+    from stoker.kernels import norm_functions
 
     for dtype in (torch.bfloat16, torch.float32):
         inputs, weight = torch.randn(33, 2048, device="cuda").to(dtype), torch.randn(2048, device="cuda").to(dtype)
-        truth = norms.rms_norm(inputs.double(), weight.double(), epsilon=1e-5)
+        truth = norm_functions.rms_norm(inputs.double(), weight.double(), epsilon=1e-5)
         errors = []
         for one_kernel in (True, False):
-            monkeypatch.setattr(norms, "_in_one_kernel", lambda *_, one_kernel=one_kernel: one_kernel)
-            errors.append((norms.rms_norm(inputs, weight, epsilon=1e-5, training=False).double() - truth).abs().max())
+            monkeypatch.setattr(norm_functions, "_in_one_kernel", lambda *_, one_kernel=one_kernel: one_kernel)
+            errors.append(
+                (norm_functions.rms_norm(inputs, weight, epsilon=1e-5, training=False).double() - truth).abs().max()
+            )
         assert errors[0] <= 1.25 * errors[1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from stoker.kernels import flash_attention, reference_attention
-from stoker.kernels.attention.arguments import AttentionGeometry, check_arguments
+from stoker.kernels.attention.argument_checks import AttentionGeometry, check_arguments
 
 SHAPES = {"q": (2, 5, 6, 16), "k": (2, 7, 3, 16), "v": (2, 7, 3, 16)}
 PACKED_SHAPES = {"q": (5, 6, 16), "k": (7, 3, 16), "v": (7, 3, 16)}

@@ -16,14 +16,14 @@ import torch
 from attention_cases import told
 from torch import Tensor
 
-from stoker.kernels.attention import backends, te, unfused
-from stoker.kernels.attention.backends import FUNCTIONS, function_of, installed
-from stoker.kernels.attention.call import AttentionCall
+from stoker.kernels.attention.backend_support import BACKENDS, BY_NAME
+from stoker.kernels.attention.backends import registry, transformer_engine, unfused
+from stoker.kernels.attention.backends.registry import FUNCTIONS, function_of, installed
+from stoker.kernels.attention.backends.unfused import UnfusedAttention
+from stoker.kernels.attention.call_spec import AttentionCall
 from stoker.kernels.attention.dispatch import Decision
-from stoker.kernels.attention.packed import PackedSequences, whole_cu_seqlens
+from stoker.kernels.attention.packed_sequences import PackedSequences, whole_cu_seqlens
 from stoker.kernels.attention.reference import reference_attention, reference_backend, visible_keys
-from stoker.kernels.attention.support import BACKENDS, BY_NAME
-from stoker.kernels.attention.unfused import UnfusedAttention
 from stoker.kernels.launch import INTERPRETED
 
 ON_CPU = ("sdpa_flash", "sdpa_math", "unfused")
@@ -369,12 +369,12 @@ def pretended_flash_attn(query: Tensor, key: Tensor, value: Tensor, *lengths: An
 
 def pretend_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put stand-ins where TransformerEngine and flash-attn are imported from."""
-    te._module.cache_clear()
+    transformer_engine._module.cache_clear()
     PretendedAttention.calls.clear()
     packages = {
         "transformer_engine": SimpleNamespace(),
         "transformer_engine.pytorch": SimpleNamespace(DotProductAttention=PretendedAttention),
-        te._MODULE: SimpleNamespace(_attention_backends=PretendedAttention.state),
+        transformer_engine._MODULE: SimpleNamespace(_attention_backends=PretendedAttention.state),
         "flash_attn": SimpleNamespace(
             flash_attn_func=pretended_flash_attn, flash_attn_varlen_func=pretended_flash_attn
         ),
@@ -395,19 +395,19 @@ def test_transformer_engine_is_held_to_one_family(monkeypatch: pytest.MonkeyPatc
     assert os.environ["NVTE_FLASH_ATTN"] == "0"
     assert "NVTE_FUSED_ATTN" not in os.environ
     assert not PretendedAttention.calls[-1]["training"]
-    te.TEAttention("fused", deterministic=True)(query, key, value, scale=0.3, causal=True)
+    transformer_engine.TEAttention("fused", deterministic=True)(query, key, value, scale=0.3, causal=True)
     assert PretendedAttention.calls[-1]["deterministic"]
     assert PretendedAttention.calls[-1]["training"]
-    te.te_fused(query, key, value, scale=0.3, causal=True)
+    transformer_engine.te_fused(query, key, value, scale=0.3, causal=True)
     assert not PretendedAttention.calls[-1]["deterministic"]
-    te.te_fused(query[:, :4], key, value, scale=0.3, causal=True)
+    transformer_engine.te_fused(query[:, :4], key, value, scale=0.3, causal=True)
     assert PretendedAttention.calls[-1]["attn_mask_type"] == "causal_bottom_right"
     windows = {
         (None, True): (-1, 0), (None, False): (-1, -1), ((4, 2), True): (4, 0), ((4, 2), False): (4, 2),
         ((-1, 2), False): (9, 2), ((4, -1), False): (4, 9), ((4, -1), True): (4, 0),
     }  # fmt: skip
     for (window, causal), expected in windows.items():  # it knows none that is open on one side, nor takes None well
-        te.te_fused(query, key, value, scale=0.3, causal=causal, window=window)
+        transformer_engine.te_fused(query, key, value, scale=0.3, causal=causal, window=window)
         assert PretendedAttention.calls[-1]["window_size"] == expected
 
     def elsewhere(self: PretendedAttention, *tensors: Tensor, **options: Any) -> Tensor:
@@ -416,14 +416,14 @@ def test_transformer_engine_is_held_to_one_family(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(PretendedAttention, "__call__", elsewhere)
     with pytest.raises(RuntimeError, match=r"held to fused attention and took \['unfused'\]"):
-        te.te_fused(query, key, value, scale=0.3, causal=True)
+        transformer_engine.te_fused(query, key, value, scale=0.3, causal=True)
 
     def refuse(*_: Any, **__: Any) -> Tensor:
         raise ValueError("No dot product attention backend is available")
 
     monkeypatch.setattr(PretendedAttention, "__call__", refuse)
     with pytest.raises(RuntimeError, match=r"refuses this call in te_fused: No dot.*NVTE_DEBUG_LEVEL=2"):
-        te.te_fused(query, key, value, scale=0.3, causal=True)
+        transformer_engine.te_fused(query, key, value, scale=0.3, causal=True)
     assert os.environ["NVTE_FLASH_ATTN"] == "0"
 
 
@@ -508,10 +508,10 @@ def test_versions_come_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     found = installed()
     assert (found.triton, found.te, found.flash_attn) == ((3, 6), (2, 20), (2, 8, 3))
     assert (found.flash_attn_3, found.flash_attn_4, found.te_problem) == (False, True, "")
-    backends._te_problem.cache_clear()
+    registry._te_problem.cache_clear()
     broken = installed("cuda").te_problem  # it is not here at all, which its metadata denies
     assert broken.startswith("transformer_engine is installed but cannot be imported: ModuleNotFoundError")
-    backends._te_problem.cache_clear()
+    registry._te_problem.cache_clear()
 
 
 def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -525,17 +525,17 @@ def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPa
     for part in ("libcudnn.so.9", "libcudnn_graph.so.9", "cudnn.h"):
         (wheel / "lib" / part).touch()
     loaded: list[str] = []
-    monkeypatch.setattr(te.ctypes, "CDLL", lambda path, mode: loaded.append(Path(path).name))
+    monkeypatch.setattr(transformer_engine.ctypes, "CDLL", lambda path, mode: loaded.append(Path(path).name))
     (package / "__init__.py").touch()
     (package / "pytorch.py").write_text("import os\nSEEN = os.environ.get('CUDNN_PATH')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for module in ("nvidia", "nvidia.cudnn", "transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    assert str(wheel) == te.import_transformer_engine().SEEN
+    assert str(wheel) == transformer_engine.import_transformer_engine().SEEN
     assert loaded == ["libcudnn.so.9", "libcudnn_graph.so.9"]
     assert "CUDNN_PATH" not in os.environ
     monkeypatch.setenv("CUDNN_HOME", "elsewhere")
-    assert te.cudnn_of_torch() is None
+    assert transformer_engine.cudnn_of_torch() is None
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.kernels.attention.call import AttentionCall, Bias, Installed
+from stoker.kernels.attention.backend_support import BACKENDS, BY_NAME
+from stoker.kernels.attention.call_spec import AttentionCall, Bias, Installed
 from stoker.kernels.attention.dispatch import NoBackendError, choose, preference, tables
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.attention.support import BACKENDS, BY_NAME
 
 NEW = Installed(torch=(2, 13), cudnn=92000)
 FULL = Installed(
@@ -517,5 +517,6 @@ def test_flags_and_keys_only_remove(call: AttentionCall, switch: bool | None, fl
 
 
 def test_dispatch_imports_no_torch() -> None:
-    code = "import sys, stoker.kernels.attention.dispatch, stoker.models.config.rules, stoker.models.config.counting\n"
+    config = "stoker.models.config"
+    code = f"import sys, stoker.kernels.attention.dispatch, {config}.model_rules, {config}.parameter_count\n"
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=True)

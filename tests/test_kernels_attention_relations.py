@@ -21,7 +21,7 @@ from attention_cases import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels import flash_attention, reference_attention
-from stoker.kernels.attention.arguments import check_arguments
+from stoker.kernels.attention.argument_checks import check_arguments
 
 BOTH = pytest.mark.parametrize(
     "attention",

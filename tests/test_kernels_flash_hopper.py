@@ -10,14 +10,14 @@ from forks import Forks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.kernels import flash_attention
+from stoker.kernels.attention.backend_support import AttentionCall, Installed, takes_hopper_kernels
 from stoker.kernels.attention.flash import ops
-from stoker.kernels.attention.flash.hopper import gate
+from stoker.kernels.attention.flash.hopper import supported_calls
 from stoker.kernels.attention.flash.hopper.delta import delta_and_base_2
-from stoker.kernels.attention.flash.hopper.distance import bands_of, distance_gradient, distance_table
-from stoker.kernels.attention.flash.hopper.gate import as_tma_reads
-from stoker.kernels.attention.flash.hopper.order import balanced, visits_of_keys, visits_of_queries
-from stoker.kernels.attention.flash.problem import Problem as FlashProblem
-from stoker.kernels.attention.support import AttentionCall, Installed, takes_hopper_kernels
+from stoker.kernels.attention.flash.hopper.distance_bias import bands_of, distance_gradient, distance_table
+from stoker.kernels.attention.flash.hopper.supported_calls import as_tma_reads
+from stoker.kernels.attention.flash.hopper.tile_scheduler import balanced, visits_of_keys, visits_of_queries
+from stoker.kernels.attention.flash.kernel_arguments import Problem as FlashProblem
 from stoker.kernels.launch import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
@@ -45,13 +45,13 @@ CAUSAL = pytest.mark.parametrize("causal", [False, True])
 )
 def test_gate(monkeypatch: pytest.MonkeyPatch, head_dim: int, changes: dict[str, Any], served: bool) -> None:
     """As on a Hopper GPU with a Triton that has Gluon."""
-    monkeypatch.setattr(gate, "INTERPRETED", False)
+    monkeypatch.setattr(supported_calls, "INTERPRETED", False)
     for condition in ("_has_gluon", "_is_hopper"):
-        monkeypatch.setattr(gate, condition, lambda *_: True)
+        monkeypatch.setattr(supported_calls, condition, lambda *_: True)
     call = FlashProblem(None, None, None, None, None, None, None, -1, 0, 0.125, 0.0, 0.0, 100, 100)._replace(**changes)
     with FakeTensorMode():
         q = torch.empty(1, 100, 2, head_dim, dtype=torch.bfloat16, device="cuda")
-    assert gate.serves(q, q, q, call) == served
+    assert supported_calls.serves(q, q, q, call) == served
 
 
 def test_what_tma_cannot_read_is_copied() -> None:
@@ -163,8 +163,8 @@ def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:
     ],
 )  # fmt: skip
 def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
-    monkeypatch.setattr(gate, "INTERPRETED", False)
-    monkeypatch.setattr(gate, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(supported_calls, "INTERPRETED", False)
+    monkeypatch.setattr(supported_calls, "_is_hopper", lambda device: True)
     facts: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": True} | change
     call = AttentionCall(
         device="cuda", capability=(9, 0), batch=2, heads=4, groups=2, queries=32, keys=32, training=True, **facts
@@ -180,7 +180,9 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
             None, None, None, call.window[0] if call.window else -1, 0 if call.causal else -1, 0.1, call.softcap,
             call.dropout, 32, 32,
         )  # fmt: skip
-        assert gate.serves(q, k, k, problem) == takes_hopper_kernels(call, Installed(torch=(2, 11), triton=(3, 6)))
+        assert supported_calls.serves(q, k, k, problem) == takes_hopper_kernels(
+            call, Installed(torch=(2, 11), triton=(3, 6))
+        )
 
 
 @pytest.mark.full

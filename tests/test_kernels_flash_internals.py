@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from stoker.kernels import flash_attention, reference_attention
 from stoker.kernels.attention.dropout import dropout_mask, dropout_threshold, kept_by_dropout
 from stoker.kernels.attention.flash import ops
-from stoker.kernels.attention.flash.configs import tile_config
-from stoker.kernels.attention.flash.problem import tile_list
-from stoker.kernels.attention.flash.tile import rounded, section_tiles, sections
+from stoker.kernels.attention.flash.kernel_arguments import tile_list
+from stoker.kernels.attention.flash.portable.tile import rounded, section_tiles, sections
+from stoker.kernels.attention.flash.portable.tile_configs import tile_config
 from stoker.kernels.launch import HAS_TRITON, jit, tl
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")

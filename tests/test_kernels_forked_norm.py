@@ -13,16 +13,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from stoker.kernels import forked_norm
-from stoker.kernels.forked_norm import (
+from stoker.kernels import rms_norm_residual
+from stoker.kernels.norm_functions import rms_norm
+from stoker.kernels.rms_norm_residual import (
     _backward_with_normed,
     _forked_norm_backward,
     forked_norm_projection,
     forked_rms_norm,
 )
-from stoker.kernels.norms import rms_norm
-from stoker.models.normed_linear import product_of_norm
-from stoker.models.norms import RMSNorm
+from stoker.models.layers.fused_linear import product_of_norm
+from stoker.models.layers.norm import RMSNorm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -50,7 +50,7 @@ SHAPES = [(6, 40), (8, 1024), (34, 1500), (1200, 24)]
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_gradients_are_those_of_fp64(rows: int, width: int, twice: bool, device: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(forked_norm, "PROGRAMS", 12)
+    monkeypatch.setattr(rms_norm_residual, "PROGRAMS", 12)
     zero_centered = width == 40
     stream, weight, outer = case(rows, width, torch.float32, device)
     outer = outer[: 2 + twice]
@@ -86,7 +86,7 @@ def test_bf16_errors_are_those_of_one_rounding(twice: bool, device: str) -> None
 def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
     rows: int, width: int, learns: bool, biased: bool, device: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(forked_norm, "PROGRAMS", 12)
+    monkeypatch.setattr(rms_norm_residual, "PROGRAMS", 12)
     zero_centered, out = width == 40, 16
     stream, gain, (on, *_) = case(rows, width, torch.float32, device)
     generator = torch.Generator().manual_seed(1)
@@ -112,7 +112,9 @@ def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
 @pytest.mark.parametrize("device", DEVICES)
 def test_norm_that_is_made_again_has_one_rounding(device: str) -> None:
     stream, weight, (on, outer, _) = case(24, 260, torch.bfloat16, device)
-    *_, normed = forked_norm.triton_backward(on, outer, None, stream.detach(), weight.detach(), 1e-2, False, again=True)
+    *_, normed = rms_norm_residual.triton_backward(
+        on, outer, None, stream.detach(), weight.detach(), 1e-2, False, again=True
+    )
     truth = rms_norm(stream.double(), weight.double(), epsilon=1e-2)
     assert normed is not None
     assert normed.dtype == torch.bfloat16
@@ -179,7 +181,7 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
     leaves = [stream, matrix, norm.weight]
     plain, operations, kept = traced(part, stream, leaves)
     assert not any("forked_norm" in name for name in operations)  # on a CPU
-    monkeypatch.setattr(forked_norm, "triton_runs_on", lambda tensor: True)
+    monkeypatch.setattr(rms_norm_residual, "triton_runs_on", lambda tensor: True)
     ours, operations, ours_kept = traced(part, stream, leaves)
     assert sum("forked_norm_backward" in name for name in operations) == 1
     assert full(ours_kept) <= full(kept)
@@ -208,7 +210,7 @@ def test_projection_serves_compiled_norms_that_shall_not_be_kept(
     leaves = [stream, norm.weight, *linear.parameters()]
     plain, operations, kept = traced(part, stream, leaves)
     assert not any("forked_norm" in name for name in operations)  # on a CPU
-    monkeypatch.setattr(forked_norm, "triton_runs_on", lambda tensor: True)
+    monkeypatch.setattr(rms_norm_residual, "triton_runs_on", lambda tensor: True)
     ours, operations, ours_kept = traced(part, stream, leaves)
     assert sum("forked_norm_backward_with_normed" in name for name in operations) == 1
     assert sum(x.numel() for x in ours_kept) <= sum(x.numel() for x in kept)

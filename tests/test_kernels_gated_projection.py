@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels import gated_activation as activation_module
-from stoker.kernels import gated_projection as projection_module
+from stoker.kernels import gated_down_projection as projection_module
 from stoker.kernels.gated_activation import GATES, gated_activation, reference_gated_activation, triton_forward
-from stoker.kernels.gated_projection import (
+from stoker.kernels.gated_down_projection import (
     _backward_with_product,
     gated_projection,
     reference_gated_projection,

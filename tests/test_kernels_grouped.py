@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.kernels.moe.assignments import padded_assignments, sorted_assignments
-from stoker.kernels.moe.configs import LOW_ROWS, Kind, is_aligned, is_low, tile_config
 from stoker.kernels.moe.grouped_matmul import (
     _grouped_matmul,
     grouped_matmul,
@@ -19,8 +18,9 @@ from stoker.kernels.moe.grouped_matmul import (
     triton_outer,
     triton_rows,
 )
-from stoker.kernels.moe.rows import _combine, _gather, combine_rows, gather_rows
-from stoker.kernels.moe.tiles import find_tiles, tile_bound
+from stoker.kernels.moe.permute import _combine, _gather, combine_rows, gather_rows
+from stoker.kernels.moe.tile_configs import LOW_ROWS, Kind, is_aligned, is_low, tile_config
+from stoker.kernels.moe.tile_map import find_tiles, tile_bound
 
 BACKENDS = ("triton", "torch", "loop")
 

@@ -16,7 +16,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from tiny_run import tiny_config
 from stoker.kernels.launch import HAS_TRITON
-from stoker.trainer.run import run_training
+from stoker.trainer.train import run_training
 assert not HAS_TRITON
 model = {"model__activation": "swiglu", "model__normalization": "rmsnorm", "model__position_embedding_type": "rope"}
 result = run_training(tiny_config(Path(sys.argv[2]), trainer__max_steps=2, **model))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from stoker.kernels import lora_gated_mlp as module
-from stoker.kernels import lora_linear as linear_module
 from stoker.kernels.gated_activation import GATES
-from stoker.kernels.lora_gated_mlp import lora_gated_mlp, lora_gated_mlp_runs_on, reference_lora_gated_mlp
-from stoker.kernels.narrow_products import triton_narrow_products
-from stoker.models.norms import RMSNorm
+from stoker.kernels.lora import lora_gated_mlp as module
+from stoker.kernels.lora import lora_linear as linear_module
+from stoker.kernels.lora.lora_gated_mlp import lora_gated_mlp, lora_gated_mlp_runs_on, reference_lora_gated_mlp
+from stoker.kernels.lora.lora_grad import triton_narrow_products
+from stoker.models.layers.norm import RMSNorm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEARNT = ("inputs", "up_a", "up_b", "down_a", "down_b")

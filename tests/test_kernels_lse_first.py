@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.kernels.attention.lse_first import kernels, ops, written_out
-from stoker.kernels.attention.lse_first.backend import lse_first
+from stoker.kernels.attention.backends.lse_first import lse_first
+from stoker.kernels.attention.lse_first import eager_stages, ops, triton_stages
 from stoker.kernels.attention.lse_first.chunks import Chunk, chunks_of
 from stoker.kernels.attention.lse_first.ops import (
     _attention_lse,
@@ -25,7 +25,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 @pytest.fixture(params=["triton", "torch"])
 def stages(request, monkeypatch):
     """Each test runs on the Triton kernels, here in the interpreter, and on their twins in plain torch."""
-    module = {"triton": kernels, "torch": written_out}[request.param]
+    module = {"triton": triton_stages, "torch": eager_stages}[request.param]
     monkeypatch.setattr(ops, "_stages", lambda q: module)
     return request.param
 
@@ -322,7 +322,7 @@ def test_order_within_the_batch_changes_no_bit(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_operations_are_well_formed(device, monkeypatch):
     if device == "cpu":  # what is checked does not depend on who computes, and the interpreter is slow
-        monkeypatch.setattr(ops, "_stages", lambda q: written_out)
+        monkeypatch.setattr(ops, "_stages", lambda q: eager_stages)
     q, k, v, *_ = (t.requires_grad_() for t in inputs(5, 6, device=device))
     torch.library.opcheck(_lse_first_attention, (q, [k], [v], True, 0.3, 4))
     torch.library.opcheck(_attention_lse, (q, [k], True, 0.3, 4, 0, 6), test_utils=("test_schema", "test_faketensor"))
@@ -330,7 +330,7 @@ def test_operations_are_well_formed(device, monkeypatch):
 
 @pytest.mark.full
 def test_backward_operations_are_well_formed(monkeypatch):
-    monkeypatch.setattr(ops, "_stages", lambda q: written_out)
+    monkeypatch.setattr(ops, "_stages", lambda q: eager_stages)
     q, k, v, out_gradient, lse_gradient = inputs(5, 6)
     out, lse = _lse_first_attention(q, [k], [v], True, 0.3, 4)
     torch.library.opcheck(
@@ -342,7 +342,7 @@ def test_backward_operations_are_well_formed(monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiles_as_one_graph(device, monkeypatch):
     if device == "cpu":
-        monkeypatch.setattr(ops, "_stages", lambda q: written_out)
+        monkeypatch.setattr(ops, "_stages", lambda q: eager_stages)
     made = inputs(5, 6, device=device)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     pairs = zip(results(compiled, *made, causal=True), results(ours, *made, causal=True), strict=True)
@@ -351,7 +351,7 @@ def test_compiles_as_one_graph(device, monkeypatch):
 
 
 def test_flop_count(monkeypatch):
-    monkeypatch.setattr(ops, "_stages", lambda q: written_out)
+    monkeypatch.setattr(ops, "_stages", lambda q: eager_stages)
     q, k, v, *_ = (t.requires_grad_() for t in inputs(8, 16))
     product = 2 * 1 * 2 * 8 * 16 * 16
     with FlopCounterMode(display=False) as counter:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from stoker.kernels import masked_softmax
-from stoker.kernels.attention import unfused
-from stoker.kernels.attention.packed import PackedSequences
-from stoker.kernels.attention.unfused import UnfusedAttention
+from stoker.kernels.attention.backends import unfused
+from stoker.kernels.attention.backends.unfused import UnfusedAttention
+from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.kernels.masked_softmax import (
     _scaled_masked_softmax,
     _scaled_masked_softmax_backward,

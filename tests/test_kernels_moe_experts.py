@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from stoker.kernels.activations import NONLINEARITIES
 from stoker.kernels.gated_activation import GATES
 from stoker.kernels.moe.assignments import sorted_assignments
-from stoker.kernels.moe.experts import expert_mlp
-from stoker.kernels.moe.fused import _experts
-from stoker.kernels.moe.rows import reference_combine, triton_combine
+from stoker.kernels.moe.expert_mlps import expert_mlp
+from stoker.kernels.moe.fused_experts import _experts
+from stoker.kernels.moe.permute import reference_combine, triton_combine
 
 FLOATS = ("hidden", "gates", "up", "down", "up_bias", "down_bias")
 

@@ -10,7 +10,7 @@ import torch
 from device_waits import waits_forbidden
 
 from stoker.kernels.moe.assignments import sorted_assignments
-from stoker.kernels.moe.experts import expert_mlp
+from stoker.kernels.moe.expert_mlps import expert_mlp
 from stoker.kernels.moe.grouped_matmul import grouped_matmul, why_not
 
 pytestmark = [

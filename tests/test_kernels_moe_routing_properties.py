@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.kernels.moe.experts import expert_mlp
+from stoker.kernels.moe.expert_mlps import expert_mlp
 from stoker.kernels.moe.routing import (
     Choice,
     capacity_of,

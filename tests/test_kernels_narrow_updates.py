@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stoker.kernels import lora_linear as linear_module
-from stoker.kernels.lora_linear import lora_linear
-from stoker.kernels.narrow_updates import reference_narrow_update, triton_narrow_update
+from stoker.kernels.lora import lora_linear as linear_module
+from stoker.kernels.lora.lora_forward import reference_narrow_update, triton_narrow_update
+from stoker.kernels.lora.lora_linear import lora_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.kernels.launch import HAS_TRITON
-from stoker.kernels.rope import rotary_table
-from stoker.kernels.rotary_split import (
+from stoker.kernels.fused_qkv_rope import (
     _rotary_split,
     reference_rotary_split,
     rotary_split,
     triton_backward,
     triton_forward,
 )
+from stoker.kernels.launch import HAS_TRITON
+from stoker.kernels.rope import rotary_table
 
 ROWS, TOKENS, HEADS, GROUPS, WIDTH = 2, 5, 6, 3, 24
 interpreted = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")

@@ -17,20 +17,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels import reference_attention
-from stoker.kernels.attention import scores_again, scores_again_kernels
-from stoker.kernels.attention.call import AttentionCall
-from stoker.kernels.attention.packed import PackedSequences
-from stoker.kernels.attention.reference import reference_backend
-from stoker.kernels.attention.scores_again import (
+from stoker.kernels.attention import recompute_scores, recompute_scores_kernels
+from stoker.kernels.attention.backends.unfused import UnfusedAttention
+from stoker.kernels.attention.call_spec import AttentionCall
+from stoker.kernels.attention.packed_sequences import PackedSequences
+from stoker.kernels.attention.recompute_scores import (
     _attention_score_gradient,
     _attention_weights,
     attention_with_scores_again,
     serves,
     serves_call,
 )
-from stoker.kernels.attention.unfused import UnfusedAttention
-from stoker.models import recompute
-from stoker.models.recompute import RecomputedAttention
+from stoker.kernels.attention.reference import reference_backend
+from stoker.models.recompute import policies
+from stoker.models.recompute.policies import RecomputedAttention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FULL = pytest.mark.full
@@ -39,9 +39,9 @@ FULL = pytest.mark.full
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels serve the CPU too, in the interpreter, and find NaN where they shall write."""
-    room = scores_again_kernels._written_out
-    monkeypatch.setattr(scores_again_kernels, "_written_out", lambda q, k: room(q, k).fill_(float("nan")))
-    monkeypatch.setattr(scores_again, "triton_runs_on", lambda _: True)
+    room = recompute_scores_kernels._written_out
+    monkeypatch.setattr(recompute_scores_kernels, "_written_out", lambda q, k: room(q, k).fill_(float("nan")))
+    monkeypatch.setattr(recompute_scores, "triton_runs_on", lambda _: True)
 
 
 def made(
@@ -225,7 +225,7 @@ def test_no_number_for_each_query_and_key_is_kept(device: str) -> None:
 def test_the_weights_are_gone_before_the_last_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
     refs: list[StorageWeakRef] = []
     gone: list[bool] = []
-    operation, stacked = scores_again._attention_score_gradient, scores_again.stacked_by_group
+    operation, stacked = recompute_scores._attention_score_gradient, recompute_scores.stacked_by_group
 
     def watched(*given: Any) -> tuple[Tensor, Tensor]:
         weights, gradient = operation(*given)
@@ -239,8 +239,8 @@ def test_the_weights_are_gone_before_the_last_two_products(monkeypatch: pytest.M
 
     query, key, value, gradient = (tensor.requires_grad_() for tensor in made(8, 12))
     out = attention_with_scores_again(query, key, value, scale=0.3, causal=True)
-    monkeypatch.setattr(scores_again, "_attention_score_gradient", watched)
-    monkeypatch.setattr(scores_again, "stacked_by_group", seen)
+    monkeypatch.setattr(recompute_scores, "_attention_score_gradient", watched)
+    monkeypatch.setattr(recompute_scores, "stacked_by_group", seen)
     torch.autograd.grad(out, (query, key, value), gradient)
     assert gone == [False, True, True]
 
@@ -299,7 +299,7 @@ FACTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FACTS)
 def test_calls_with_options_go_on_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "attention_with_scores_again", None)
+    monkeypatch.setattr(policies, "attention_with_scores_again", None)
     query, key, value, gradient = made(8, 8, batch=2)
     assert not serves(query, scale=0.3, causal=True, **{name: option(name)})
     assert not serves_call(replace(PLAIN, **FACTS[name]))
@@ -345,13 +345,13 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
         taken.append(True)
         return attention_with_scores_again(*tensors, **options)
 
-    monkeypatch.setattr(recompute, "attention_with_scores_again", seen)
+    monkeypatch.setattr(policies, "attention_with_scores_again", seen)
     again: Any = RecomputedAttention(UnfusedAttention())
     tensors = made(8, 12)
     truth = exact(tensors, scale=0.3, causal=True)
     if function == "compiled":
         torch.compiler.reset()
-        monkeypatch.setattr(recompute, "attention_with_scores_again", attention_with_scores_again)
+        monkeypatch.setattr(policies, "attention_with_scores_again", attention_with_scores_again)
         again = torch.compile(again.__call__, fullgraph=True, backend="aot_eager")
         monkeypatch.setattr(UnfusedAttention, "weights", None)
         taken.append(True)
@@ -361,7 +361,7 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
 
 
 def test_who_wants_plain_softmax_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "attention_with_scores_again", None)
+    monkeypatch.setattr(policies, "attention_with_scores_again", None)
     again = RecomputedAttention(UnfusedAttention(masked_softmax_fusion=False))
     results(again, made(8, 12), scale=0.3, causal=True)
     with torch.no_grad():

@@ -4,8 +4,8 @@ import pytest
 import torch
 from device_waits import waits_forbidden
 
-from stoker.kernels.sum_of_squares import reference_sum_of_squares, sum_of_squares
-from stoker.trainer.optim import base
+from stoker.kernels.optim.sum_of_squares import reference_sum_of_squares, sum_of_squares
+from stoker.trainer.optim import base_optimizer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = [1, 3, 8191, 0, 8192, 8193, 20000, 1024]
@@ -54,16 +54,18 @@ def test_one_number_that_is_not_finite_is_seen(device, bad, place):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_norm_of_gradients_is_the_root_of_it(device, monkeypatch):
-    monkeypatch.setattr(base, "triton_runs_on", lambda tensor: tensor.dtype != torch.float64)
+    monkeypatch.setattr(base_optimizer, "triton_runs_on", lambda tensor: tensor.dtype != torch.float64)
     called = []
-    monkeypatch.setattr(base, "sum_of_squares", lambda given: called.append(len(given)) or sum_of_squares(given))
+    monkeypatch.setattr(
+        base_optimizer, "sum_of_squares", lambda given: called.append(len(given)) or sum_of_squares(given)
+    )
     gradients = tensors([torch.float32], device)
-    norm = base.global_norm(gradients)
+    norm = base_optimizer.global_norm(gradients)
     torch.testing.assert_close(norm.double(), reference_sum_of_squares(gradients).sqrt(), rtol=1e-6, atol=0)
-    both = base.global_norm(gradients, lambda tensor: tensor.mul_(2))
+    both = base_optimizer.global_norm(gradients, lambda tensor: tensor.mul_(2))
     torch.testing.assert_close(both, norm * 2**0.5, rtol=1e-6, atol=0)
     assert called == [len(SIZES)] * 2
-    exact = base.global_norm([gradient.double() for gradient in gradients])
+    exact = base_optimizer.global_norm([gradient.double() for gradient in gradients])
     assert exact.dtype == torch.float64
     assert len(called) == 2
 
@@ -80,5 +82,5 @@ def test_a_tensor_of_more_elements_than_int32_counts():
 def test_the_host_does_not_wait_for_the_device():
     gradients = tensors([torch.bfloat16, torch.float32], "cuda")
     with waits_forbidden():
-        norm = base.global_norm(gradients)
+        norm = base_optimizer.global_norm(gradients)
     torch.testing.assert_close(norm.double(), reference_sum_of_squares(gradients).sqrt(), rtol=1e-6, atol=0)

@@ -100,7 +100,7 @@ from test_keys_act_fine_tuning import KEYS as KEYS_OF_FINE_TUNING
 from test_keys_act_stories import STORIES
 from test_keys_act_values import VALUES
 
-from stoker.trainer.config.schema_index import schema_keys
+from stoker.trainer.config.schema.key_index import schema_keys
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "little_pystd")
 

@@ -13,16 +13,16 @@ import torch
 
 from stoker.models.build import parameter_count
 from stoker.models.config.families import family_slice
-from stoker.models.config.model import Family
+from stoker.models.config.model_keys import Family
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5_slice import T5Slice
-from stoker.trainer.config import paths
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.config.schema_index import schema_keys
-from stoker.trainer.data.build import build_data
-from stoker.trainer.parts import build_model
-from stoker.trainer.precision import PrecisionPlan
-from stoker.trainer.sample_form import sample_form
+from stoker.trainer.config import dotted_paths
+from stoker.trainer.config.batch_spec import sample_form
+from stoker.trainer.config.schema.key_index import schema_keys
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core.factory import build_model
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.device.precision import PrecisionPlan
 
 CPU = torch.device("cpu")
 STACK: dict[str, Any] = {
@@ -127,7 +127,7 @@ ELSEWHERE = {"apply_query_key_layer_scaling", "moe_token_dispatcher_type", "moe_
 def root_of(model: dict[str, Any], changes: dict[str, Any]) -> RootBlock:
     document = {"model": deepcopy(model), "trainer": {"accelerator": "cpu"}}
     for path, value in changes.items():
-        paths.put(document, path, value)
+        dotted_paths.put(document, path, value)
     return RootBlock.model_validate(document)
 
 

@@ -11,10 +11,10 @@ import pytest
 from config_helpers import load, problems
 from test_data_chat import SMOL, bpe
 
-from stoker.trainer.config import paths
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.samples import IGNORED_LABEL
+from stoker.trainer.config import dotted_paths
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL
 
 DATA, SET = "model.data.", "model.data.train_ds."
 LONG = "a long question which does not fit "
@@ -48,7 +48,7 @@ def samples(folder: Path, changes: dict[str, Any]) -> Any:
     bpe(folder / "bpe")
     for key, value in changes.items():
         filled = [places.get(one, one) for one in value] if isinstance(value, list) else places.get(str(value), value)
-        paths.put(document, key, str(folder / "bpe") if filled == "BPE" else filled)
+        dotted_paths.put(document, key, str(folder / "bpe") if filled == "BPE" else filled)
     data = build_data(RootBlock.model_validate(document))
     found: list[Any] = []
     for split in ("train", "validation", "test"):

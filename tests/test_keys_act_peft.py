@@ -14,16 +14,16 @@ from torch import Tensor
 from stoker.models.build import LanguageModel
 from stoker.models.config.peft_slice import peft_slice
 from stoker.models.gpt import GPT
-from stoker.models.peft.adapt import trained_parameters
-from stoker.trainer.config import paths
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.config.schema_index import schema_keys
-from stoker.trainer.conversion.to_stoker import shapes_only
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.tokenizers import ByteTokenizer
-from stoker.trainer.parts import build_model
-from stoker.trainer.precision import plan_precision
-from stoker.trainer.run import run_training
+from stoker.models.peft.apply import trained_parameters
+from stoker.trainer.config import dotted_paths
+from stoker.trainer.config.schema.key_index import schema_keys
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.conversion.from_hf import shapes_only
+from stoker.trainer.core.factory import build_model
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.train import run_training
 
 AT = "model.peft."
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ Changes = dict[str, Any]
 def root_of(changes: Changes) -> RootBlock:
     document = tiny_document(Path("unused"))
     for path, value in changes.items():
-        paths.put(document, path, value)
+        dotted_paths.put(document, path, value)
     return RootBlock.model_validate(document)
 
 

@@ -49,27 +49,32 @@ from late_copies import install as install_late_copies
 
 from stoker.models import build
 from stoker.models.build import compile_policy
-from stoker.models.config.block import Block
-from stoker.trainer import cli, loggers, module, parts, profiling, run, run_description, saving
-from stoker.trainer.checkpoint import find_checkpoint
-from stoker.trainer.config.exp_manager import EarlyStoppingParams
+from stoker.models.config.key_block import Block
+from stoker.trainer import train
+from stoker.trainer.callbacks import profiler
+from stoker.trainer.callbacks.divergence import DivergedError, StepPolicy
+from stoker.trainer.callbacks.early_stopping import EarlyStopping
+from stoker.trainer.checkpoint import async_saver
+from stoker.trainer.checkpoint.loop_state import LoopState, Patience
+from stoker.trainer.checkpoint.reader import find_checkpoint
+from stoker.trainer.cli import elastic_entry, main
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.indexed import IndexedWriter
-from stoker.trainer.data.installed import BUILT_IN, PAIR_SOURCES
-from stoker.trainer.data.samples import MockSamples
-from stoker.trainer.distributed import started
+from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core import factory, run_summary
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import MockSamples
+from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.distributed.placement import Placement
 from stoker.trainer.distributed.placement import place as place_processes
-from stoker.trainer.early_stopping import EarlyStopping
-from stoker.trainer.ema import EMA
-from stoker.trainer.errors import UserError
-from stoker.trainer.evaluation import EvaluationResult
-from stoker.trainer.loop_state import LoopState, Patience
-from stoker.trainer.optim import build as optim_build
-from stoker.trainer.plan import facts
-from stoker.trainer.step_policy import DivergedError, StepPolicy
+from stoker.trainer.evaluation.held_out_loss import EvaluationResult
+from stoker.trainer.lightning import lightning_module
+from stoker.trainer.loggers import logger_backends
+from stoker.trainer.optim import optimizer_factory as optim_build
+from stoker.trainer.optim.ema import EMA
+from stoker.trainer.plan import inputs
+from stoker.trainer.plugins.datasets import BUILT_IN, PAIR_SOURCES
+from stoker.trainer.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "little_pystd")
 
@@ -92,9 +97,9 @@ def variables_are_set_for_training(lab: Lab) -> None:
     lab.monkeypatch.setenv("STOKER_TEST", "")
     lab.monkeypatch.delenv("STOKER_TEST")
     seen: list[str | None] = []
-    lab.monkeypatch.setattr("stoker.trainer.run.train", lambda _: seen.append(os.environ.get("STOKER_TEST")) or 0)
-    assert cli.main(["train", "data=mock"]) == 0
-    assert cli.main(["train", "data=mock", "env_vars.STOKER_TEST=true"]) == 0
+    lab.monkeypatch.setattr("stoker.trainer.train.train", lambda _: seen.append(os.environ.get("STOKER_TEST")) or 0)
+    assert main.main(["train", "data=mock"]) == 0
+    assert main.main(["train", "data=mock", "env_vars.STOKER_TEST=true"]) == 0
     assert seen == [None, "1"]
 
 
@@ -134,14 +139,14 @@ def a_process_that_waits_gives_up(lab: Lab) -> None:
         timeouts.append(timeout)
         raise UserError("enough")
 
-    lab.monkeypatch.setattr(started, "join", join)
+    lab.monkeypatch.setattr(elastic_entry, "join", join)
     lab.monkeypatch.setenv("RANK", "0")
     lab.monkeypatch.setenv("WORLD_SIZE", "2")
     for changes in ({}, {TRAINER + "process_timeout": 7.0}):
         document = lab.document(changes)
         config = RunConfig(RootBlock.model_validate(document), document=document)
         with pytest.raises(UserError, match="enough"):
-            started.train(config, Placement(2, 2, rank=0))
+            elastic_entry.train(config, Placement(2, 2, rank=0))
     assert timeouts == [600.0, 7.0]
 
 
@@ -154,13 +159,13 @@ def the_batch_grows(lab: Lab) -> None:
 @story(CALLBACK + "async_save")
 def checkpoints_are_written_beside_training(lab: Lab) -> None:
     names: list[str] = []
-    write = saving.write_checkpoint
+    write = async_saver.write_checkpoint
 
     def record(*arguments: Any) -> Path:
         names.append(threading.current_thread().name)
         return write(*arguments)
 
-    lab.monkeypatch.setattr(saving, "write_checkpoint", record)
+    lab.monkeypatch.setattr(async_saver, "write_checkpoint", record)
     for beside in (False, True):
         kept = checkpoints(lab, {**SAVES, CALLBACK + "async_save": beside, CALLBACK + "save_top_k": -1})
         assert kept == ["step-1", "step-2", "step-3", "step-4"]
@@ -200,7 +205,7 @@ def the_smallest_validation_loss_is_kept(lab: Lab) -> None:
     def evaluate(*_: Any, **__: Any) -> EvaluationResult:
         return EvaluationResult(loss=next(measured), tokens=1, bytes=0)
 
-    lab.monkeypatch.setattr(parts, "evaluate", evaluate)
+    lab.monkeypatch.setattr(factory, "evaluate", evaluate)
     keeps_one = {**VALIDATES, TRAINER + "val_check_interval": 1, CALLBACK + "save_top_k": 1}
     assert checkpoints(lab, {**keeps_one, CALLBACK + "save_last": False}) == ["step-2"]
 
@@ -269,8 +274,8 @@ def loggers_get_their_settings(lab: Lab) -> None:
         def close(self, *, failed: bool) -> None: ...
 
     for name in ("WandbSink", "MlflowSink", "TensorBoardSink"):
-        lab.monkeypatch.setattr(loggers, name, Sink)
-    lab.monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda _: True)
+        lab.monkeypatch.setattr(logger_backends, name, Sink)
+    lab.monkeypatch.setattr(logger_backends.importlib.util, "find_spec", lambda _: True)
     on = {f"create_{name}_logger": True for name in ("wandb", "mlflow", "tensorboard")}
     lab.run({MANAGER + switch: value for switch, value in on.items()} | {MANAGER + "wandb_logger_kwargs.project": "p"})
     assert made["WandbBlock"]["project"] == "p"
@@ -285,11 +290,11 @@ MEMORY = "model.memory_profile."
 @story(*(MEMORY + name for name in ("enabled", "start_step", "end_step", "rank", "output_path")))
 def memory_is_recorded(lab: Lab) -> None:
     asked: list[tuple[Any, ...]] = []
-    lab.monkeypatch.setattr(profiling, "MemoryRecorder", lambda *given: asked.append(given))
+    lab.monkeypatch.setattr(profiler, "MemoryRecorder", lambda *given: asked.append(given))
     keys = {MEMORY + "enabled": True, MEMORY + "start_step": 2, MEMORY + "end_step": 3, MEMORY + "rank": 1}
     root = lab.root({**keys, MEMORY + "output_path": str(lab.folder)})
     for rank in (0, 1):
-        profiling.build_observers(root, lab.folder, CPU, print, rank)
+        profiler.build_observers(root, lab.folder, CPU, print, rank)
     assert [given[:3] for given in asked] == [(lab.folder, 2, 3)]
     with pytest.raises(UserError, match="memory_profile"):
         lab.run(keys)
@@ -339,9 +344,9 @@ def the_optimizer_lies_in_host_memory(lab: Lab) -> None:
 @story(MODEL + "enable_cuda_graph")
 def micro_batches_are_recorded(lab: Lab) -> None:
     made: list[Any] = []
-    for part in (run, parts, run_description, facts):
+    for part in (train, factory, run_summary, inputs):
         lab.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
-    lab.monkeypatch.setattr(parts, "RecordedMicroBatches", lambda step, *_: made.append(step) or step)
+    lab.monkeypatch.setattr(factory, "RecordedMicroBatches", lambda step, *_: made.append(step) or step)
     lab.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
     assert len(made) == 1
 
@@ -383,7 +388,7 @@ def null_compiles_on_a_gpu(lab: Lab) -> None:
 @story(MODEL + "seed")
 def dropout_is_seeded(lab: Lab) -> None:
     seeds: set[int] = set()
-    lab.monkeypatch.setattr(module, "micro_batch_seed", lambda seed, *_: seeds.add(seed) or seed)
+    lab.monkeypatch.setattr(lightning_module, "micro_batch_seed", lambda seed, *_: seeds.add(seed) or seed)
     lab.run({MODEL + "seed": 5})
     assert seeds == {5}
 
@@ -511,7 +516,7 @@ def installed_data_get_their_arguments(lab: Lab) -> None:
 
     point = EntryPoint("mine", "package:samples", "stoker.datasets")
     lab.monkeypatch.setattr(EntryPoint, "load", lambda self: samples)
-    for module_name in ("trainer.data.installed", "trainer.data.build", "trainer.config.data_rules"):
+    for module_name in ("trainer.plugins.datasets", "trainer.data.build_datasets", "trainer.config.rules.data_rules"):
         lab.monkeypatch.setattr(f"stoker.{module_name}.installed_datasets", lambda: {"mine": point})
     changes = {DATA + "data_impl": "mine", DATA + "path": None}
     batches = [first_batch(lab, {**changes, DATA + "dataset_kwargs": {"top": top}}) for top in (10, 20)]

@@ -48,8 +48,8 @@ from key_observables import (
     watched,
 )
 
-from stoker.trainer.config.schema_index import schema_keys
-from stoker.trainer.errors import UserError
+from stoker.trainer.config.schema.key_index import schema_keys
+from stoker.trainer.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "little_pystd")
 

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from stoker.trainer.config.load import load_run_config
-from stoker.trainer.run import run_training
+from stoker.trainer.train import run_training
 
 TEXT = os.environ.get("STOKER_TINYSHAKESPEARE", "")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
-from stoker.models.config.samples import SampleForm
+from stoker.models.config.batch_shape import SampleForm
 
 pytestmark = pytest.mark.gpu
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, parameter_count
 from stoker.models.config.bert import BertKeys
-from stoker.models.config.block import Finding
-from stoker.models.config.counting import count_parameters
 from stoker.models.config.family_rules import model_rules
 from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.key_block import Finding
+from stoker.models.config.model_rules import gpt_rules, stack_rules
+from stoker.models.config.parameter_count import count_parameters
 from stoker.models.config.position_rules import window_is_shorter_than_texts
-from stoker.models.config.rules import gpt_rules, stack_rules
 from stoker.models.config.slices import gpt_slice, window_of
 from stoker.models.config.stack import PositionEmbedding
 from stoker.models.config.t5 import T5Keys

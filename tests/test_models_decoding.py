@@ -10,12 +10,12 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft_slice import PromptSlice
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
-from stoker.models.decoding import GPTDecoder, T5Decoder, cache_bytes
 from stoker.models.gpt import GPT
+from stoker.models.incremental_decoding import GPTDecoder, T5Decoder, cache_bytes
 from stoker.models.kv_cache import KVCache
 from stoker.models.t5 import T5
 

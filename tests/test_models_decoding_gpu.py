@@ -12,14 +12,14 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
-from stoker.models.decoding import GPTDecoder, T5Decoder
 from stoker.models.gpt import GPT
+from stoker.models.incremental_decoding import GPTDecoder, T5Decoder
 from stoker.models.t5 import T5
-from stoker.trainer.sampling import Sampling
-from stoker.trainer.token_loop import TokenLoop
+from stoker.trainer.generation.decode_loop import TokenLoop
+from stoker.trainer.generation.sampling import Sampling
 
 pytestmark = pytest.mark.gpu
 VOCAB, LENGTH = 1000, 300

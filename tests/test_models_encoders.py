@@ -12,22 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.attention.backends.sdpa import sdpa_math
+from stoker.kernels.attention.backends.triton import triton_attention
+from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.attention.packed import PackedSequences, whole_cu_seqlens, whole_key_cu_seqlens
+from stoker.kernels.attention.packed_sequences import PackedSequences, whole_cu_seqlens, whole_key_cu_seqlens
 from stoker.kernels.attention.reference import reference_backend
-from stoker.kernels.attention.sdpa import sdpa_math
-from stoker.kernels.attention.triton_backend import triton_attention
-from stoker.kernels.attention.unfused import UnfusedAttention
 from stoker.kernels.launch import INTERPRETED
-from stoker.kernels.relative_buckets import relative_buckets
+from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.bert import BERT
 from stoker.models.build import build_model, parameter_count, plan_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.bert import BertKeys
-from stoker.models.config.counting import count_parameters
 from stoker.models.config.families import family_slice
-from stoker.models.config.samples import SampleForm
+from stoker.models.config.parameter_count import count_parameters
 from stoker.models.config.t5 import T5Keys
-from stoker.models.cross_attention import Memory
+from stoker.models.layers.cross_attention import Memory
 from stoker.models.stack import Layer
 from stoker.models.t5 import T5
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.cross_entropy import linear_cross_entropy
-from stoker.models import head as head_module
+from stoker.models import lm_head as head_module
 from stoker.models.build import build_gpt, compile_policy
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
-from stoker.models.mlp import MLP
+from stoker.models.layers.mlp import MLP
 from stoker.models.stack import Layer
 
 VOCAB, TOKENS = 50, 12

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_models_peft import batch_of, model_of
 
-from stoker.models.head import token_loss
+from stoker.models.lm_head import token_loss
 
 
 @pytest.mark.parametrize("training", [True, False])

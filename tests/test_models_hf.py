@@ -8,12 +8,12 @@ import pytest
 import torch
 from config_helpers import load
 
-from stoker.models.config.samples import SampleForm
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.hf.architecture import described, nested, what_differs
 from stoker.models.hf.architectures import architecture_of
-from stoker.models.hf.fields import Theirs
-from stoker.models.hf.layouts import Geometry, HeadByHead, OneByExpert, Stacked
-from stoker.trainer.config.schema import MODEL_BLOCKS, AnyModelBlock, T5ModelBlock
+from stoker.models.hf.config_fields import Theirs
+from stoker.models.hf.weight_layout import Geometry, HeadByHead, OneByExpert, Stacked
+from stoker.trainer.config.schema.root import MODEL_BLOCKS, AnyModelBlock, T5ModelBlock
 
 _T5: dict[str, Any] = {
     "model_type": "t5", "d_kv": 64, "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1,

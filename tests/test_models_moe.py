@@ -10,18 +10,18 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.moe.routing import Choice
-from stoker.models import checkpointing
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.slices import stack_slice
 from stoker.models.gpt import GPT
+from stoker.models.layers.norm import Read, RMSNorm
+from stoker.models.memory import activation_checkpoint
 from stoker.models.moe import router as router_module
 from stoker.models.moe.experts import Experts
-from stoker.models.moe.layer import MoE
-from stoker.models.moe.layers import moe_layers
+from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.models.moe.moe_layer import MoE
 from stoker.models.moe.router import SUMS
-from stoker.models.norms import Read, RMSNorm
-from stoker.models.recompute_effects import has_dropout
+from stoker.models.recompute.analysis import has_dropout
 
 EXPERTS, TOKENS, VOCAB = 4, 16, 100
 STACK: dict[str, Any] = {
@@ -114,9 +114,11 @@ def test_recompute_draws_the_same_noise_and_counts_once(compiled: bool) -> None:
 def test_recompute_asks_for_the_state_of_generators_only_where_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph cannot hold it."""
     asked: list[bool] = []
-    run = checkpointing.checkpoint
+    run = activation_checkpoint.checkpoint
     monkeypatch.setattr(
-        checkpointing, "checkpoint", lambda *given, **how: asked.append(how["preserve_rng_state"]) or run(*given, **how)
+        activation_checkpoint,
+        "checkpoint",
+        lambda *given, **how: asked.append(how["preserve_rng_state"]) or run(*given, **how),
     )
     noises: list[dict[str, Any]] = [{}, {"moe_input_jitter_eps": 0.1}, {"moe_dropout": 0.1}]
     noises += [{"moe_shared_expert_intermediate_size": 8, "ffn_dropout": 0.1}, {"ffn_dropout": 0.1}]

@@ -11,13 +11,13 @@ from torch import Tensor
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.bert import BERT
 from stoker.models.build import build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft_slice import PromptSlice
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
-from stoker.models.moe.layers import moe_layers
+from stoker.models.moe.find_moe_layers import moe_layers
 from stoker.models.moe.router import SUMS, Routed
 from stoker.models.t5 import T5
 

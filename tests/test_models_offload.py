@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models import offload_copies
 from stoker.models.build import build_model, copies_of, stacks_of
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
-from stoker.models.offload import ActivationOffload
-from stoker.models.offload_copies import HostMemoryError, HostPool
-from stoker.trainer.memory import is_out_of_memory
+from stoker.models.memory import host_copies
+from stoker.models.memory.host_copies import HostMemoryError, HostPool
+from stoker.models.memory.offload_activations import ActivationOffload
+from stoker.trainer.plan.memory_check import is_out_of_memory
 
 LAYERS, TOKENS, VOCAB = 5, 16, 50
 STACK: dict[str, Any] = {
@@ -484,7 +484,7 @@ def test_views_come_back_as_they_were(part: str, leaves: bool) -> None:
 def test_activations_and_weights_of_a_model_share_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pool of its own would pin 1 GiB at least, twice for each stack."""
     empty = torch.empty
-    monkeypatch.setattr(offload_copies.torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
+    monkeypatch.setattr(host_copies.torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     make = copies_of(torch.device("cuda", 0))
@@ -493,7 +493,7 @@ def test_activations_and_weights_of_a_model_share_a_slab(monkeypatch: pytest.Mon
     buffers = [copies.host(1000) for copies in made]
     assert len({buffer.untyped_storage().data_ptr() for buffer in buffers}) == 1
     assert len({buffer.data_ptr() for buffer in buffers}) == 4
-    assert [copies.host_bytes for copies in made] == [offload_copies.SLAB] * 4
+    assert [copies.host_bytes for copies in made] == [host_copies.SLAB] * 4
 
 
 @pytest.mark.parametrize(

@@ -16,24 +16,24 @@ from torch import nn
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model, offload, stacks_of
-from stoker.models.config.block import Finding
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.key_block import Finding
 from stoker.models.config.memory_slice import OffloadSlice, offload_slice
 from stoker.models.config.offload_rules import offload_rules
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
-from stoker.models.offload_weights import WeightOffload, weight_offloads
-from stoker.models.recompute_effects import made_again_for_copies
-from stoker.trainer import memory
+from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
+from stoker.models.recompute.analysis import made_again_for_copies
+from stoker.trainer.config.batch_spec import sample_form
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.errors import UserError
-from stoker.trainer.memory import check_memory
-from stoker.trainer.precision import plan_precision
-from stoker.trainer.recordable import uses_cuda_graph
-from stoker.trainer.run_description import describe_moved, describe_offload
-from stoker.trainer.sample_form import sample_form
+from stoker.trainer.core.run_summary import describe_moved, describe_offload
+from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.plan import memory_check
+from stoker.trainer.plan.memory_check import check_memory
+from stoker.trainer.utils.errors import UserError
 
 ON = {"num_layers": 6, "cpu_offloading": True}
 CUDA = torch.device("cuda", 0)
@@ -313,14 +313,14 @@ def test_what_a_run_says() -> None:
 def least_need(monkeypatch: pytest.MonkeyPatch, root: Any, *, of_host: bool) -> int:
     """Bytes that a card, or the host, must have for the check to pass."""
     low, high = 0, 1 << 40
-    monkeypatch.setattr(memory, "_mask_bytes", lambda *_: 0)
+    monkeypatch.setattr(memory_check, "_mask_bytes", lambda *_: 0)
     while high - low > 1:
         middle = (low + high) // 2
         card, host = (1 << 50, middle) if of_host else (middle, 1 << 50)
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda _, card=card: SimpleNamespace(total_memory=card)
         )
-        monkeypatch.setattr(memory, "host_memory", lambda host=host: host)
+        monkeypatch.setattr(memory_check, "host_memory", lambda host=host: host)
         try:
             check_memory(root, plan_precision(root.trainer, root.model.megatron_amp_O2, CUDA), CUDA)
             high = middle
@@ -331,7 +331,7 @@ def least_need(monkeypatch: pytest.MonkeyPatch, root: Any, *, of_host: bool) -> 
 
 def test_bounds_know_what_is_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of layers, fp32: 4 layers of 8 samples, 16 tokens, 32 numbers; two of them on the host."""
-    monkeypatch.setattr(memory, "count_state", lambda *_: 0)
+    monkeypatch.setattr(memory_check, "count_state", lambda *_: 0)
     many = {"model__micro_batch_size": 1024, "model__global_batch_size": 1024, "trainer__precision": 32}
     inputs = 1024 * 16 * 32 * 4
     weights_stay = {"model__cpu_offloading": True, "model__cpu_offloading_weights": False}

@@ -15,14 +15,14 @@ from tiny_run import final_hashes, tiny_config
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import build
 from stoker.models.build import build_model, stacks_of
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
-from stoker.models.offload import ActivationOffload
-from stoker.models.offload_copies import CudaCopies
-from stoker.models.offload_weights import WeightOffload, weight_offloads
-from stoker.trainer.run import run_training
+from stoker.models.memory.host_copies import CudaCopies
+from stoker.models.memory.offload_activations import ActivationOffload
+from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
+from stoker.trainer.train import run_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

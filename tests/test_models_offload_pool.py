@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stoker.models import offload_copies
-from stoker.models.offload_copies import ALIGNMENT, HostPool
+from stoker.models.memory import host_copies
+from stoker.models.memory.host_copies import ALIGNMENT, HostPool
 
 SMALL_SLAB = 1 << 16
 """Bytes of a slab here, as many times smaller than a real one as the buffers are."""
@@ -25,8 +25,8 @@ SMALL_SLAB = 1 << 16
 def pinned(monkeypatch: pytest.MonkeyPatch) -> HostPool:
     """A pool that believes its memory is pinned, and cuts small slabs."""
     empty = torch.empty
-    monkeypatch.setattr(offload_copies.torch, "empty", lambda size, pin_memory=False, **keys: empty(size, **keys))
-    monkeypatch.setattr(offload_copies, "SLAB", SMALL_SLAB)
+    monkeypatch.setattr(host_copies.torch, "empty", lambda size, pin_memory=False, **keys: empty(size, **keys))
+    monkeypatch.setattr(host_copies, "SLAB", SMALL_SLAB)
     return HostPool(pinned=True)
 
 
@@ -78,7 +78,7 @@ def test_slabs_do_not_merge(monkeypatch: pytest.MonkeyPatch, pinned: HostPool) -
     both = torch.zeros(2 * SMALL_SLAB, dtype=torch.uint8).numpy()
     third = torch.zeros(2 * SMALL_SLAB, dtype=torch.uint8)
     slabs = iter([torch.from_numpy(both[:SMALL_SLAB]), torch.from_numpy(both[SMALL_SLAB:]), third])
-    monkeypatch.setattr(offload_copies.torch, "empty", lambda *_, **__: next(slabs))
+    monkeypatch.setattr(host_copies.torch, "empty", lambda *_, **__: next(slabs))
     one, other = pinned.take(SMALL_SLAB), pinned.take(SMALL_SLAB)
     assert one.data_ptr() + SMALL_SLAB == other.data_ptr()
     pinned.give_back(one)
@@ -148,7 +148,7 @@ def test_the_collector_may_give_back_at_any_moment(monkeypatch: pytest.MonkeyPat
         return place
 
     first, second, third = (pinned.take(size) for size in (10000, 10000, 10000))
-    monkeypatch.setattr(offload_copies, "bisect_left", interrupted)
+    monkeypatch.setattr(host_copies, "bisect_left", interrupted)
     Graph(first)
     pinned.give_back(third)
     pinned.give_back(pinned.take(1))

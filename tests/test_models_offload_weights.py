@@ -11,8 +11,8 @@ from test_models_offload import LAYERS, LEAST, assert_equal, loss_of, model_of
 from torch import Tensor
 
 from stoker.models.build import stacks_of
-from stoker.models.offload import ActivationOffload
-from stoker.models.offload_weights import WeightOffload, weight_offloads
+from stoker.models.memory.offload_activations import ActivationOffload
+from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
 
 
 def offload_weights(model: Any, layers: int, *, activations: bool = False) -> LateCopies:

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stoker.kernels.attention.backends import FUNCTIONS
+from stoker.kernels.attention.backends.registry import FUNCTIONS
 from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.attention.packed import PackedSequences, positions_in_documents
+from stoker.kernels.attention.packed_sequences import PackedSequences, positions_in_documents
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.rope import apply_rotary, rotary_table
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.stack import Layer
-from stoker.trainer.data.documents import document_numbers
+from stoker.trainer.data.datasets.document_ids import document_numbers
 
 VOCAB, TOKENS, EOD = 50, 12, 1
 ROWS = [

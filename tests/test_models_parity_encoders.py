@@ -15,9 +15,9 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, T5Config,
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import FamilyKeys
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
 from stoker.models.hf.architecture import Architecture
 from stoker.models.hf.bert import BERT

@@ -13,9 +13,9 @@ from stoker.kernels.activations import NONLINEARITIES
 from stoker.kernels.rope import apply_rotary, rotary_table
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.slices import mlp_slice
-from stoker.models.mlp import MLP
-from stoker.models.norms import LayerNorm, RMSNorm
-from stoker.models.positions import RotaryEmbedding
+from stoker.models.layers.mlp import MLP
+from stoker.models.layers.norm import LayerNorm, RMSNorm
+from stoker.models.layers.position_embeddings import RotaryEmbedding
 
 
 @pytest.fixture(autouse=True)

@@ -12,21 +12,21 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.cross_entropy import linear_cross_entropy
-from stoker.kernels.lora_linear import lora_linear, reference_lora_linear, rows_of
-from stoker.kernels.moe.experts import expert_mlp
+from stoker.kernels.lora.lora_linear import lora_linear, reference_lora_linear, rows_of
+from stoker.kernels.moe.expert_mlps import expert_mlp
 from stoker.kernels.moe.grouped_matmul import grouped_matmul
 from stoker.kernels.moe.lora_experts import LowRank, lora_expert_mlp
 from stoker.models.build import LanguageModel, build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft import PeftKeys
 from stoker.models.config.peft_slice import peft_slice
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
-from stoker.models.mlp import MLP
-from stoker.models.norms import RMSNorm
+from stoker.models.layers.mlp import MLP
+from stoker.models.layers.norm import RMSNorm
 from stoker.models.peft import lora_mlp
-from stoker.models.peft.adapt import trained_parameters
-from stoker.models.peft.added import added_parameters
+from stoker.models.peft.added_parameters import added_parameters
+from stoker.models.peft.apply import trained_parameters
 from stoker.models.peft.lora import LoRALinear
 from stoker.models.stack import Layer
 from stoker.models.t5 import T5

@@ -12,13 +12,13 @@ from tiny_run import tiny_config
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.lora_linear import lora_linear, reference_lora_linear
+from stoker.kernels.lora.lora_linear import lora_linear, reference_lora_linear
 from stoker.models.build import LanguageModel, build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.peft import PeftKeys
 from stoker.models.config.peft_slice import peft_slice
-from stoker.models.config.samples import SampleForm
-from stoker.models.peft.adapt import trained_parameters
-from stoker.trainer.run import run_training
+from stoker.models.peft.apply import trained_parameters
+from stoker.trainer.train import run_training
 
 pytestmark = pytest.mark.gpu
 

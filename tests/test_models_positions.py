@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stoker.kernels.attention.backends import FUNCTIONS, AttentionFunction
-from stoker.kernels.attention.packed import PackedSequences
+from stoker.kernels.attention.backends.registry import FUNCTIONS, AttentionFunction
+from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.kernels.launch import INTERPRETED
-from stoker.kernels.relative_buckets import relative_buckets
-from stoker.models.attention import SelfAttention
-from stoker.models.attention_calls import CallKind
-from stoker.models.positions import RotaryEmbedding, XPosEmbedding
-from stoker.models.score_positions import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, alibi_slopes
+from stoker.kernels.relative_position_buckets import relative_buckets
+from stoker.models.dispatch.attention_calls import CallKind
+from stoker.models.layers.attention_bias import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, alibi_slopes
+from stoker.models.layers.position_embeddings import RotaryEmbedding, XPosEmbedding
+from stoker.models.layers.self_attention import SelfAttention
 
 BATCH, TOKENS, HIDDEN, HEADS, GROUPS, WIDTH = 2, 9, 10, 3, 1, 16
 BUCKETS, LARGEST = 8, 6  # less than TOKENS, so that the last bucket holds several distances

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.attention.call import Installed
+from stoker.kernels.attention.call_spec import Installed
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.relative_buckets import relative_buckets
-from stoker.models.attention_calls import attention_calls, decide
+from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.slices import gpt_slice
+from stoker.models.dispatch.attention_calls import attention_calls, decide
 from stoker.models.gpt import GPT
-from stoker.models.mlp import MLP
-from stoker.models.score_positions import Kerple, RelativeBias, Sandwich, alibi_slopes
+from stoker.models.layers.attention_bias import Kerple, RelativeBias, Sandwich, alibi_slopes
+from stoker.models.layers.mlp import MLP
 from stoker.models.stack import Layer
 
 VOCAB, TOKENS, LONG = 50, 16, 64

@@ -18,17 +18,17 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from stoker.kernels.attention.backends import FUNCTIONS
+from stoker.kernels.attention.backends.registry import FUNCTIONS
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.relative_buckets import relative_buckets
-from stoker.kernels.rotary_scaling import Llama3Scaling, RotaryScaling, YarnScaling, rotary_frequencies
-from stoker.models.attention import SelfAttention
+from stoker.kernels.relative_position_buckets import relative_buckets
+from stoker.kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling, rotary_frequencies
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.hf.llama import QWEN3
-from stoker.models.positions import RotaryEmbedding, Rotation
-from stoker.models.score_positions import ALiBi
+from stoker.models.layers.attention_bias import ALiBi
+from stoker.models.layers.position_embeddings import RotaryEmbedding, Rotation
+from stoker.models.layers.self_attention import SelfAttention
 
 FP64 = torch.float64
 VOCAB, TOKENS = 53, 13

@@ -17,19 +17,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.kernels import gated_activation as gated_activation_module
-from stoker.kernels import gated_projection as gated_projection_module
-from stoker.kernels.attention import scores_again
+from stoker.kernels import gated_down_projection as gated_projection_module
+from stoker.kernels.attention import recompute_scores
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models import mlp as mlp_module
 from stoker.models.bert import BERT
 from stoker.models.build import LanguageModel, build_model, stacks_of
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import FamilyKeys
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
-from stoker.models.moe.layers import moe_layers
+from stoker.models.layers import mlp as mlp_module
+from stoker.models.moe.find_moe_layers import moe_layers
 from stoker.models.stack import Layer
 from stoker.models.t5 import T5
 
@@ -468,7 +468,7 @@ def test_the_kernels_of_unfused_attention_train_alike_and_keep_no_scores(
     keys = LLAMA | NO_DROPOUT | {"num_layers": 2, "hidden_size": 64, "attention_backend": "unfused"}
     plain, ours = gpt(**keys), gpt(**keys, **SELECTIVE)
     everything, wanted = kept_bytes(plain), trained(plain)
-    monkeypatch.setattr(scores_again, "triton_runs_on", lambda _: True)
+    monkeypatch.setattr(recompute_scores, "triton_runs_on", lambda _: True)
     graphs = Graphs()
     if compiled:
         graphs.compile(ours)

@@ -14,25 +14,25 @@ from tiny_run import tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.families import family_slice
 from stoker.models.config.family_rules import model_rules
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.memory_rules import RECOMPUTE_RULES
 from stoker.models.config.memory_slice import RecomputeSlice
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.slices import StackSlice, gpt_slice
 from stoker.models.config.t5 import T5Keys
-from stoker.models.recompute import RecomputedAttention
-from stoker.models.recompute_effects import idle_recompute, recomputes_draws, saving_recompute
+from stoker.models.recompute.analysis import idle_recompute, recomputes_draws, saving_recompute
+from stoker.models.recompute.policies import RecomputedAttention
 from stoker.models.stack import Layer, Stack
-from stoker.trainer import parts, run_description
-from stoker.trainer.data.build import build_data
-from stoker.trainer.errors import UserError
-from stoker.trainer.plan.cards import card_named
-from stoker.trainer.plan.changes import modules_that_save
-from stoker.trainer.plan.plan import make_plan, target_elsewhere
-from stoker.trainer.precision import PrecisionPlan
-from stoker.trainer.recordable import uses_cuda_graph, why_not_recorded
+from stoker.trainer.core import factory, run_summary
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.device.cuda_graph_support import uses_cuda_graph, why_not_recorded
+from stoker.trainer.device.precision import PrecisionPlan
+from stoker.trainer.plan.hardware import card_named
+from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
+from stoker.trainer.plan.search import modules_that_save
+from stoker.trainer.utils.errors import UserError
 
 AT = "activations_checkpoint_"
 BASE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 8}
@@ -272,7 +272,7 @@ def test_a_run_tells_only_what_it_recomputes(
         tmp_path, model__num_layers=4, **{f"model__{name}": value for name, value in changes.items()}
     ).root
     data, precision, cpu = build_data(root), PrecisionPlan("fp32", torch.float32), torch.device("cpu")
-    said = list(run_description.describe(root, parts.build_model(root, data, precision, cpu), data, precision, cpu))
+    said = list(run_summary.describe(root, factory.build_model(root, data, precision, cpu), data, precision, cpu))
     told = [line for line in said if line.startswith("recompute ")]
     assert told == ([f"recompute {expected.description}"] if expected else [])
     assert sum("has no effect" in line for line in said) == (backend != "unfused")

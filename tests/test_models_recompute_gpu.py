@@ -11,16 +11,16 @@ from device_waits import waits_forbidden
 from tiny_run import tiny_document
 from torch import Tensor
 
-from stoker.kernels.attention.backends import torch_version
+from stoker.kernels.attention.backends.registry import torch_version
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.samples import SampleForm
 from stoker.models.gpt import GPT
-from stoker.models.moe.layers import moe_layers
+from stoker.models.moe.find_moe_layers import moe_layers
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.run import run_training
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.train import run_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

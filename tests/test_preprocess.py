@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.trainer.cli import main
-from stoker.trainer.data.indexed import IndexedReader
-from stoker.trainer.data.preprocess import documents, plan, train_tokenizer
-from stoker.trainer.data.preprocess.documents import Reading, Reject, cut_into_chunks, documents_of_lines
-from stoker.trainer.data.tokenizer_files import SpecialTokens, open_tokenizer
-from stoker.trainer.data.tokenizers import ByteTokenizer, from_document
+from stoker.trainer.cli.main import main
+from stoker.trainer.data.preprocess import partition, read_documents, train_tokenizer
+from stoker.trainer.data.preprocess.read_documents import Reading, Reject, cut_into_chunks, documents_of_lines
+from stoker.trainer.data.sources.indexed_tokens import IndexedReader
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, from_document
+from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, open_tokenizer
 
 
 def texts_of(prefix: Path) -> list[str]:
@@ -43,8 +43,8 @@ def write_lines(path: Path, count: int, seed: int = 0) -> list[str]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_SMALLEST_PART", 20_000)
-    monkeypatch.setattr(plan, "_SMALLEST_CHUNK", 10_000)
+    monkeypatch.setattr(partition, "_SMALLEST_PART", 20_000)
+    monkeypatch.setattr(partition, "_SMALLEST_CHUNK", 10_000)
 
 
 def test_documents_are_those_of_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,9 +236,9 @@ def test_parquet_and_zstandard(tmp_path: Path) -> None:
 ENDLESS = """
 import sys
 from dataclasses import asdict
-from stoker.trainer.data.preprocess.documents import Reading
-from stoker.trainer.data.preprocess.pool import Pool, Task
-from stoker.trainer.data.tokenizers import ByteTokenizer
+from stoker.trainer.data.preprocess.read_documents import Reading
+from stoker.trainer.data.preprocess.worker_pool import Pool, Task
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 
 if __name__ == "__main__":
     settings = {"tokenizer": ByteTokenizer().to_document(), "reading": asdict(Reading("text", False)), "stop": False}
@@ -274,8 +274,8 @@ def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", 3000)
     program = (
-        "import sys; from stoker.trainer.data.preprocess import plan; plan._SMALLEST_PART = 20000\n"
-        "from stoker.trainer.cli import main\n"
+        "import sys; from stoker.trainer.data.preprocess import partition; partition._SMALLEST_PART = 20000\n"
+        "from stoker.trainer.cli.main import main\n"
         "if __name__ == '__main__': sys.exit(main(sys.argv[1:]))\n"
     )
     (tmp_path / "run.py").write_text(program)
@@ -328,7 +328,7 @@ def test_parts_of_another_command_are_refused(
 
 
 def test_ranges_share_no_line_and_miss_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 40)
+    monkeypatch.setattr(read_documents, "MAX_DOCUMENT_BYTES", 40)
     chance = random.Random(0)
     lines = ["x" * chance.choice([0, 1, 5, 39, 40, 41, 42, 43, 100]) for _ in range(60)]
     data = "".join(f"{line}\n" for line in lines).encode()
@@ -343,7 +343,7 @@ def test_ranges_share_no_line_and_miss_none(tmp_path: Path, monkeypatch: pytest.
                 found += documents_of_lines(file, start, min(start + size, len(data)), reading, is_json=False)
         assert [one for one in found if isinstance(one, str)] == expected
         rejects = [one for one in found if isinstance(one, Reject)]
-        too_long = [one.place for one in rejects if one.kind == documents.TOO_LONG]
+        too_long = [one.place for one in rejects if one.kind == read_documents.TOO_LONG]
         starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
         assert too_long == [start for start, line in zip(starts, lines, strict=False) if len(line) > 40]
         with path.open("rb") as file:
@@ -354,7 +354,7 @@ def test_ranges_share_no_line_and_miss_none(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_no_torch_is_imported() -> None:
-    program = "import sys; import stoker.trainer.preprocess; print('torch' in sys.modules)"
+    program = "import sys; import stoker.trainer.cli.preprocess; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 

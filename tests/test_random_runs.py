@@ -5,8 +5,8 @@ import random
 import pytest
 
 from stoker.models.config.stack import Activation, AttentionBackend, PositionEmbedding
-from stoker.trainer.cli import main
-from stoker.trainer.config.schema_index import schema_keys
+from stoker.trainer.cli.main import main
+from stoker.trainer.config.schema.key_index import schema_keys
 
 POOLS = {
     "trainer.precision": ["null", 32, "bf16", "bf16-mixed", "bf16-true"],

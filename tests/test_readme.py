@@ -9,7 +9,7 @@ import pytest
 from config_helpers import last_of_each
 from hf_folders import letter_tokenizer, random_model, save
 
-from stoker.trainer.cli import VERBS, main
+from stoker.trainer.cli.main import VERBS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from test_trainer_checkpoint import FILES, save
 
-from stoker.trainer.checkpoint import newest_checkpoint
+from stoker.trainer.checkpoint.reader import newest_checkpoint
 
 
 def flip_bits(chance, path, others):

@@ -9,7 +9,7 @@ import pytest
 from recovery import Command, arguments, figures, last_step
 from tiny_run import final_hashes
 
-from stoker.trainer.checkpoint import checkpoint_paths
+from stoker.trainer.checkpoint.reader import checkpoint_paths
 
 STEPS = 150
 

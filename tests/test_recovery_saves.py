@@ -13,11 +13,11 @@ from killed_saves import count_calls, problems_after, replace_calls, save
 from recovery import arguments
 from tiny_run import final_hashes, tiny_config
 
-from stoker.trainer.checkpoint import newest_checkpoint, open_checkpoint
-from stoker.trainer.cli import main
-from stoker.trainer.errors import EXIT_DONE, EXIT_IO, UserError
-from stoker.trainer.run import run_training
-from stoker.trainer.run_directory import open_run_directory
+from stoker.trainer.checkpoint.reader import newest_checkpoint, open_checkpoint
+from stoker.trainer.checkpoint.run_directory import open_run_directory
+from stoker.trainer.cli.main import main
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import EXIT_DONE, EXIT_IO, UserError
 
 # ---------------------------------------------------------------- at any call
 
@@ -147,9 +147,9 @@ def test_a_read_only_disk_ends_the_run_in_a_line(tmp_path, peace, capsys):
 
 
 def test_a_disk_that_becomes_read_only_ends_the_run_in_two_lines(tmp_path, capsys, monkeypatch):
-    from stoker.trainer import saving
+    from stoker.trainer.checkpoint import async_saver
 
-    directory, real = tmp_path / "run", saving.write_checkpoint
+    directory, real = tmp_path / "run", async_saver.write_checkpoint
     directory.mkdir()
     with mounted(directory / "checkpoints", "size=16m") as disk:
 
@@ -158,7 +158,7 @@ def test_a_disk_that_becomes_read_only_ends_the_run_in_two_lines(tmp_path, capsy
                 remount(disk, "ro")
             return real(path, content, ranks)
 
-        monkeypatch.setattr(saving, "write_checkpoint", write_checkpoint)
+        monkeypatch.setattr(async_saver, "write_checkpoint", write_checkpoint)
         assert train(directory) == EXIT_IO
         assert capsys.readouterr().err.splitlines() == [
             f"cannot write checkpoint {disk}/step-10: Read-only file system",
@@ -176,7 +176,7 @@ def test_temporary_files_are_never_used(tmp_path, peace, monkeypatch):
 
 
 def test_a_full_disk_that_takes_no_log_line_still_names_the_checkpoint(tmp_path, capsys, monkeypatch):
-    from stoker.trainer.metrics import Journal
+    from stoker.trainer.loggers.run_logger import Journal
 
     def refuse(self, text):
         raise UserError("cannot write the run's logs", EXIT_IO)
@@ -185,7 +185,7 @@ def test_a_full_disk_that_takes_no_log_line_still_names_the_checkpoint(tmp_path,
         monkeypatch.setattr(Journal, "note", refuse)
         raise UserError("cannot write checkpoint", EXIT_IO)
 
-    monkeypatch.setattr("stoker.trainer.loop.RunLoop._ask", fail)
+    monkeypatch.setattr("stoker.trainer.callbacks.train_loop.RunLoop._ask", fail)
     assert train(tmp_path / "run") == EXIT_IO
     assert capsys.readouterr().err.splitlines() == ["cannot write checkpoint"]
 

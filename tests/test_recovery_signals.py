@@ -12,14 +12,14 @@ from recovery import Command, arguments, figures, last_step
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.gpt import GPT
-from stoker.trainer.checkpoint import checkpoint_paths, find_checkpoint, newest_checkpoint
-from stoker.trainer.cli import main
+from stoker.trainer.callbacks.preemption import Flag, StopRequest
+from stoker.trainer.checkpoint.reader import checkpoint_paths, find_checkpoint, newest_checkpoint
+from stoker.trainer.cli.main import main
 from stoker.trainer.distributed import supervisor
 from stoker.trainer.distributed.placement import Placement
-from stoker.trainer.distributed.ranks import Ranks
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
-from stoker.trainer.run import run_training
-from stoker.trainer.stop import Flag, StopRequest
+from stoker.trainer.distributed.process_group import Ranks
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 
 ENDLESS = 100_000
 OFTEN = ("trainer.val_check_interval=3", "trainer.limit_val_batches=20")  # half of the time is validation
@@ -84,8 +84,8 @@ def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_pa
 
 SLOW = """
 import time
-from stoker.trainer.data.installed import register_dataset
-from stoker.trainer.data.samples import MockSamples
+from stoker.trainer.plugins.datasets import register_dataset
+from stoker.trainer.data.datasets.samples import MockSamples
 
 class Slow(MockSamples):
     def batch(self, first, count):
@@ -117,12 +117,12 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
 
 def test_a_sigterm_that_comes_twice_at_once_is_one_and_two_ctrl_c_are_two(monkeypatch):
     killed = []
-    monkeypatch.setattr("stoker.trainer.stop.os.kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr("stoker.trainer.callbacks.preemption.os.kill", lambda pid, number: killed.append(number))
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert (stop.reason, killed) == ("SIGTERM", [])
-        monkeypatch.setattr("stoker.trainer.stop._ECHO_SECONDS", 0)
+        monkeypatch.setattr("stoker.trainer.callbacks.preemption._ECHO_SECONDS", 0)
         signal.raise_signal(signal.SIGTERM)
         assert killed == [signal.SIGTERM]
     with StopRequest() as stop:
@@ -219,7 +219,7 @@ def test_a_limit_on_time_leaves_time_for_the_validation(tmp_path, monkeypatch):
     def loss(self, *args, **kwargs):
         if not self.training:
             seen.append(1)
-            monkeypatch.setattr("stoker.trainer.stop.seconds_of", lambda text: 0)  # the limit is over
+            monkeypatch.setattr("stoker.trainer.callbacks.preemption.seconds_of", lambda text: 0)  # the limit is over
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT, "loss", loss)
@@ -288,7 +288,10 @@ NO_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
 ]
-IN_A_STEP, IN_A_SAVE = ("stoker.models.gpt.GPT.loss", "sync"), ("stoker.trainer.saving.write_checkpoint", "async")
+IN_A_STEP, IN_A_SAVE = (
+    ("stoker.models.gpt.GPT.loss", "sync"),
+    ("stoker.trainer.checkpoint.async_saver.write_checkpoint", "async"),
+)
 
 
 @pytest.mark.parametrize(

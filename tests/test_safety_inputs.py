@@ -23,11 +23,11 @@ from hf_folders import change_config, change_tensors, letter_tokenizer, random_m
 from safetensors.torch import save_file
 from watched_process import watched
 
-from stoker.trainer.checkpoint import RunState
-from stoker.trainer.checkpoint_writing import seal
-from stoker.trainer.cli import main
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE
-from stoker.trainer.safe_io import FileRecord
+from stoker.trainer.checkpoint.reader import RunState
+from stoker.trainer.checkpoint.writer import seal
+from stoker.trainer.cli.main import main
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE
+from stoker.trainer.utils.safetensors_io import FileRecord
 
 MIB = 1 << 20
 LONGEST = 12
@@ -368,7 +368,7 @@ def test_wicked_chat_templates(
 ) -> None:
     """They are rendered in a process of their own, which is all that is started."""
     pytest.importorskip("jinja2")
-    monkeypatch.setattr("stoker.trainer.data.chat_template.SECONDS", 1.0 if kind == "time" else 20.0)
+    monkeypatch.setattr("stoker.trainer.data.tasks.chat_template.SECONDS", 1.0 if kind == "time" else 20.0)
     template, says = TEMPLATES[kind]
     (place.folder / "chat_template.jinja").write_text(template.replace("MARKER", str(place.marker)))
     chat = place.folder.parent / "chat.jsonl"

@@ -11,20 +11,21 @@ import pytest
 import torch
 
 from stoker.models.t5 import T5
-from stoker.trainer import cli, generation
-from stoker.trainer.answer_scores import score_answers
+from stoker.trainer.cli import main
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.sentinels import encode_spelled, sentinel_ids, with_sentinels
-from stoker.trainer.data.seq2seq import Shape
-from stoker.trainer.data.text_pairs import TextPair
-from stoker.trainer.data.tokenizers import ByteTokenizer
-from stoker.trainer.errors import UserError
-from stoker.trainer.generation import Generator, Limits
-from stoker.trainer.restore import restore
-from stoker.trainer.run import run_training
-from stoker.trainer.sampling import TextStream
-from stoker.trainer.writing import Writer
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.data.datasets.seq2seq import Shape
+from stoker.trainer.data.sources.text_pairs import TextPair
+from stoker.trainer.data.tasks.sentinels import encode_spelled, sentinel_ids, with_sentinels
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
+from stoker.trainer.evaluation.answer_scores import score_answers
+from stoker.trainer.generation import text_generator
+from stoker.trainer.generation.encoder_decoder import Writer
+from stoker.trainer.generation.sampling import TextStream
+from stoker.trainer.generation.text_generator import Generator, Limits
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 STACK = {
     "num_layers": 1,
@@ -118,9 +119,9 @@ def test_generate_answers_with_the_names_of_sentinels(
         read.extend(prompts)
         yield from ([token] for token in following)
 
-    monkeypatch.setattr(generation.TokenLoop, "run", run)
-    monkeypatch.setattr(generation.TokenLoop, "end", lambda *_: None)
-    assert cli.main(["generate", "--checkpoint", str(trained / "run"), "--prompt", "<extra_id_2>"]) == 0
+    monkeypatch.setattr(text_generator.TokenLoop, "run", run)
+    monkeypatch.setattr(text_generator.TokenLoop, "end", lambda *_: None)
+    assert main.main(["generate", "--checkpoint", str(trained / "run"), "--prompt", "<extra_id_2>"]) == 0
     assert read == [[ids[2], tokenizer.eos_id]]
     assert capsys.readouterr().out == "<extra_id_0>x\n"
 
@@ -146,7 +147,7 @@ def test_scores_of_answers(trained: Path) -> None:
 
 def test_evaluate_prints_them(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluate = ["evaluate", "--checkpoint", str(trained / "run"), "--device", "cpu"]
-    assert cli.main([*evaluate, "--split", "test", "--json"]) == 0
+    assert main.main([*evaluate, "--split", "test", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["exact_match"] == pytest.approx(2 / 3)
     assert document["rouge_l"] == pytest.approx((1 + 1 + 2 * 1 / 5) / 3)
@@ -155,12 +156,12 @@ def test_evaluate_prints_them(trained: Path, capsys: pytest.CaptureFixture[str])
     other = trained / "other.jsonl"
     other.write_text(json.dumps({"input": PAIRS[0][0], "output": PAIRS[0][1]}) + "\n")
     command = [*evaluate, "--data-path", str(other)]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     said = capsys.readouterr().out
     assert "exact match    1.0000 over 1 texts" in said
     assert "ROUGE-L        1.0000" in said
     other.write_text("")
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     assert "--data-path" in capsys.readouterr().err
 
 

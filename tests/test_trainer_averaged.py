@@ -13,9 +13,9 @@ from hf_folders import random_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from stoker.trainer.cli import main
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
-from stoker.trainer.restore import Restored, restore
+from stoker.trainer.cli.main import main
+from stoker.trainer.conversion.load_model import Restored, restore
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 
 AVERAGED = ["exp_manager.ema.enable=true", "exp_manager.ema.decay=0.5", "trainer.max_steps=3"]
 
@@ -99,7 +99,7 @@ def test_what_has_no_average_is_refused(folder: Path, tmp_path: Path, capsys: py
 
 def test_the_harness_takes_true_and_false(folder: Path) -> None:
     pytest.importorskip("lm_eval")
-    from stoker.trainer.harness.model import StokerLM
+    from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM
 
     for given in (True, "true", "False"):
         StokerLM(str(folder / "whole"), "cpu", ema=given)

@@ -12,15 +12,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, T5Config,
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.samples import SampleForm
 from stoker.models.config.t5 import T5Keys
-from stoker.models.decoding import Decoder, GPTDecoder, T5Decoder
 from stoker.models.gpt import GPT
 from stoker.models.hf.gpt2 import GPT2
 from stoker.models.hf.t5 import T5 as T5_MAP
+from stoker.models.incremental_decoding import Decoder, GPTDecoder, T5Decoder
 from stoker.models.t5 import T5
-from stoker.trainer.beam_search import BeamSearch, Found, search_texts
+from stoker.trainer.generation.beam_search import BeamSearch, Found, search_texts
 
 VOCAB, READ, MOST = 16, 12, 10
 CPU = torch.device("cpu")

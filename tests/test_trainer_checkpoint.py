@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from stoker.trainer import safe_io
-from stoker.trainer.checkpoint import (
+from stoker.trainer.checkpoint.reader import (
     OPTIMIZER,
     WEIGHTS,
     RunState,
@@ -20,12 +19,13 @@ from stoker.trainer.checkpoint import (
     newest_checkpoint,
     open_checkpoint,
 )
-from stoker.trainer.checkpoint_writing import Content, apply_retention, remove_leftovers, write_checkpoint
-from stoker.trainer.distributed.pieces import piece_of
-from stoker.trainer.errors import UserError
+from stoker.trainer.checkpoint.sharded_safetensors import read_pieces
+from stoker.trainer.checkpoint.writer import Content, apply_retention, remove_leftovers, write_checkpoint
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.safe_io import DamagedFileError, read_json, write_json, write_tensors
-from stoker.trainer.tensor_files import read_pieces
+from stoker.trainer.utils import safetensors_io
+from stoker.trainer.utils.errors import UserError
+from stoker.trainer.utils.local_shard import piece_of
+from stoker.trainer.utils.safetensors_io import DamagedFileError, read_json, write_json, write_tensors
 
 FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"]
 
@@ -104,7 +104,7 @@ def test_the_safetensors_library_reads_our_files(tmp_path):
         assert torch.equal(loaded[name], tensor)
         assert loaded[name].dtype == tensor.dtype
     assert record.size == (tmp_path / "x.safetensors").stat().st_size
-    safe_io.check_file(tmp_path / "x.safetensors", record)
+    safetensors_io.check_file(tmp_path / "x.safetensors", record)
 
 
 # ---------------------------------------------------------------- damage

@@ -27,14 +27,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
 from stoker.models.t5 import T5
-from stoker.trainer.checkpoint import find_checkpoint, open_checkpoint
-from stoker.trainer.cli import main
+from stoker.trainer.checkpoint.reader import find_checkpoint, open_checkpoint
+from stoker.trainer.cli.main import main
+from stoker.trainer.config.batch_spec import sample_form
 from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.conversion.load_model import restore
 from stoker.trainer.conversion.to_hf import convert_to_hf
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE
-from stoker.trainer.restore import restore
-from stoker.trainer.safe_io import DamagedFileError
-from stoker.trainer.sample_form import sample_form
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE
+from stoker.trainer.utils.safetensors_io import DamagedFileError
 
 BYTES = ("--tokenizer", "byte-level")
 SCALED = ("llama3_rotary", "llama_yarn", "llama_linear")

@@ -10,9 +10,9 @@ import torch
 from hf_folders import TOKENS, VOCAB, random_model
 from torch import Tensor
 
-from stoker.trainer.cli import main
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE
-from stoker.trainer.restore import restore
+from stoker.trainer.cli.main import main
+from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE
 
 gguf: Any = pytest.importorskip("gguf")
 

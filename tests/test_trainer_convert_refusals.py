@@ -16,12 +16,12 @@ import torch
 from hf_folders import MODELS, VOCAB, change_config, change_tensors, random_model, save, tensors_of
 from torch import Tensor
 
-from stoker.trainer.checkpoint import RunState
-from stoker.trainer.checkpoint_writing import seal
-from stoker.trainer.cli import main
-from stoker.trainer.conversion.to_stoker import convert_to_stoker
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_IO
-from stoker.trainer.safe_io import FileRecord
+from stoker.trainer.checkpoint.reader import RunState
+from stoker.trainer.checkpoint.writer import seal
+from stoker.trainer.cli.main import main
+from stoker.trainer.conversion.from_hf import convert_to_stoker
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_IO
+from stoker.trainer.utils.safetensors_io import FileRecord
 
 BYTES = ("--tokenizer", "byte-level")
 
@@ -376,7 +376,7 @@ def test_a_full_disk_leaves_nothing(
             raise OSError(28, "No space left on device")
         return real(descriptor, data)
 
-    monkeypatch.setattr("stoker.trainer.safe_io.os.write", write)
+    monkeypatch.setattr("stoker.trainer.utils.safetensors_io.os.write", write)
     assert "No space left on device" in refusal(capsys, saved("llama"), tmp_path / "ours", code=EXIT_IO)
 
 
@@ -384,7 +384,7 @@ def test_memory_is_that_of_one_parameter(
     saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each tensor is read once, and the one before it is no longer held."""
-    from stoker.trainer.conversion import folder as module
+    from stoker.trainer.conversion import hf_folder as module
 
     alive: list[Any] = []
     most = 0

@@ -8,14 +8,14 @@ import torch
 from tiny_run import final_hashes, tiny_config, tiny_document
 from torch import nn
 
-from stoker.trainer import parts
-from stoker.trainer.cli import main
+from stoker.trainer.cli.main import main
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.cuda_graph import WARM_UP, RecordedMicroBatches, Recording, record
-from stoker.trainer.errors import UserError
-from stoker.trainer.recordable import uses_cuda_graph
-from stoker.trainer.run import run_training
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core import factory
+from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
+from stoker.trainer.lightning.cuda_graph import WARM_UP, RecordedMicroBatches, Recording, record
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 
 class Line:
@@ -140,12 +140,12 @@ def test_errors_that_are_each_others_cause_are_given_up_too():
 
 @pytest.mark.parametrize("wish", [None, True])
 def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, wish):
-    monkeypatch.setattr(parts, "uses_cuda_graph", lambda *_: True)
-    monkeypatch.setattr(parts, "RecordedMicroBatches", lambda run, parameters, give_up: give_up)
+    monkeypatch.setattr(factory, "uses_cuda_graph", lambda *_: True)
+    monkeypatch.setattr(factory, "RecordedMicroBatches", lambda run, parameters, give_up: give_up)
     root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
     model: Any = nn.Linear(1, 1)
     model.attention_decisions = {}
-    recorder: Any = parts.build_recorder(root, model, torch.device("cuda"), 1, print)
+    recorder: Any = factory.build_recorder(root, model, torch.device("cuda"), 1, print)
     assert recorder(None) is (None if wish else print)
 
 

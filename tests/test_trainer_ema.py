@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stoker.trainer.ema import EMA
+from stoker.trainer.optim.ema import EMA
 
 NORM = torch.tensor(1.0)
 

@@ -16,22 +16,22 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
-from stoker.trainer import evaluate as evaluate_command
-from stoker.trainer import generate as generate_command
-from stoker.trainer.baselines import unigram_bits_per_byte, xz_bits_per_byte
-from stoker.trainer.checkpoint import OPTIMIZER, WEIGHTS, RunState
-from stoker.trainer.checkpoint_writing import Content, write_checkpoint
+from stoker.trainer.checkpoint.reader import OPTIMIZER, WEIGHTS, RunState
+from stoker.trainer.checkpoint.writer import Content, write_checkpoint
+from stoker.trainer.cli import evaluate as evaluate_command
+from stoker.trainer.cli import generate as generate_command
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.indexed import IndexedWriter
-from stoker.trainer.data.samples import EvaluationWindows
-from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
-from stoker.trainer.distributed.pieces import piece_of
-from stoker.trainer.errors import UserError
-from stoker.trainer.evaluation import EvaluationResult, evaluate
-from stoker.trainer.restore import restore
-from stoker.trainer.run import run_training
-from stoker.trainer.safe_io import write_json
+from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import EvaluationWindows
+from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from stoker.trainer.evaluation.baselines import unigram_bits_per_byte, xz_bits_per_byte
+from stoker.trainer.evaluation.held_out_loss import EvaluationResult, evaluate
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
+from stoker.trainer.utils.local_shard import piece_of
+from stoker.trainer.utils.safetensors_io import write_json
 
 
 def _bigram_loss(table: Tensor):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.trainer.data.samples import IGNORED_LABEL, Batch, EvaluationWindows, MockSamples
-from stoker.trainer.errors import UserError
-from stoker.trainer.evaluation import StoppedError, evaluate
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL, Batch, EvaluationWindows, MockSamples
+from stoker.trainer.evaluation.held_out_loss import StoppedError, evaluate
+from stoker.trainer.utils.errors import UserError
 
 ONES = np.ones(7, np.int64)
 

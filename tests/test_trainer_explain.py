@@ -13,18 +13,18 @@ import pytest
 import torch
 from tiny_run import tiny_config
 
+from stoker.kernels.attention.backend_support import BACKENDS
 from stoker.kernels.attention.dispatch import NoBackendError
-from stoker.kernels.attention.support import BACKENDS
-from stoker.models.attention_calls import CallKind
 from stoker.models.build import LanguageModel, build_model
-from stoker.models.config.samples import SampleForm
-from stoker.trainer.cli import main
+from stoker.models.config.batch_shape import SampleForm
+from stoker.models.dispatch.attention_calls import CallKind
+from stoker.trainer.cli.explain import ARCHITECTURES
+from stoker.trainer.cli.main import main
+from stoker.trainer.config.batch_spec import sample_form
 from stoker.trainer.config.load import load_run_config
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.determinism import attention_flags
-from stoker.trainer.explain import ARCHITECTURES
-from stoker.trainer.run import run_training
-from stoker.trainer.sample_form import sample_form
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.device.determinism import attention_flags
+from stoker.trainer.train import run_training
 
 KINDS: list[CallKind] = ["training", "evaluation", "generation"]
 

@@ -16,15 +16,17 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.bert import BERT
 from stoker.models.build import build_model
 from stoker.models.t5 import T5
-from stoker.trainer import cli, parts, run_description
+from stoker.trainer.cli import main
+from stoker.trainer.config.batch_spec import sample_form
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.data.build import build_data
-from stoker.trainer.flops import training_flops_per_sample
-from stoker.trainer.optim.build import fused_rows
-from stoker.trainer.precision import PrecisionPlan
-from stoker.trainer.restore import restore
-from stoker.trainer.run import run_training
-from stoker.trainer.sample_form import sample_form
+from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.core import factory as parts
+from stoker.trainer.core import run_summary
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.device.precision import PrecisionPlan
+from stoker.trainer.optim.optimizer_factory import fused_rows
+from stoker.trainer.plan.flops import training_flops_per_sample
+from stoker.trainer.train import run_training
 
 CPU, FULL = torch.device("cpu"), pytest.mark.full
 STACK: dict[str, Any] = {
@@ -125,7 +127,7 @@ def test_tokens_are_those_of_encoder_and_decoder(tmp_path: Path, text: Path) -> 
     assert rates.tokens_per_sample == form.length + form.decoder_length
     whole = training_flops_per_sample(made.root.model, 384, form)
     assert rates.flops_per_token * rates.tokens_per_sample == pytest.approx(whole)
-    said = "\n".join(run_description.describe(made.root, model, data, PrecisionPlan("fp32", torch.float32), CPU))
+    said = "\n".join(run_summary.describe(made.root, model, data, PrecisionPlan("fp32", torch.float32), CPU))
     assert "1 and 2 layers" in said
     assert f"{4 * rates.tokens_per_sample:,} tokens each" in said
     assert "cross training unfused" in said
@@ -141,7 +143,7 @@ def test_flops_are_those_torch_counts(case: str, tmp_path: Path, text: Path) -> 
     )  # fmt: skip
     for module in model.modules():
         if hasattr(module, "backends"):
-            from stoker.kernels.attention.unfused import UnfusedAttention
+            from stoker.kernels.attention.backends.unfused import UnfusedAttention
 
             found: Any = module
             found.backends = dict.fromkeys(found.backends, UnfusedAttention())  # what the counter sees through
@@ -203,7 +205,7 @@ def test_samples_that_are_made_differently_are_told_when_a_run_goes_on(
 def test_flash_on_a_cpu_is_refused_with_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flash = [f"model.{stack}.use_flash_attention=True" for stack in ("encoder", "decoder")]
     where = f"exp_manager.explicit_log_dir={tmp_path / 'run'}"
-    assert cli.main(["train", "model=t5_base", "trainer=cpu", *flash, where]) == 2
+    assert main.main(["train", "model=t5_base", "trainer=cpu", *flash, where]) == 2
     said = capsys.readouterr().err
     assert re.findall("attention `(.*?)`", said) == ["encoder", "decoder", "cross"]  # all at once
     assert said.count("no dropout (0.1) and no bias with gradient") == 2
@@ -211,7 +213,7 @@ def test_flash_on_a_cpu_is_refused_with_what_it_cannot_do(tmp_path: Path, capsys
 
 
 def test_explain_shows_the_three_attentions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "attention", "model=t5_base", "--arch", "sm90"]) == 0
+    assert main.main(["explain", "attention", "model=t5_base", "--arch", "sm90"]) == 0
     said = capsys.readouterr().out
     assert "12 encoder layers and 12 decoder layers" in said
     for name, facts in (
@@ -222,7 +224,7 @@ def test_explain_shows_the_three_attentions(capsys: pytest.CaptureFixture[str]) 
         (line,) = [line for line in said.splitlines() if line.startswith(f"{name} training:")]
         assert facts in line
         assert f"{name} generation:" in said
-    assert cli.main(["explain", "attention", "model=bert_tiny", "--arch", "cpu"]) == 0
+    assert main.main(["explain", "attention", "model=bert_tiny", "--arch", "cpu"]) == 0
     assert "full" in capsys.readouterr().out
 
 
@@ -230,17 +232,17 @@ def test_checkpoints_are_evaluated_and_answer(tmp_path: Path, text: Path, capsys
     result = run_training(config(tmp_path / "t5", "t5 padded", text))
     assert result.validation is not None
     capsys.readouterr()
-    assert cli.main(["evaluate", "--checkpoint", str(tmp_path / "t5"), "--batch-size", "3", "--json"]) == 0
+    assert main.main(["evaluate", "--checkpoint", str(tmp_path / "t5"), "--batch-size", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["tokens"] > 0
     assert (
-        cli.main(["generate", "--checkpoint", str(tmp_path / "t5"), "--prompt", "to be", "--max-new-tokens", "5"]) == 0
+        main.main(["generate", "--checkpoint", str(tmp_path / "t5"), "--prompt", "to be", "--max-new-tokens", "5"]) == 0
     )
     assert capsys.readouterr().out.endswith("\n")
-    assert cli.main(["generate", "--checkpoint", str(tmp_path / "t5")]) == 2
+    assert main.main(["generate", "--checkpoint", str(tmp_path / "t5")]) == 2
     assert "--prompt" in capsys.readouterr().err
     run_training(config(tmp_path / "bert", "bert", text))
-    assert cli.main(["evaluate", "--checkpoint", str(tmp_path / "bert"), "--json"]) == 0
+    assert main.main(["evaluate", "--checkpoint", str(tmp_path / "bert"), "--json"]) == 0
     capsys.readouterr()
-    assert cli.main(["generate", "--checkpoint", str(tmp_path / "bert"), "--prompt", "x"]) == 2
+    assert main.main(["generate", "--checkpoint", str(tmp_path / "bert"), "--prompt", "x"]) == 2
     assert isinstance(restore(tmp_path / "bert", "cpu").model, BERT)

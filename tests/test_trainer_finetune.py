@@ -13,15 +13,15 @@ from hf_folders import TOKENS
 from safetensors.torch import load_file
 from tiny_run import tiny_config
 
-from stoker.models.peft.adapt import trained_parameters
-from stoker.trainer import cli
-from stoker.trainer.base_weights import find_base
-from stoker.trainer.checkpoint import find_checkpoint, weights_of
+from stoker.models.peft.apply import trained_parameters
+from stoker.trainer.checkpoint.reader import find_checkpoint, weights_of
+from stoker.trainer.cli import main
 from stoker.trainer.config.problems import ConfigError
-from stoker.trainer.config.schema import ModelBlock
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
-from stoker.trainer.restore import restore
-from stoker.trainer.run import run_training
+from stoker.trainer.config.schema.root import ModelBlock
+from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.pretrained import find_base
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 
 SCHEMES = ("lora", "adapter", "ia3", "ptuning", "selective")
 PEFT: dict[str, Any] = {
@@ -160,7 +160,7 @@ def test_trained_routers_move_their_bias_and_an_adapter_holds_it(tmp_path: Path)
     assert not torch.equal(held["unbroken"][bias], weights_of(base.model)[bias])
     assert all(torch.equal(tensor, held["resumed"][name]) for name, tensor in held["unbroken"].items())
     merged = tmp_path / "merged"
-    assert cli.main(["convert", "--merge", "--to", "stoker", str(tmp_path / "resumed"), str(merged)]) == EXIT_DONE
+    assert main.main(["convert", "--merge", "--to", "stoker", str(tmp_path / "resumed"), str(merged)]) == EXIT_DONE
     for place in (merged, tmp_path / "resumed"):
         assert torch.equal(weights_of(restore(place, "cpu").model)[bias], held["unbroken"][bias])
 
@@ -217,7 +217,7 @@ def test_the_model_is_that_of_the_run(ours: Path, tmp_path: Path) -> None:
 
 def test_weights_are_read_from_a_folder(theirs: Path, tmp_path: Path) -> None:
     run = finetune(theirs, tmp_path / "run", "model.optim.lr=1e-12", peft=None)
-    from stoker.trainer.conversion.to_stoker import convert_to_stoker
+    from stoker.trainer.conversion.from_hf import convert_to_stoker
 
     convert_to_stoker(theirs, tmp_path / "converted")
     tokens = some_tokens()
@@ -263,24 +263,24 @@ def test_the_verb(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "stoker.trainer.run.train", lambda config: print(config.root.model.restore_from_path) or EXIT_DONE
+        "stoker.trainer.train.train", lambda config: print(config.root.model.restore_from_path) or EXIT_DONE
     )
-    assert cli.main(["finetune", f"model.restore_from_path={theirs}", "data=mock", "peft=ia3"]) == EXIT_DONE
+    assert main.main(["finetune", f"model.restore_from_path={theirs}", "data=mock", "peft=ia3"]) == EXIT_DONE
     assert str(theirs) in capsys.readouterr().out
-    assert cli.main(["finetune", "peft=lora"]) == EXIT_BAD_INPUT
+    assert main.main(["finetune", "peft=lora"]) == EXIT_BAD_INPUT
     assert "model.restore_from_path" in capsys.readouterr().err
-    assert cli.main(["finetune", f"model.restore_from_path={tmp_path}", "peft=lora"]) == EXIT_BAD_INPUT
+    assert main.main(["finetune", f"model.restore_from_path={tmp_path}", "peft=lora"]) == EXIT_BAD_INPUT
     assert "give a run directory" in capsys.readouterr().err
-    assert cli.main(["finetune", "model.restore_from_path=org/name", "peft=lora"]) == EXIT_BAD_INPUT
+    assert main.main(["finetune", "model.restore_from_path=org/name", "peft=lora"]) == EXIT_BAD_INPUT
     assert "there is no such folder; a model of the hub comes in by `stoker convert" in capsys.readouterr().err
-    assert cli.main(["config", "--finetune", f"model.restore_from_path={theirs}", "data=mock"]) == EXIT_DONE
+    assert main.main(["config", "--finetune", f"model.restore_from_path={theirs}", "data=mock"]) == EXIT_DONE
     assert "hidden_size: 36" in capsys.readouterr().out
 
 
 def test_convert_merges_what_was_trained(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = peft_run(ours, tmp_path / "adapter", "lora", trainer__max_steps=2).directory
     merged = tmp_path / "merged"
-    assert cli.main(["convert", "--merge", "--to", "stoker", str(adapter), str(merged)]) == EXIT_DONE
+    assert main.main(["convert", "--merge", "--to", "stoker", str(adapter), str(merged)]) == EXIT_DONE
     assert f"{merged}: one model of" in capsys.readouterr().out
     whole, with_base = (restore(place, "cpu") for place in (merged, adapter))
     assert whole.state.base is None
@@ -293,7 +293,7 @@ def test_convert_merges_what_was_trained(ours: Path, tmp_path: Path, capsys: pyt
         (["convert", "--to", "stoker", str(adapter), str(tmp_path / "x")], "of that kind already"),
         (again, "no usable checkpoint"),
     ):
-        assert cli.main(arguments) == EXIT_BAD_INPUT
+        assert main.main(arguments) == EXIT_BAD_INPUT
         assert said in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert not (tmp_path / "x").exists()

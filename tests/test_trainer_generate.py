@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.trainer import generate
-from stoker.trainer.data.tokenizers import ByteTokenizer
-from stoker.trainer.sampling import DIVERGED, Sampling, TextStream, uniforms
+from stoker.trainer.cli import generate
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
+from stoker.trainer.generation.sampling import DIVERGED, Sampling, TextStream, uniforms
 
 
 def _reference(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:

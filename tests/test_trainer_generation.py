@@ -16,22 +16,23 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.samples import SampleForm
-from stoker.models.decoding import GPTDecoder, cache_bytes
 from stoker.models.gpt import GPT
-from stoker.trainer import cli, generation
-from stoker.trainer.beam_search import BeamSearch
-from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
-from stoker.trainer.errors import UserError
-from stoker.trainer.generate import begun_text
-from stoker.trainer.generation import Generator, Limits, generate_batch
-from stoker.trainer.precision import PrecisionPlan
-from stoker.trainer.restore import restore
-from stoker.trainer.run import run_training
-from stoker.trainer.sampling import Sampling
-from stoker.trainer.token_loop import TokenLoop
+from stoker.models.incremental_decoding import GPTDecoder, cache_bytes
+from stoker.trainer.cli import main
+from stoker.trainer.cli.generate import begun_text
+from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from stoker.trainer.device.precision import PrecisionPlan
+from stoker.trainer.generation import text_generator
+from stoker.trainer.generation.beam_search import BeamSearch
+from stoker.trainer.generation.decode_loop import TokenLoop
+from stoker.trainer.generation.sampling import Sampling
+from stoker.trainer.generation.text_generator import Generator, Limits, generate_batch
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 CPU, FP64 = torch.device("cpu"), PrecisionPlan("fp64", torch.float64)
 VOCAB, CONTEXT = 259, 32
@@ -189,10 +190,10 @@ def test_keys_and_values_that_do_not_fit_are_told(window: list[int] | None, monk
     decoder = GPTDecoder(model, 3, 20)
     held = [tensor for layer in decoder._cache.layers for tensor in layer[:2]]
     assert need == 3 * (20 if window is None else 8) * 384 == sum(tensor.nbytes for tensor in held)
-    monkeypatch.setattr(generation, "host_memory", lambda: need - 1)
+    monkeypatch.setattr(text_generator, "host_memory", lambda: need - 1)
     with pytest.raises(UserError, match=r"3 texts of up to 20 tokens need 0.0 GiB"):
         generator(model).write([[5]] * 3, Limits(19))
-    monkeypatch.setattr(generation, "host_memory", lambda: need)
+    monkeypatch.setattr(text_generator, "host_memory", lambda: need)
     generator(model).write([[5]] * 3, Limits(19))
 
 
@@ -267,7 +268,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(trained: Path, *options: str) -> int:
-    return cli.main(["generate", "--checkpoint", str(trained), "--device", "cpu", "--max-new-tokens", "12", *options])
+    return main.main(["generate", "--checkpoint", str(trained), "--device", "cpu", "--max-new-tokens", "12", *options])
 
 
 def test_one_prompt_appears_after_its_text(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,8 +367,8 @@ def test_a_prompt_longer_than_the_context_is_told(
 def test_a_conversation_goes_through_the_template(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stoker.trainer.data.chat_files import chat_of
-    from stoker.trainer.data.chats import prompt_ids
+    from stoker.trainer.data.tasks.chat_files import chat_of
+    from stoker.trainer.data.tasks.chats import prompt_ids
 
     read: list[Sequence[int]] = []
     stops: list[str] = []
@@ -400,12 +401,12 @@ def test_a_conversation_goes_through_the_template(
 @pytest.mark.parametrize("sampling", DRAWN, ids=str)
 def test_a_recorded_step_gives_what_an_eager_one_gives(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches through one recording, with a text that outgrows its context."""
-    from stoker.trainer import token_loop
+    from stoker.trainer.generation import decode_loop
 
     model = gpt("cuda", torch.float32, compile=False)
     made = Generator(model, ByteTokenizer(), PrecisionPlan("fp32", torch.float32), torch.device("cuda"), CONTEXT)
     recorded = made.write(PROMPTS, Limits(40, ends=()), sampling, batch_size=3)
-    monkeypatch.setattr(token_loop, "_WORTH_RECORDING", 10**9)
+    monkeypatch.setattr(decode_loop, "_WORTH_RECORDING", 10**9)
     assert made.write(PROMPTS, Limits(40, ends=()), sampling, batch_size=3) == recorded
 
 
@@ -422,7 +423,7 @@ def test_smollm2_writes_what_it_writes_in_transformers(tmp_path: Path, capsys: p
     from transformers import AutoModelForCausalLM
 
     (file,) = Path(package.origin).parent.glob("*.gguf")
-    assert cli.main(["convert", str(file), str(tmp_path / "model")]) == 0
+    assert main.main(["convert", str(file), str(tmp_path / "model")]) == 0
     restored = restore(tmp_path / "model", "cpu")
     texts = ["The capital of France is", "def main(", "Once upon a time there was a very small"]
     prompts = [begun_text(restored, text) for text in texts]
@@ -438,5 +439,5 @@ def test_smollm2_writes_what_it_writes_in_transformers(tmp_path: Path, capsys: p
         assert theirs[0, len(prompt) :].tolist() == mine.tokens
     capsys.readouterr()
     options = ["--chat", "--temperature", "0", "--prompt", "What is the capital of France?"]
-    assert cli.main(["generate", "--checkpoint", str(tmp_path / "model"), "--device", "cpu", *options]) == 0
+    assert main.main(["generate", "--checkpoint", str(tmp_path / "model"), "--device", "cpu", *options]) == 0
     assert capsys.readouterr().out == "The capital of France is Paris.\n"

@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_run import final_hashes, tiny_config
 
-from stoker.trainer.run import run_training
+from stoker.trainer.train import run_training
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,9 @@ from hf_folders import random_model, save
 from tiny_run import tiny_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stoker.trainer.cli import main
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
-from stoker.trainer.harness.command import TASKS, add_arguments, is_asked
+from stoker.trainer.cli.evaluate_tasks import TASKS, add_arguments, is_asked
+from stoker.trainer.cli.main import main
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 
 LENGTH = 32
 _DOCUMENTS = """
@@ -100,7 +100,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def evaluated(model: Any, folder: Path, names: list[str], **arguments: Any) -> Any:
     """What the harness makes of tasks; it asks installed packages for model types after 0.4.13 only."""
     lm_eval = pytest.importorskip("lm_eval")
-    import_module("stoker.trainer.harness.model")
+    import_module("stoker.trainer.evaluation.harness.lm_eval_model")
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     manager = TaskManager(include_path=folder, include_defaults=False)
@@ -128,7 +128,7 @@ def assert_equal_scores(theirs: Any, ours: Any, per_token: float) -> None:
 
 def test_scores_are_those_of_the_type_hf(models: tuple[Path, Path], tasks: Path) -> None:
     pytest.importorskip("lm_eval")
-    from stoker.trainer.harness.model import StokerLM
+    from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM
 
     folder, checkpoint = models
     theirs = evaluated(
@@ -156,7 +156,7 @@ def test_a_t5_scores_and_writes_answers(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 
-    from stoker.trainer.harness.model import StokerLM
+    from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM
 
     theirs: Any = random_model("byt5")
     save(theirs, tmp_path / "theirs")
@@ -190,8 +190,8 @@ def test_a_t5_scores_and_writes_answers(tmp_path: Path) -> None:
 def test_the_models_own_documents_follow_an_eos(tmp_path: Path) -> None:
     """A byte-level GPT of stoker's: every text is scored after the eos of the one before it."""
     pytest.importorskip("lm_eval")
-    from stoker.trainer.harness.model import StokerLM
-    from stoker.trainer.run import run_training
+    from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM
+    from stoker.trainer.train import run_training
 
     text = tmp_path / "text.txt"
     text.write_text("some words. " * 60)
@@ -218,7 +218,7 @@ def test_generation_keys_that_do_not_act_are_refused(models: tuple[Path, Path]) 
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 
-    from stoker.trainer.harness.model import StokerLM
+    from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM
 
     model = StokerLM(models[1], "cpu")
     with pytest.raises(UserError, match=r"ask for it without a name \(other\)"):
@@ -272,7 +272,7 @@ def test_options_that_do_not_act_are_refused(capsys: pytest.CaptureFixture[str],
 def test_without_the_harness_one_line_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stoker.trainer.harness import command
+    from stoker.trainer.cli import evaluate_tasks as command
 
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["evaluate", "--checkpoint", "x", "--tasks", "a"]) == EXIT_BAD_INPUT
@@ -293,8 +293,8 @@ def test_the_entry_point_names_the_type() -> None:
 
 def test_stokers_own_tasks_ask_four_answers_each() -> None:
     pytest.importorskip("datasets")
-    from stoker.trainer.data.text_pairs import TextPair
-    from stoker.trainer.harness.docstrings import questions
+    from stoker.trainer.data.sources.text_pairs import TextPair
+    from stoker.trainer.evaluation.harness.docstring_tasks import questions
 
     pairs = [TextPair(f"def f{number}(): ...", f"Do {number}.") for number in range(9)]
     asked = questions(pairs)

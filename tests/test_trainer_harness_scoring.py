@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from stoker.models.bert import BERT
 from stoker.models.gpt import GPT
 from stoker.models.moe.router import Router
-from stoker.trainer.cli import main
-from stoker.trainer.data.text_start import text_start
-from stoker.trainer.data.tokenizer_json import canonical, define
-from stoker.trainer.data.tokenizers import ByteTokenizer, CharTokenizer
-from stoker.trainer.errors import EXIT_DONE
-from stoker.trainer.harness.scoring import Request, Scorer, rolling_windows
-from stoker.trainer.restore import Restored, restore
+from stoker.trainer.cli.main import main
+from stoker.trainer.conversion.load_model import Restored, restore
+from stoker.trainer.data.tokenizers.bos import text_start
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
+from stoker.trainer.evaluation.harness.loglikelihood import Request, Scorer, rolling_windows
+from stoker.trainer.utils.errors import EXIT_DONE
 
 BYTES = ("--tokenizer", "byte-level")
 
@@ -136,21 +136,21 @@ def test_an_expert_with_a_capacity_sees_one_text_at_a_time(tmp_path: Path) -> No
 
 
 def test_logits_are_made_of_scored_tokens_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.trainer.harness import scoring
+    from stoker.trainer.evaluation.harness import loglikelihood
 
     _, restored = both("llama", tmp_path)
     made: list[int] = []
-    logits_of = scoring.token_logits
+    logits_of = loglikelihood.token_logits
 
     def counted(hidden: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         made.append(hidden.shape[0])
         return logits_of(hidden, *rest, **more)
 
-    monkeypatch.setattr(scoring, "token_logits", counted)
+    monkeypatch.setattr(loglikelihood, "token_logits", counted)
     requests = some_requests()
     whole = scorer(restored).score(requests)
     assert sum(made) == sum(len(request.continuation) for request in requests)
-    monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", 3 * 512)
+    monkeypatch.setattr(loglikelihood, "_LOGITS_AT_ONCE", 3 * 512)
     made.clear()
     assert scorer(restored).score(requests) == whole
     assert max(made) == 3

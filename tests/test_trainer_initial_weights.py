@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_run import tiny_config
 
-from stoker.trainer.errors import UserError
-from stoker.trainer.run import TrainingResult, run_training
+from stoker.trainer.train import TrainingResult, run_training
+from stoker.trainer.utils.errors import UserError
 
 
 def run(folder: Path, **changes: Any) -> TrainingResult:

@@ -15,17 +15,18 @@ from device_waits import waits_forbidden
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.gpt import GPT
-from stoker.trainer import expert_load, late_values, loop
-from stoker.trainer.checkpoint import find_checkpoint
-from stoker.trainer.errors import EXIT_TERMINATED, UserError
-from stoker.trainer.late_values import Instant, LateValues
-from stoker.trainer.loop_state import LoopState
-from stoker.trainer.metrics import Journal, StepReport
-from stoker.trainer.module import LanguageModule
-from stoker.trainer.profiling import Observers, PhaseTimes
-from stoker.trainer.run import run_training
-from stoker.trainer.step_policy import StepPolicy
-from stoker.trainer.step_reports import Rates, StepReports
+from stoker.trainer.callbacks import expert_load, train_loop
+from stoker.trainer.callbacks.divergence import StepPolicy
+from stoker.trainer.callbacks.profiler import Observers, PhaseTimes
+from stoker.trainer.callbacks.reporting import Rates, StepReports
+from stoker.trainer.checkpoint.loop_state import LoopState
+from stoker.trainer.checkpoint.reader import find_checkpoint
+from stoker.trainer.lightning.lightning_module import LanguageModule
+from stoker.trainer.loggers.run_logger import Journal, StepReport
+from stoker.trainer.train import run_training
+from stoker.trainer.utils import async_host_copy
+from stoker.trainer.utils.async_host_copy import Instant, LateValues
+from stoker.trainer.utils.errors import EXIT_TERMINATED, UserError
 
 EXPERTS: dict[str, Any] = {
     "model__num_moe_experts": 4,
@@ -45,7 +46,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary reports are finished after the next step, whatever the device."""
-    monkeypatch.setattr(loop, "runs_behind", lambda device: True)
+    monkeypatch.setattr(train_loop, "runs_behind", lambda device: True)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_figures_and_checkpoints_are_those_of_reports_at_once(tmp_path: Path, mo
     """With experts, a checkpoint right after a step whose line is not made yet, and a run that is cut there."""
     settings = EXPERTS | {"trainer__max_steps": 6, "trainer__val_check_interval": 6}
     run_training(tiny_config(tmp_path / "at once", **settings))
-    monkeypatch.setattr(loop, "runs_behind", lambda device: True)
+    monkeypatch.setattr(train_loop, "runs_behind", lambda device: True)
     run_training(tiny_config(tmp_path / "late", **settings))
     assert lines(tmp_path / "late") == lines(tmp_path / "at once")
     assert states(tmp_path / "late") == states(tmp_path / "at once")
@@ -223,8 +224,8 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made_up = Device()
     cuda = SimpleNamespace(Event=made_up.event, current_stream=lambda device: None)
-    monkeypatch.setattr(late_values, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(late_values, "time", SimpleNamespace(perf_counter=lambda: made_up.host))
+    monkeypatch.setattr(async_host_copy, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(async_host_copy, "time", SimpleNamespace(perf_counter=lambda: made_up.host))
     return made_up
 
 
@@ -402,7 +403,7 @@ def test_a_report_begins_without_a_wait_and_says_the_same(
     monkeypatch.setattr(StepReports, "begin", watched)
     run_training(tiny_config(tmp_path / "late", **settings))
     assert told.index("step 3") < told.index("line 2") < told.index("step 4")
-    monkeypatch.setattr(loop, "runs_behind", lambda device: False)
+    monkeypatch.setattr(train_loop, "runs_behind", lambda device: False)
     run_training(tiny_config(tmp_path / "at once", **settings))
     assert lines(tmp_path / "late") == lines(tmp_path / "at once")
     assert states(tmp_path / "late") == states(tmp_path / "at once")

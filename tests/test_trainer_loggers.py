@@ -9,10 +9,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from tiny_run import tiny_config
 
-from stoker.trainer import loggers
-from stoker.trainer.config.exp_manager import ExpManagerBlock, SummaryWriterBlock
-from stoker.trainer.errors import UserError
-from stoker.trainer.loggers import Background, CsvSink, TensorBoardSink, check_loggers, open_sinks
+from stoker.trainer.config.schema.exp_manager import ExpManagerBlock, SummaryWriterBlock
+from stoker.trainer.loggers import logger_backends
+from stoker.trainer.loggers.logger_backends import Background, CsvSink, TensorBoardSink, check_loggers, open_sinks
+from stoker.trainer.utils.errors import UserError
 
 
 def open_for(directory, resumed_at=0, **keys):
@@ -25,7 +25,7 @@ def open_for(directory, resumed_at=0, **keys):
 
 
 def test_a_missing_package_is_one_line_with_its_cure(monkeypatch):
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(logger_backends.importlib.util, "find_spec", lambda name: None)
     check_loggers(ExpManagerBlock())
     for name in ("wandb", "mlflow"):
         with pytest.raises(UserError, match=rf"pip install 'stoker\[{name}\]'") as error:

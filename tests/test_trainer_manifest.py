@@ -7,7 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from stoker.trainer import manifest, redaction
+from stoker.trainer.checkpoint import run_environment
+from stoker.trainer.utils import redaction
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ def test_a_command_line_is_kept_but_for_its_secrets():
 
 def test_variables_that_matter_are_recorded_and_secrets_are_not():
     variables = {"NVTE_FLASH_ATTN": "0", "HOME": "/root", "TORCH_API_KEY": "abc", "NCCL_PROXY": "http://a:abc@h"}
-    document = manifest.describe_environment(CPU, variables)
+    document = run_environment.describe_environment(CPU, variables)
     assert document["variables"] == {"NCCL_PROXY": "http://***@h", "NVTE_FLASH_ATTN": "0", "TORCH_API_KEY": "***"}
     assert document["device"] == "cpu"
     assert "abc" not in json.dumps(document)
@@ -74,25 +75,25 @@ def test_the_project_is_its_commit_and_what_differs_from_it(tmp_path):
     git(project, "add", "file")
     git(project, "commit", "-q", "-m", "first")
     commit = git(project, "rev-parse", "HEAD")
-    assert manifest.describe_project(below) == {"directory": str(below), "commit": commit, "changed": 0}
+    assert run_environment.describe_project(below) == {"directory": str(below), "commit": commit, "changed": 0}
     (project / "file").write_text("b")
     (project / "untracked").write_text("b")
-    assert manifest.describe_project(below)["changed"] == 1
+    assert run_environment.describe_project(below)["changed"] == 1
     git(project, "checkout", "-q", "--detach")
-    assert manifest.head_commit(project) == commit
+    assert run_environment.head_commit(project) == commit
     git(project, "checkout", "-q", "-b", "branch")
     git(project, "pack-refs", "--all")
-    assert manifest.head_commit(project) == commit
+    assert run_environment.head_commit(project) == commit
     linked = tmp_path / "linked"
     git(project, "worktree", "add", "-q", str(linked), "-b", "other")
-    assert manifest.head_commit(linked) == commit
+    assert run_environment.head_commit(linked) == commit
 
 
 def test_no_project_and_no_git(tmp_path, monkeypatch):
-    assert manifest.describe_project(tmp_path) == {"directory": str(tmp_path)}
+    assert run_environment.describe_project(tmp_path) == {"directory": str(tmp_path)}
     (tmp_path / ".git").mkdir()
     monkeypatch.setenv("PATH", "")
-    assert manifest.describe_project(tmp_path) == {"directory": str(tmp_path), "commit": None, "changed": None}
+    assert run_environment.describe_project(tmp_path) == {"directory": str(tmp_path), "commit": None, "changed": None}
 
 
 def test_a_repository_cannot_have_git_start_its_own_program(tmp_path):
@@ -102,5 +103,5 @@ def test_a_repository_cannot_have_git_start_its_own_program(tmp_path):
     program.write_text(f"#!/bin/sh\ntouch {marker}\n")
     program.chmod(0o755)
     git(tmp_path, "config", "core.fsmonitor", str(program))
-    assert manifest.describe_project(tmp_path)["changed"] == 0
+    assert run_environment.describe_project(tmp_path)["changed"] == 0
     assert not marker.exists()

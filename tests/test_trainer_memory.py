@@ -10,16 +10,19 @@ from config_helpers import gpt, load
 from tiny_run import tiny_config
 
 from stoker.kernels.launch import INTERPRETED
-from stoker.models.config.counting import count_parameters
-from stoker.trainer import environment, memory, parts, restore
-from stoker.trainer import run as running
-from stoker.trainer.data import build
-from stoker.trainer.distributed.layout import DataLayout
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_IO, UserError
-from stoker.trainer.memory import check_memory, host_memory, is_out_of_memory
-from stoker.trainer.parts import build_model
-from stoker.trainer.precision import plan_precision
-from stoker.trainer.run import run_training
+from stoker.models.config.parameter_count import count_parameters
+from stoker.trainer import train as running
+from stoker.trainer.config.parameter_layout import DataLayout
+from stoker.trainer.conversion import load_model
+from stoker.trainer.core import factory
+from stoker.trainer.core.factory import build_model
+from stoker.trainer.data import build_datasets
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.plan import memory_check
+from stoker.trainer.plan.memory_check import check_memory, host_memory, is_out_of_memory
+from stoker.trainer.train import run_training
+from stoker.trainer.utils import environment
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_IO, UserError
 
 CPU = torch.device("cpu")
 
@@ -57,15 +60,15 @@ def test_the_bound_is_that_of_weights_gradients_and_optimizer(tmp_path, monkeypa
     root = tiny_config(tmp_path, trainer__precision=precision, **changes).root
     plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
     state = count_parameters(root.model, 259) * bytes_per_parameter
-    monkeypatch.setattr(memory, "host_memory", lambda: state - 1)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: state - 1)
     with pytest.raises(UserError, match="parameters with their gradients"):
         check_memory(root, plan, CPU)
-    monkeypatch.setattr(memory, "host_memory", lambda: state)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: state)
     with pytest.raises(UserError, match="activations of one micro batch"):
         check_memory(root, plan, CPU)
-    monkeypatch.setattr(memory, "host_memory", lambda: state * 2)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: state * 2)
     check_memory(root, plan, CPU)
-    monkeypatch.setattr(memory, "host_memory", lambda: None)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: None)
     check_memory(root, plan, CPU)
 
 
@@ -83,10 +86,10 @@ def test_each_process_needs_what_it_holds(tmp_path, monkeypatch, layout, bytes_p
     root = tiny_config(tmp_path, trainer__precision="bf16", model__global_batch_size=8, **changes).root
     plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
     need = count_parameters(root.model, 256) * bytes_per_parameter
-    monkeypatch.setattr(memory, "host_memory", lambda: 4 * int(need - 100))  # four processes share a host
+    monkeypatch.setattr(memory_check, "host_memory", lambda: 4 * int(need - 100))  # four processes share a host
     with pytest.raises(UserError, match=r"parameters with their gradients .* in each process"):
         check_memory(root, plan, CPU, layout)
-    monkeypatch.setattr(memory, "host_memory", lambda: 4 * int(need + 100))
+    monkeypatch.setattr(memory_check, "host_memory", lambda: 4 * int(need + 100))
     with pytest.raises(UserError, match="activations of one micro batch"):
         check_memory(root, plan, CPU, layout)
 
@@ -104,7 +107,7 @@ def test_an_allocation_that_fails_is_an_error_of_the_user(tmp_path, monkeypatch)
     def fail(*_):
         raise failed.value
 
-    monkeypatch.setattr(build, "_mock", fail)
+    monkeypatch.setattr(build_datasets, "_mock", fail)
     with pytest.raises(UserError, match="out of memory on cpu") as error:
         run_training(tiny_config(tmp_path / "run"))
     assert "micro_batch_size" in error.value.lines[1]
@@ -134,7 +137,7 @@ def test_peaks_are_those_of_the_run(monkeypatch, kind, is_initialized):
     assert begun == ([device] if kind == "cuda" and is_initialized else [])
 
 
-@pytest.mark.parametrize("choose", [parts.choose_device, restore.choose_device])
+@pytest.mark.parametrize("choose", [factory.choose_device, load_model.choose_device])
 def test_segments_of_device_memory_grow_where_a_gpu_is_chosen(monkeypatch, choose):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -142,7 +145,7 @@ def test_segments_of_device_memory_grow_where_a_gpu_is_chosen(monkeypatch, choos
     for kind, expected in (("cpu", None), ("cuda", "expandable_segments:True")):
         for name in environment.ALLOCATOR:
             monkeypatch.delenv(name, raising=False)
-        choose(load(f"trainer.accelerator={kind}").root if choose is parts.choose_device else kind)
+        choose(load(f"trainer.accelerator={kind}").root if choose is factory.choose_device else kind)
         assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
 
@@ -196,15 +199,15 @@ def test_a_refused_resume_leaves_the_record_of_the_run(tmp_path):
 
 def test_a_checkpoint_that_asks_for_too_large_a_model_is_not_built(tmp_path, monkeypatch):
     run_training(tiny_config(tmp_path, trainer__max_steps=1))
-    monkeypatch.setattr(restore, "host_memory", lambda: 1000)
+    monkeypatch.setattr(load_model, "host_memory", lambda: 1000)
     with pytest.raises(UserError, match="weights of its configuration need"):
-        restore.restore(tmp_path, "cpu")
+        load_model.restore(tmp_path, "cpu")
 
 
 def test_quickstart_measures_no_model_that_cannot_fit(tmp_path):
     root = tiny_config(tmp_path, model__num_layers=10**9).root
     plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
-    data = build.build_data(tiny_config(tmp_path).root)
+    data = build_datasets.build_data(tiny_config(tmp_path).root)
     with pytest.raises(UserError, match="out of memory"):
         build_model(root, data, plan, CPU)
 
@@ -218,6 +221,8 @@ def test_a_mask_counts_where_the_backend_needs_one(tmp_path, monkeypatch):
         ).root
         plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
         length, batch = gpt(root).encoder_seq_length, root.model.micro_batch_size
-        assert memory._mask_bytes(root, plan, CPU) == (batch * length * length * 4 if needs else 0)
+        assert memory_check._mask_bytes(root, plan, CPU) == (batch * length * length * 4 if needs else 0)
     contradiction = tiny_config(tmp_path, model__data__reset_attention_mask=True, model__attention_backend="te_fused")
-    assert memory._mask_bytes(contradiction.root, plan, CPU) == 0  # told by the check of attention, with its reasons
+    assert (
+        memory_check._mask_bytes(contradiction.root, plan, CPU) == 0
+    )  # told by the check of attention, with its reasons

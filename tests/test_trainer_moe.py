@@ -17,24 +17,24 @@ from torch import nn
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.moe.layers import moe_layers
-from stoker.trainer import expert_load
-from stoker.trainer.batching import BatchPlan, RampUp, RankBatches
-from stoker.trainer.checkpoint import weights_of
-from stoker.trainer.data.samples import Batch, MockSamples
-from stoker.trainer.distributed.ranks import Ranks
-from stoker.trainer.expert_balance import ExpertBalance
-from stoker.trainer.expert_load import ExpertLoad
-from stoker.trainer.feed import BatchFeed
-from stoker.trainer.fit import fit
-from stoker.trainer.loop_state import LoopState
-from stoker.trainer.metrics import StepReport
-from stoker.trainer.module import LanguageModule
+from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.trainer.callbacks import expert_load
+from stoker.trainer.callbacks.expert_load import ExpertLoad
+from stoker.trainer.checkpoint.loop_state import LoopState
+from stoker.trainer.checkpoint.reader import weights_of
+from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.data.batch_sampler import BatchPlan, RampUp, RankBatches
+from stoker.trainer.data.dataloader import BatchFeed
+from stoker.trainer.data.datasets.samples import Batch, MockSamples
+from stoker.trainer.device.precision import PrecisionPlan
+from stoker.trainer.distributed.process_group import Ranks
+from stoker.trainer.lightning.expert_balance import ExpertBalance
+from stoker.trainer.lightning.lightning_module import LanguageModule
+from stoker.trainer.lightning.lightning_trainer import fit
+from stoker.trainer.loggers.progress_bar import step_line
+from stoker.trainer.loggers.run_logger import StepReport
 from stoker.trainer.optim.sgd import SGD
-from stoker.trainer.panel import step_line
-from stoker.trainer.precision import PrecisionPlan
-from stoker.trainer.restore import restore
-from stoker.trainer.run import run_training
+from stoker.trainer.train import run_training
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 

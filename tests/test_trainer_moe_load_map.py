@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from stoker.trainer import expert_load
-from stoker.trainer.errors import EXIT_IO, UserError
-from stoker.trainer.expert_load import ExpertLoad
-from stoker.trainer.load_map import MOST_ROWS, LoadMap, can_draw, variation
+from stoker.trainer.callbacks import expert_load
+from stoker.trainer.callbacks.expert_load import ExpertLoad
+from stoker.trainer.loggers.expert_load_map import MOST_ROWS, LoadMap, can_draw, variation
+from stoker.trainer.utils.errors import EXIT_IO, UserError
 
 EXPERTS = {"decoder.layers.0.mlp": 4, "decoder.layers.2.mlp": 2}
 

@@ -7,9 +7,9 @@ import torch
 from tiny_run import tiny_config
 from torch import nn
 
-from stoker.trainer.optim.build import fused_rows
 from stoker.trainer.optim.muon import Muon, is_hidden_matrix, orthogonalize
-from stoker.trainer.run import run_training
+from stoker.trainer.optim.optimizer_factory import fused_rows
+from stoker.trainer.train import run_training
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 

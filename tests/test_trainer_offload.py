@@ -12,8 +12,8 @@ from late_copies import install
 from rank_runs import RankRuns, difference
 from tiny_run import final_hashes, tiny_config
 
-from stoker.models.offload_weights import WeightOffload, weight_offloads
-from stoker.trainer.run import run_training
+from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
+from stoker.trainer.train import run_training
 
 RUN: dict[str, Any] = {
     "model__num_layers": 4,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.optim.base import clip_coefficient, decays, global_norm
+from stoker.trainer.optim.base_optimizer import clip_coefficient, decays, global_norm
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -13,17 +13,17 @@ from lane_copies import LaneCopies
 from optimizer_cases import MAKERS, WideNet, backward
 from tiny_run import final_hashes, tiny_config
 
-from stoker.models.config.counting import count_parameters
-from stoker.trainer import memory
-from stoker.trainer.ema import EMA
-from stoker.trainer.errors import UserError
-from stoker.trainer.memory import check_memory
-from stoker.trainer.optim import base, build, pinned
+from stoker.models.config.parameter_count import count_parameters
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.optim import base_optimizer, optimizer_factory, pinned_memory
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.optim.buckets import SLOTS, BucketPlan, StateShape, plan_buckets
+from stoker.trainer.optim.ema import EMA
 from stoker.trainer.optim.sgd import SGD
-from stoker.trainer.precision import plan_precision
-from stoker.trainer.run import run_training
+from stoker.trainer.optim.state_buckets import SLOTS, BucketPlan, StateShape, plan_buckets
+from stoker.trainer.plan import memory_check as memory
+from stoker.trainer.plan.memory_check import check_memory
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 BUCKET = 16 * 1024
 """Bytes: 1,024 elements with main weights and two moments, of which the largest parameter here has 6,000."""
@@ -331,8 +331,8 @@ def pretend(monkeypatch):
     def copies(keys, device):
         return LaneCopies() if keys.cpu_offloading_optimizer else None
 
-    monkeypatch.setattr(build, "host_copies", copies)
-    monkeypatch.setattr(base, "plan_buckets", lambda states, _: plan_buckets(states, BUCKET))
+    monkeypatch.setattr(optimizer_factory, "host_copies", copies)
+    monkeypatch.setattr(base_optimizer, "plan_buckets", lambda states, _: plan_buckets(states, BUCKET))
 
 
 def trained(directory: Path, on: bool, steps=8, **changes):
@@ -457,8 +457,8 @@ def test_the_state_counts_on_the_host_before_a_run(tmp_path, monkeypatch, precis
 
 
 def test_memory_that_cannot_be_pinned_is_told(monkeypatch):
-    monkeypatch.setattr(pinned, "_register", lambda memory, device: 2)
-    copies = object.__new__(pinned.PinnedState)
+    monkeypatch.setattr(pinned_memory, "_register", lambda memory, device: 2)
+    copies = object.__new__(pinned_memory.PinnedState)
     copies.device = torch.device("cuda", 0)
     with pytest.raises(UserError, match=r"`model\.cpu_offloading_optimizer` \(True\).*CUDA error 2.*=False"):
         copies.host(64)
@@ -469,9 +469,9 @@ def test_memory_that_cannot_be_pinned_is_told(monkeypatch):
 
 def test_memory_is_unpinned_before_it_is_given_back(monkeypatch):
     calls = []
-    monkeypatch.setattr(pinned, "_register", lambda memory, device: calls.append(memory.data_ptr()) or 0)
-    monkeypatch.setattr(pinned, "_unregister", lambda memory, device: calls.append((memory.data_ptr(), device)))
-    copies = object.__new__(pinned.PinnedState)
+    monkeypatch.setattr(pinned_memory, "_register", lambda memory, device: calls.append(memory.data_ptr()) or 0)
+    monkeypatch.setattr(pinned_memory, "_unregister", lambda memory, device: calls.append((memory.data_ptr(), device)))
+    copies = object.__new__(pinned_memory.PinnedState)
     copies.device = torch.device("cuda", 0)
     memory = copies.host(4096)
     assert copies.host_bytes == 4096

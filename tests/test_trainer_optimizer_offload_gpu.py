@@ -10,11 +10,11 @@ from optimizer_cases import MAKERS
 from tiny_run import final_hashes, tiny_config
 from torch import nn
 
-from stoker.trainer.errors import UserError
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.optim.buckets import BUCKET_BYTES
-from stoker.trainer.optim.pinned import PinnedState
-from stoker.trainer.run import run_training
+from stoker.trainer.optim.pinned_memory import PinnedState
+from stoker.trainer.optim.state_buckets import BUCKET_BYTES
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
-from stoker.trainer.distributed.layout import DataLayout
-from stoker.trainer.distributed.pieces import local_tensor
-from stoker.trainer.distributed.replicated import Replicated
+from stoker.trainer.config.parameter_layout import DataLayout
+from stoker.trainer.distributed.ddp import Replicated
+from stoker.trainer.utils.local_shard import local_tensor
 
 RANKS = 2
 BUCKET = 8 * 1024

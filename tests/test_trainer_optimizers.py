@@ -14,16 +14,16 @@ from torch import nn
 import stoker
 from stoker.kernels.attention.flags import read_flags
 from stoker.models.build import build_gpt
-from stoker.trainer.config.optim import OptimBlock
-from stoker.trainer.config.schema import ModelBlock, RootBlock
-from stoker.trainer.errors import UserError
+from stoker.trainer.config.lr_schedule import build_schedule
+from stoker.trainer.config.schema.optim import OptimBlock
+from stoker.trainer.config.schema.root import ModelBlock, RootBlock
 from stoker.trainer.optim.adafactor import Adafactor
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.optim.build import build_optimizer, count_state, fused_rows, settings
 from stoker.trainer.optim.muon import COEFFICIENTS, Muon, is_hidden_matrix, orthogonalize, rate_factor
+from stoker.trainer.optim.optimizer_factory import build_optimizer, count_state, fused_rows, settings
 from stoker.trainer.optim.sgd import SGD
-from stoker.trainer.run import run_training
-from stoker.trainer.schedule import build_schedule
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 SCHED = {"name": "WarmupHoldAnnealLinear", "max_steps": 50, "warmup_steps": 2, "hold_steps": 1}
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 
-from stoker.trainer.distributed.pieces import piece_of
+from stoker.trainer.utils.local_shard import piece_of
 
 RANKS = 2
 

@@ -17,23 +17,25 @@ from rank_runs import RankRuns, difference, records
 from tiny_run import tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.attention.packed import PackedSequences
+from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
-from stoker.trainer import evaluate, memory, parts
-from stoker.trainer.batching import BatchPlan, RankBatches
-from stoker.trainer.data.documents import NumberedDocuments, document_numbers
-from stoker.trainer.data.samples import MockSamples
-from stoker.trainer.distributed.layout import plan_layout
-from stoker.trainer.distributed.pieces import local_tensor
-from stoker.trainer.distributed.ranks import join, leave
-from stoker.trainer.distributed.sharded import Sharded
-from stoker.trainer.errors import UserError
-from stoker.trainer.feed import BatchFeed
-from stoker.trainer.memory import check_memory
-from stoker.trainer.pace import measure_pace
-from stoker.trainer.precision import plan_precision
-from stoker.trainer.run import run_training
+from stoker.trainer.cli import evaluate
+from stoker.trainer.cli.thread_tuning import measure_pace
+from stoker.trainer.config.parameter_layout import plan_layout
+from stoker.trainer.core import factory as parts
+from stoker.trainer.data.batch_sampler import BatchPlan, RankBatches
+from stoker.trainer.data.dataloader import BatchFeed
+from stoker.trainer.data.datasets.document_ids import NumberedDocuments, document_numbers
+from stoker.trainer.data.datasets.samples import MockSamples
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.distributed.fsdp import Sharded
+from stoker.trainer.distributed.process_group import join, leave
+from stoker.trainer.plan import memory_check
+from stoker.trainer.plan.memory_check import check_memory
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
+from stoker.trainer.utils.local_shard import local_tensor
 
 CPU = torch.device("cpu")
 DATA = "model.data."
@@ -185,7 +187,7 @@ def test_layers_under_fsdp_are_one_graph(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_pace_is_measured_packed(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.trainer.data.build import build_data
+    from stoker.trainer.data.build_datasets import build_data
 
     seen: list[tuple[int, ...]] = []
     real = PackedSequences.of
@@ -228,7 +230,7 @@ def test_the_bound_counts_the_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fits(available: int, precision: str, **keys: bool) -> bool:
         data = {"data_impl": "mock", **keys}
         root = tiny_config(tmp_path, trainer__precision=precision, model__data=data, **sizes).root
-        monkeypatch.setattr(memory, "host_memory", lambda: available)
+        monkeypatch.setattr(memory_check, "host_memory", lambda: available)
         try:
             check_memory(root, plan_precision(root.trainer, root.model.megatron_amp_O2, CPU), CPU)
         except UserError as error:

@@ -12,9 +12,9 @@ from adapter_runs import base_folder, finetune, our_logits, some_tokens, their_l
 from hf_folders import random_model, tensors_of
 from safetensors.torch import load_file, save_file
 
-from stoker.trainer.conversion.adapters import convert_adapter
-from stoker.trainer.errors import UserError
-from stoker.trainer.restore import restore
+from stoker.trainer.conversion.convert_adapters import convert_adapter
+from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.utils.errors import UserError
 
 peft: Any = pytest.importorskip("peft")
 

@@ -14,18 +14,18 @@ from torch.utils._pytree import tree_leaves
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model, parameter_count, stacks_of
 from stoker.models.config.peft_slice import peft_slice
-from stoker.models.peft.adapt import trained_parameters
-from stoker.trainer import memory
-from stoker.trainer.errors import UserError
-from stoker.trainer.flops import training_flops_per_sample
-from stoker.trainer.memory import check_memory
-from stoker.trainer.plan.cards import card_named
-from stoker.trainer.plan.plan import Plan, make_plan, target_elsewhere
-from stoker.trainer.plan.states import update_working
-from stoker.trainer.precision import plan_precision
-from stoker.trainer.run import run_training
-from stoker.trainer.sample_form import sample_form
-from stoker.trainer.trained_count import count_trained
+from stoker.models.peft.apply import trained_parameters
+from stoker.trainer.config.batch_spec import sample_form
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.plan import memory_check
+from stoker.trainer.plan.flops import training_flops_per_sample
+from stoker.trainer.plan.hardware import card_named
+from stoker.trainer.plan.memory_check import check_memory
+from stoker.trainer.plan.run_plan import Plan, make_plan, target_elsewhere
+from stoker.trainer.plan.state_memory import update_working
+from stoker.trainer.plan.trainable_count import count_trained
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 CPU = torch.device("cpu")
 SCHEMES = ("lora", "adapter", "ptuning", "ia3", "selective")
@@ -142,7 +142,9 @@ def test_a_run_that_trains_its_last_layer_is_not_refused(tmp_path: Path, monkeyp
     )
     plan = plan_precision(last.trainer, True, CPU)
     counts, kept = count_trained(every.model, 259, sample_form(every)), 64 * 64 * gpt(last).hidden_size * 4
-    monkeypatch.setattr(memory, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + 4 * kept + (1 << 20))
+    monkeypatch.setattr(
+        memory_check, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + 4 * kept + (1 << 20)
+    )
     check_memory(last, plan, CPU)
     with pytest.raises(UserError, match="activations of one micro batch"):
         check_memory(every, plan, CPU)
@@ -183,7 +185,7 @@ def test_frozen_weights_fit_where_trained_ones_do_not(tmp_path: Path, monkeypatc
     plan = plan_precision(roots[0].trainer, True, CPU)
     counts = count_trained(roots[1].model, 259, sample_form(roots[1]))
     assert counts.trained < counts.all / 2
-    monkeypatch.setattr(memory, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + (1 << 19))
+    monkeypatch.setattr(memory_check, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + (1 << 19))
     check_memory(roots[1], plan, CPU)
     with pytest.raises(UserError, match="out of memory"):
         check_memory(roots[0], plan, CPU)

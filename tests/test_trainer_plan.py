@@ -8,18 +8,13 @@ import torch
 from config_helpers import load
 from plan_helpers import FULL, LLAMA, OFFLOAD, ONE, planned
 
-from stoker.trainer import run as running
-from stoker.trainer.cli import main
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
-from stoker.trainer.flops import training_flops_per_sample
-from stoker.trainer.plan.advice import out_of_memory_lines
-from stoker.trainer.plan.cards import CARD_NAMES, GIB, card_named, card_of
-from stoker.trainer.plan.changes import modules_that_save, search, suggestions
-from stoker.trainer.plan.moments import placed_layers
-from stoker.trainer.plan.plan import make_plan, target_elsewhere
+from stoker.trainer import train as running
+from stoker.trainer.cli.main import main
+from stoker.trainer.plan.fit_advice import out_of_memory_lines
+from stoker.trainer.plan.flops import training_flops_per_sample
+from stoker.trainer.plan.hardware import CARD_NAMES, GIB, card_named, card_of
 from stoker.trainer.plan.report import categories, comparison, report, summary
-from stoker.trainer.plan.states import slots_of
-from stoker.trainer.plan.work import (
+from stoker.trainer.plan.roofline import (
     CARD_SECONDS_OF_LAYER,
     HOST_SECONDS_OF_LAYER,
     NARROW,
@@ -27,6 +22,11 @@ from stoker.trainer.plan.work import (
     projections_forward,
     recomputed_work,
 )
+from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
+from stoker.trainer.plan.search import modules_that_save, search, suggestions
+from stoker.trainer.plan.state_memory import slots_of
+from stoker.trainer.plan.timeline import placed_layers
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 
 # ---------------------------------------------------------------- memory
 

@@ -6,11 +6,11 @@ import pytest
 from config_helpers import load, write
 from plan_helpers import FULL, LLAMA, ONE, planned
 
-from stoker.trainer.cli import main
-from stoker.trainer.errors import EXIT_BAD_INPUT, EXIT_DONE
-from stoker.trainer.plan.cards import card_named
-from stoker.trainer.plan.changes import search, suggestions
-from stoker.trainer.plan.plan import make_plan, target_elsewhere
+from stoker.trainer.cli.main import main
+from stoker.trainer.plan.hardware import card_named
+from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
+from stoker.trainer.plan.search import search, suggestions
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE
 
 
 def test_suggestions_fit_and_the_fastest_is_first():

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model
+from stoker.models.config.batch_shape import SampleForm
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.samples import SampleForm
-from stoker.models.offload import ActivationOffload
-from stoker.models.offload_weights import WeightOffload
-from stoker.trainer.plan.cards import card_named
-from stoker.trainer.plan.changes import suggestions
-from stoker.trainer.plan.copies import Run, waited
-from stoker.trainer.plan.plan import make_plan, target_elsewhere
+from stoker.models.memory.offload_activations import ActivationOffload
+from stoker.models.memory.offload_weights import WeightOffload
+from stoker.trainer.plan.hardware import card_named
+from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
+from stoker.trainer.plan.search import suggestions
+from stoker.trainer.plan.transfers import Run, waited
 
 
 def layers(count: int, offloaded: int, *, copy: float) -> list[Run]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from config_helpers import load
 
-from stoker.trainer.plan.plan import make_plan, target_here
-from stoker.trainer.run import run_training
+from stoker.trainer.plan.run_plan import make_plan, target_here
+from stoker.trainer.train import run_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

@@ -5,12 +5,12 @@ import torch
 from late_copies import LateCopies
 from saved_by_layers import facts_for, model_of, peak_of_backward, peak_of_loss, saved_as_written, saved_compiled
 
-from stoker.models import recompute
-from stoker.models.offload import ActivationOffload
-from stoker.trainer.plan import moments
-from stoker.trainer.plan.copies import sent_by
-from stoker.trainer.plan.ends import loss_memory
-from stoker.trainer.plan.moments import memory_plan, placed_layers
+from stoker.models.memory.offload_activations import ActivationOffload
+from stoker.models.recompute import policies
+from stoker.trainer.plan import timeline
+from stoker.trainer.plan.embeddings_and_loss import loss_memory
+from stoker.trainer.plan.timeline import memory_plan, placed_layers
+from stoker.trainer.plan.transfers import sent_by
 
 SMALL = [
     "trainer.precision=bf16",
@@ -196,9 +196,9 @@ def test_compiled_layers_keep_what_the_partitioner_chooses(name, monkeypatch):
 
 @pytest.mark.parametrize(("name", "times"), [("scores again", 2), ("scores again, dropout", 0)])
 def test_scores_come_again_from_log_sum_exps_where_the_plan_counts_these(name, times, monkeypatch):
-    taken, function = [], recompute.attention_with_scores_again
+    taken, function = [], policies.attention_with_scores_again
     monkeypatch.setattr(
-        recompute, "attention_with_scores_again", lambda *given, **more: taken.append(1) or function(*given, **more)
+        policies, "attention_with_scores_again", lambda *given, **more: taken.append(1) or function(*given, **more)
     )
     facts = facts_for(CASES[name], compiled=False)
     saved_as_written(facts, monkeypatch)
@@ -271,7 +271,7 @@ def test_what_is_offloaded_is_where_the_engine_has_it(monkeypatch):
     for number, layer in enumerate(model.decoder.layers):
         layer.register_full_backward_pre_hook(lambda *_, number=number: held.update({number: copies.held}))
     loss = model.loss(tokens, tokens, 1.0)
-    monkeypatch.setattr(moments, "LEAST_SIZE", 1)
+    monkeypatch.setattr(timeline, "LEAST_SIZE", 1)
     plan = memory_plan(facts)
     assert sum(map(sent_by, plan.layers)) == pytest.approx(engine.sent_bytes, rel=0.01)
     loss.backward()

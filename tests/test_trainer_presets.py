@@ -8,8 +8,8 @@ from config_helpers import load
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model, parameter_count
-from stoker.trainer.run import run_training
-from stoker.trainer.sample_form import sample_form
+from stoker.trainer.config.batch_spec import sample_form
+from stoker.trainer.train import run_training
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))
 SIZES = {"gpt_tiny": 0.9e6, "gpt_125m": 87e6, "gpt2_124m": 124e6, "llama_1b": 1.2e9, "gpt3_1b": 1.3e9}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tiny_run import tiny_config, tiny_document
 
-from stoker.trainer import profiling
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.errors import UserError
-from stoker.trainer.profiling import MemoryRecorder, Observers, PhaseTimes, TraceProfiler, operations_table
-from stoker.trainer.run import run_training
+from stoker.trainer.callbacks import profiler as profiling
+from stoker.trainer.callbacks.profiler import MemoryRecorder, Observers, PhaseTimes, TraceProfiler, operations_table
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from config_helpers import gpt
 
-from stoker.trainer import pace, quickstart
+from stoker.trainer.cli import quickstart, thread_tuning
+from stoker.trainer.cli.thread_tuning import Pace, best_threads, time_of
 from stoker.trainer.config.load import load_run_config
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.samples import EvaluationWindows
-from stoker.trainer.errors import UserError
-from stoker.trainer.pace import Pace, best_threads, time_of
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import EvaluationWindows
+from stoker.trainer.utils.errors import UserError
 
 
 class _Clock:
@@ -22,9 +22,9 @@ class _Clock:
         self.threads = max(seconds)
         self.seconds = seconds
         self.steps: list[int] = []
-        monkeypatch.setattr(pace.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(pace.torch, "get_num_threads", lambda: self.threads)
-        monkeypatch.setattr(pace.torch, "set_num_threads", self._set)
+        monkeypatch.setattr(thread_tuning.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(thread_tuning.torch, "get_num_threads", lambda: self.threads)
+        monkeypatch.setattr(thread_tuning.torch, "set_num_threads", self._set)
 
     def _set(self, threads: int) -> None:
         self.threads = threads

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tiny_run import tiny_config
 
-from stoker.trainer.errors import UserError
-from stoker.trainer.restore import restore
-from stoker.trainer.run import run_training
+from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import UserError
 
 
 def test_a_base_that_is_too_small_is_told_to_be_another(tmp_path: Path) -> None:

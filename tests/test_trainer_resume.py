@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tiny_run import tiny_config
 
-from stoker.trainer.checkpoint import Checkpoint, RunState
-from stoker.trainer.errors import UserError
-from stoker.trainer.resume import check_resumed
-from stoker.trainer.run import TrainingResult, run_training
+from stoker.trainer.checkpoint.reader import Checkpoint, RunState
+from stoker.trainer.core.resume import check_resumed
+from stoker.trainer.train import TrainingResult, run_training
+from stoker.trainer.utils.errors import UserError
 
 
 def run(folder: Path, steps: int, **changes: Any) -> TrainingResult:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny_run import final_hashes, tiny_config
 
-from stoker.trainer.checkpoint import find_checkpoint
-from stoker.trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, EXIT_TERMINATED, UserError
-from stoker.trainer.run import run_training
+from stoker.trainer.checkpoint.reader import find_checkpoint
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, EXIT_TERMINATED, UserError
 
 
 def lines(directory):
@@ -200,7 +200,7 @@ def test_a_full_disk_ends_the_run_with_exit_code_74(tmp_path, monkeypatch):
     import errno
     import os
 
-    from stoker.trainer import safe_io
+    from stoker.trainer.utils import safetensors_io
 
     real, written = os.write, 0
 
@@ -211,7 +211,7 @@ def test_a_full_disk_ends_the_run_with_exit_code_74(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(descriptor, data)
 
-    monkeypatch.setattr(safe_io.os, "write", write)
+    monkeypatch.setattr(safetensors_io.os, "write", write)
     with pytest.raises(UserError, match="No space left on device") as error:
         run_training(tiny_config(tmp_path))
     assert error.value.exit_code == EXIT_IO
@@ -299,7 +299,7 @@ def test_checkpoints_of_a_run_that_saves_none_are_in_nobodys_way(tmp_path):
 
 
 def test_two_processes_cannot_train_in_one_directory(tmp_path):
-    from stoker.trainer.run_directory import open_run_directory
+    from stoker.trainer.checkpoint.run_directory import open_run_directory
 
     config = tiny_config(tmp_path)
     with open_run_directory(config), pytest.raises(UserError, match="another process trains in"):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tiny_run import tiny_config
 
+from stoker.trainer.checkpoint.run_directory import open_run_directory
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.errors import EXIT_IO, UserError
-from stoker.trainer.run_directory import open_run_directory
+from stoker.trainer.utils.errors import EXIT_IO, UserError
 
 
 @pytest.mark.parametrize(

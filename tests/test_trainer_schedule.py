@@ -2,8 +2,7 @@
 
 import pytest
 
-from stoker.trainer.config.optim import OptimBlock
-from stoker.trainer.schedule import (
+from stoker.trainer.config.lr_schedule import (
     SCHEDULES,
     CosineAnnealing,
     InverseSquareRootAnnealing,
@@ -22,6 +21,7 @@ from stoker.trainer.schedule import (
     WarmupPolicy,
     build_schedule,
 )
+from stoker.trainer.config.schema.optim import OptimBlock
 
 COSINE = CosineAnnealing(lr=2e-4, min_lr=2e-5, max_steps=100_000, warmup_steps=500)
 COSINE_CONSTANT = CosineAnnealing(lr=2e-4, min_lr=2e-5, max_steps=100_000, warmup_steps=500, constant_steps=20_000)

@@ -12,16 +12,16 @@ import torch
 from config_helpers import last_of_each
 from torch import Tensor
 
-from stoker.trainer import cli
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.build import Data, build_data
-from stoker.trainer.data.example_samples import ExampleSamples
-from stoker.trainer.data.examples import Example, Examples, fitted
-from stoker.trainer.data.samples import IGNORED_LABEL
-from stoker.trainer.data.tokenizers import ByteTokenizer
-from stoker.trainer.errors import UserError
-from stoker.trainer.parts import build_model
-from stoker.trainer.precision import PrecisionPlan
+from stoker.trainer.cli import main
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core.factory import build_model
+from stoker.trainer.data.build_datasets import Data, build_data
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.datasets.sft_examples import Example, Examples, fitted
+from stoker.trainer.data.datasets.sft_samples import ExampleSamples
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
+from stoker.trainer.device.precision import PrecisionPlan
+from stoker.trainer.utils.errors import UserError
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -158,7 +158,7 @@ RUN = [
 
 def evaluated(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     capsys.readouterr()
-    assert cli.main(["evaluate", "--checkpoint", str(folder), "--device", "cpu", "--json", *more]) == 0
+    assert main.main(["evaluate", "--checkpoint", str(folder), "--device", "cpu", "--json", *more]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -176,7 +176,7 @@ def test_a_model_learns_to_answer(chat: bool, tmp_path: Path, capsys: pytest.Cap
     source = [f"data={'chat' if chat else 'sft'}", f"model.data.path={path}"]
     run = tmp_path / "run"
     steps = ["trainer.max_steps=40", "trainer.val_check_interval=40", f"exp_manager.explicit_log_dir={run}"]
-    assert cli.main(["train", *source, *RUN, *steps]) == 0
+    assert main.main(["train", *source, *RUN, *steps]) == 0
     found = evaluated(run, capsys)
     assert found["loss"] < 0.1
     assert found["exact_match"] == 1.0
@@ -193,7 +193,7 @@ def test_docstrings_are_for_a_gpt_too(tmp_path: Path, capsys: pytest.CaptureFixt
     run = tmp_path / "run"
     small = ["model.encoder_seq_length=256", "trainer.max_steps=2", "trainer.limit_val_batches=1"]
     changes = last_of_each([*RUN, *small, f"exp_manager.explicit_log_dir={run}"])
-    assert cli.main(["train", "experiment=docstring_gpt", *changes]) == 0
+    assert main.main(["train", "experiment=docstring_gpt", *changes]) == 0
     assert "packed sequences of 256" in capsys.readouterr().out
     found = evaluated(run, capsys, "--split", "test", "--limit-batches", "1", "--batch-size", "2")
     assert found["texts"] == 2
@@ -261,11 +261,11 @@ def test_a_changed_template_is_told_on_resuming_and_moves_nothing(
 ) -> None:
     source = ["data=sft", f"model.data.path={pairs(tmp_path)}", *last_of_each([*RUN, "trainer.limit_val_batches=1"])]
     kept = [f"exp_manager.explicit_log_dir={tmp_path / 'run'}", "trainer.val_check_interval=100"]
-    assert cli.main(["train", *source, *kept, "trainer.max_steps=1"]) == 0
+    assert main.main(["train", *source, *kept, "trainer.max_steps=1"]) == 0
     again = ["trainer.max_steps=2", "exp_manager.resume_if_exists=true"]
     template = 'model.data.train_ds.prompt_template="Q: {input} A: {output}"'
     capsys.readouterr()
-    assert cli.main(["train", *source, *kept, *again, template]) == 0
+    assert main.main(["train", *source, *kept, *again, template]) == 0
     said = capsys.readouterr().out
     assert "`model.data.train_ds.prompt_template` was None in step-1 and is Q: {input} A: {output} now" in said
     assert "done after step 2" in said
@@ -282,7 +282,7 @@ def test_splits_string_beside_splits_of_their_own_is_told(
         pairs(folder, 10).rename(folder / "validation.jsonl")
     source = ["data=sft", f"model.data.path={folder}", "model.data.splits_string='50,50,0'"]
     run = last_of_each([*RUN, "trainer.limit_val_batches=1", "trainer.max_steps=1"])
-    assert cli.main(["train", *source, *run, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]) == 0
+    assert main.main(["train", *source, *run, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]) == 0
     line = f"warning: `model.data.splits_string` (50,50,0) has no effect: {folder} has splits of its own; leave it out"
     assert (line in capsys.readouterr().out) == own
     assert (line in (tmp_path / "run" / "run.log").read_text()) == own
@@ -317,9 +317,9 @@ def test_packed_answers_are_learnt_on_a_gpu(experts: bool, tmp_path: Path, capsy
     steps += [f"exp_manager.explicit_log_dir={run}"]
     fast = ["trainer=gpu", "model.compile=null", "model.enable_cuda_graph=null"]
     on_gpu = last_of_each([*RUN, *fast, *size, *more, *steps])
-    assert cli.main(["train", "data=chat", f"model.data.path={path}", *on_gpu]) == 0
+    assert main.main(["train", "data=chat", f"model.data.path={path}", *on_gpu]) == 0
     assert "micro batches run as a CUDA graph" in capsys.readouterr().out
-    assert cli.main(["evaluate", "--checkpoint", str(run), "--json"]) == 0
+    assert main.main(["evaluate", "--checkpoint", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["loss"] < 0.1
     assert found["exact_match"] == 1.0

@@ -8,15 +8,15 @@ import torch
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
-from stoker.trainer.batching import BatchPlan, RankBatches
-from stoker.trainer.config.blocks import TrainerBlock
-from stoker.trainer.data.samples import Batch, MockSamples
-from stoker.trainer.distributed.ranks import Ranks
-from stoker.trainer.feed import BatchFeed, GlobalBatch
-from stoker.trainer.fit import fit
-from stoker.trainer.module import LanguageModule, micro_batch_seed
+from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
+from stoker.trainer.data.batch_sampler import BatchPlan, RankBatches
+from stoker.trainer.data.dataloader import BatchFeed, GlobalBatch
+from stoker.trainer.data.datasets.samples import Batch, MockSamples
+from stoker.trainer.device.precision import PrecisionPlan, plan_precision
+from stoker.trainer.distributed.process_group import Ranks
+from stoker.trainer.lightning.lightning_module import LanguageModule, micro_batch_seed
+from stoker.trainer.lightning.lightning_trainer import fit
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.precision import PrecisionPlan, plan_precision
 
 CPU = torch.device("cpu")
 KEYS = GPTKeys.model_validate(

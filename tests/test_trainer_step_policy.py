@@ -16,24 +16,24 @@ from tiny_run import final_hashes, tiny_config, tiny_document
 from torch._utils import ExceptionWrapper
 
 from stoker.models.gpt import GPT
-from stoker.trainer import feed
-from stoker.trainer.batching import BatchPlan, RankBatches
-from stoker.trainer.checkpoint import find_checkpoint
-from stoker.trainer.config.exp_manager import EarlyStoppingParams
+from stoker.trainer.callbacks.divergence import DivergedError, StepPolicy
+from stoker.trainer.callbacks.early_stopping import EarlyStopping, ways_on
+from stoker.trainer.callbacks.loss_spike import FEWEST, RECENT, REFERENCE, deviations_above
+from stoker.trainer.checkpoint.loop_state import LoopState, Patience
+from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.data.build import build_data
-from stoker.trainer.data.samples import MockSamples
-from stoker.trainer.data.tokenizers import ByteTokenizer
-from stoker.trainer.development import FirstSamples, overfitted, trial_of
-from stoker.trainer.early_stopping import EarlyStopping, ways_on
-from stoker.trainer.errors import EXIT_DONE, UserError
-from stoker.trainer.loop_state import LoopState, Patience
-from stoker.trainer.run import run_training
-from stoker.trainer.spikes import FEWEST, RECENT, REFERENCE, deviations_above
-from stoker.trainer.step_policy import DivergedError, StepPolicy
-from stoker.trainer.validated import validated_samples
+from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core.debug_runs import FirstSamples, overfitted, trial_of
+from stoker.trainer.data import dataloader
+from stoker.trainer.data.batch_sampler import BatchPlan, RankBatches
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import MockSamples
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
+from stoker.trainer.data.validation_subset import validated_samples
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import EXIT_DONE, UserError
 
 NAN = float("nan")
 FRESH = LoopState.model_validate({})
@@ -492,9 +492,11 @@ def test_what_a_loader_worker_finds_is_told_without_its_traceback(monkeypatch):
                 else:
                     yield pickle.loads(pickle.dumps(item))
 
-    monkeypatch.setattr(feed, "DataLoader", InThisProcess)
+    monkeypatch.setattr(dataloader, "DataLoader", InThisProcess)
     for workers in (0, 1):
-        batches = feed.BatchFeed(Damaged(), RankBatches(BatchPlan(4), 2), torch.device("cpu"), num_workers=workers)
+        batches = dataloader.BatchFeed(
+            Damaged(), RankBatches(BatchPlan(4), 2), torch.device("cpu"), num_workers=workers
+        )
         with closing(batches):
             items = iter(batches)
             assert next(items).labels.shape == (4, 8)

@@ -10,10 +10,10 @@ import pytest
 from config_helpers import load
 from tiny_run import final_hashes
 
-from stoker.trainer import cli
+from stoker.trainer.cli import main
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import RootBlock
-from stoker.trainer.run import TrainingResult, run_training
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.train import TrainingResult, run_training
 
 STACK = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2, "hidden_dropout": 0.1}
 PACKED = {"respect_document_boundaries": True, "packed_sequence": True}
@@ -105,7 +105,7 @@ def test_span_corruption_then_docstrings(tmp_path: Path, capsys: pytest.CaptureF
     assert second.validation.loss < 3.6
     capsys.readouterr()
     command = ["evaluate", "--checkpoint", str(tmp_path / "docstring"), "--split", "test", "--device", "cpu"]
-    assert cli.main([*command, "--limit-batches", "2", "--json"]) == 0
+    assert main.main([*command, "--limit-batches", "2", "--json"]) == 0
     scores = json.loads(capsys.readouterr().out)
     assert scores["texts"] == 16
     assert 0 < scores["copied_name"]["rouge_l"] < 1

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.trainer.baselines import copied_name
-from stoker.trainer.text_scores import rouge_l, score_texts, words_of
+from stoker.trainer.evaluation.baselines import copied_name
+from stoker.trainer.evaluation.text_scores import rouge_l, score_texts, words_of
 
 REFERENCE = [
     # target, written, fmeasure of rouge_score 0.1.2 (rougeL, no stemming)

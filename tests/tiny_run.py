@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema import RootBlock
+from stoker.trainer.config.schema.root import RootBlock
 
 STEPS = 40
 
@@ -75,7 +75,7 @@ def final_hashes(directory: Path, step: int) -> dict[str, str]:
 
 
 def _train(directory: Path, save_every: int) -> int:
-    from stoker.trainer.run import train
+    from stoker.trainer.train import train
 
     return train(
         tiny_config(

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..interpreted import rounded
+from ..interpreter_rounding import rounded
 from ..launch import INTERPRETED, jit, next_power_of_2, tl, triton_runs_on
-from .flash.tile import LOG2E, dot
+from .flash.portable.tile import LOG2E, dot
 
 MOST_SPLITS = 64
 """Parts of a sequence: what the kernel that adds them up holds at once."""

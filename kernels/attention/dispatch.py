@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .call import AttentionCall, Installed
+from .backend_support import BY_NAME, INSTALL_TE, Backend, Family, takes_hopper_kernels, why_no_te
+from .call_spec import AttentionCall, Installed
 from .flags import AttentionFlags
-from .support import BY_NAME, INSTALL_TE, Backend, Family, takes_hopper_kernels, why_no_te
 
 FAMILIES: tuple[Family, ...] = ("flash", "fused", "unfused")
 LONG_SCORES_BYTES = 1 << 30

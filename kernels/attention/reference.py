@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import AttentionGeometry, check_arguments
+from .argument_checks import AttentionGeometry, check_arguments
 from .dropout import dropout_mask
-from .packed import PackedSequences
+from .packed_sequences import PackedSequences
 
 
 def visible_keys(

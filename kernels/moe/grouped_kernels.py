@@ -5,9 +5,9 @@ Operands are read in 16 bits (or fp32) and summed in fp32. No result depends on 
 
 from __future__ import annotations
 
-from ..attention.flash.tile import dot
+from ..attention.flash.portable.tile import dot
 from ..gated_activation import _gate_and_slope, _sigmoid
-from ..interpreted import rounded
+from ..interpreter_rounding import rounded
 from ..launch import jit, tl
 
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import INTERPRETED, triton, triton_runs_on
-from .configs import device_capability, is_aligned, is_low, tile_config
 from .grouped_kernels import outer_kernel, rows_kernel
-from .tiles import Tiles, find_tiles
+from .tile_configs import device_capability, is_aligned, is_low, tile_config
+from .tile_map import Tiles, find_tiles
 
 Backend = Literal["auto", "triton", "torch", "loop"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..launch import triton_runs_on
 from .assignments import padded_assignments, sorted_assignments
 from .grouped_matmul import Backend, grouped_matmul
-from .rows import combine_rows, gather_rows
-from .sequential import activated
+from .permute import combine_rows, gather_rows
+from .reference_experts import activated
 
 
 class LowRank(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .block import Block, own
-from .model import ModelKeys
+from .key_block import Block, own
+from .model_keys import ModelKeys
 from .stack import StackKeys
 
 

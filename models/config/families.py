@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from .batch_shape import SampleForm
 from .bert import BertKeys
 from .bert_slice import BertSlice, bert_slice
 from .gpt import GPTKeys
-from .samples import SampleForm
 from .slices import GPTSlice, gpt_slice
 from .t5 import T5Keys
 from .t5_slice import T5Slice, t5_slice

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .bert import BertKeys
-from .block import Finding
 from .families import FamilyKeys
+from .key_block import Finding
+from .model_rules import gpt_rules, stack_rules
 from .position_rules import (
     buckets_have_room,
     position_table_covers_sample,
@@ -15,7 +16,6 @@ from .position_rules import (
     window_is_shorter_than_texts,
 )
 from .position_slices import BOUNDED
-from .rules import gpt_rules, stack_rules
 from .stack import StackKeys
 from .t5 import T5Keys
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .model import ModelKeys
+from .model_keys import ModelKeys
 from .stack import StackKeys
 
 

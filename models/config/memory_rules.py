@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .block import Finding
+from .key_block import Finding
 from .memory_slice import modules_of, whole_layers
 from .moe_slice import has_experts, layers_with_experts
 from .stack import StackKeys

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .block import Block
+from .key_block import Block
 
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
 LayerPattern = Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(min_length=1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .block import Finding
+from .key_block import Finding
 from .moe import MoEKeys
 from .moe_slice import capacity_factor_of, has_experts, layers_with_experts, needs_pre_softmax, routing_of
 from .stack import StackKeys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .block import Finding
+from .key_block import Finding
 from .memory_slice import last_chunk, offloaded_layers, whole_layers
 from .stack import StackKeys
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .block import Block
+from .key_block import Block
 
 Scheme = Literal["lora", "adapter", "ptuning", "ia3", "selective", "none"]
 TargetModule = Literal["attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2", "attention", "mlp", "all"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from ...kernels.rotary_scaling import YarnScaling
+from ...kernels.rope_scaling import YarnScaling
 from .bert import BertKeys
-from .block import Finding
 from .gpt import GPTKeys
+from .key_block import Finding
 from .position_slices import BOUNDED, head_dim_of, rotary_dim_of, rotary_scaling
 from .slices import longest_of, window_of
 from .stack import StackKeys

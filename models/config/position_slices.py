@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...kernels.relative_buckets import relative_buckets
-from ...kernels.rotary_scaling import Llama3Scaling, RotaryScaling, YarnScaling
+from ...kernels.relative_position_buckets import relative_buckets
+from ...kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling
 from .stack import StackKeys
 
 BOUNDED = ("learned_absolute", "learned_parameters", "rope", "xpos")

@@ -10,7 +10,7 @@ from .bert import BertKeys
 from .gpt import GPTKeys
 from .memory import RecomputeModule
 from .memory_slice import OffloadSlice, RecomputeSlice, acting_modules, offload_slice, recompute_slice
-from .model import ModelKeys
+from .model_keys import ModelKeys
 from .moe_slice import MoESlice, moe_slice
 from .position_slices import BOUNDED, DistanceSlice, RotarySlice, distance_slice, head_dim_of, rotary_slice
 from .stack import StackKeys

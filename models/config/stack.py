@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .block import Block, own
+from .key_block import Block, own
 from .memory import MemoryKeys
 from .moe import MoEKeys
 

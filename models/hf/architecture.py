@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from ..config.batch_shape import SampleForm
 from ..config.bert_slice import BertSlice
 from ..config.families import FamilyKeys, FamilySlice, family_slice
-from ..config.model import Family
-from ..config.samples import SampleForm
+from ..config.model_keys import Family
 from ..config.t5_slice import T5Slice
-from .fields import ALWAYS, COMMON, FieldError, Part, Theirs, read_fields, shown
-from .layouts import Geometry
-from .weights import WeightMap
+from .config_fields import ALWAYS, COMMON, FieldError, Part, Theirs, read_fields, shown
+from .weight_layout import Geometry
+from .weight_map import WeightMap
 
 _TRAINING = {
     *("dropout", "hidden_dropout", "embedding_dropout", "label_smoothing", "init_std", "output_init_std"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .architecture import Architecture
-from .fields import Field, Fixed, Must, TiedHead
-from .layouts import Stacked, Vocabulary
+from .config_fields import Field, Fixed, Must, TiedHead
 from .llama import longest
-from .weights import Row, WeightMap, same_names
+from .weight_layout import Stacked, Vocabulary
+from .weight_map import Row, WeightMap, same_names
 
 _OURS, _THEIRS = "encoder.layers.{n}.", "bert.encoder.layer.{n}."
 

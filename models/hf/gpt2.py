@@ -8,10 +8,10 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .fields import Activation, Field, Fixed, Must, Theirs, TiedHead, checked, key_of
-from .layouts import Transposed, Vocabulary
+from .config_fields import Activation, Field, Fixed, Must, Theirs, TiedHead, checked, key_of
 from .llama import longest
-from .weights import Row, WeightMap, same_names
+from .weight_layout import Transposed, Vocabulary
+from .weight_map import Row, WeightMap, same_names
 
 _OURS, _THEIRS = "decoder.layers.{n}.", "transformer.h.{n}."
 _MATRICES = (

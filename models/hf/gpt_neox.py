@@ -8,11 +8,11 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .fields import Activation, Field, Fixed, Must, Theirs, TiedHead, checked, key_of
-from .layouts import HeadByHead, Vocabulary
+from .config_fields import Activation, Field, Fixed, Must, Theirs, TiedHead, checked, key_of
 from .llama import longest
-from .rotary import Rotary
-from .weights import Row, WeightMap, same_names
+from .rope_fields import Rotary
+from .weight_layout import HeadByHead, Vocabulary
+from .weight_map import Row, WeightMap, same_names
 
 _OURS, _THEIRS = "decoder.layers.{n}.", "gpt_neox.layers.{n}."
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .fields import Activation, Field, FieldError, Fixed, Must, Part, Theirs, TiedHead, checked, key_of, shown
-from .layouts import OneByExpert, Stacked, Vocabulary
-from .rotary import Rotary
-from .weights import Row, WeightMap, same_names
+from .config_fields import Activation, Field, FieldError, Fixed, Must, Part, Theirs, TiedHead, checked, key_of, shown
+from .rope_fields import Rotary
+from .weight_layout import OneByExpert, Stacked, Vocabulary
+from .weight_map import Row, WeightMap, same_names
 
 _OURS, _THEIRS = "decoder.layers.{n}.", "model.layers.{n}."
 

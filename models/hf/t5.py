@@ -8,9 +8,9 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .fields import Activation, Field, FieldError, Fixed, Must, Part, Theirs, checked, key_of, shown
-from .layouts import Stacked, Vocabulary
-from .weights import Row, WeightMap
+from .config_fields import Activation, Field, FieldError, Fixed, Must, Part, Theirs, checked, key_of, shown
+from .weight_layout import Stacked, Vocabulary
+from .weight_map import Row, WeightMap
 
 _STACKS = ("encoder", "decoder")
 

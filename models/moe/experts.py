@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ...kernels.moe.experts import expert_mlp
+from ...kernels.moe.expert_mlps import expert_mlp
 from .router import Routed
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .added import Added
+from .added_parameters import Added
 
 
 class ScaledOutputs(nn.Linear, Added):

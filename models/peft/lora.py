@@ -8,15 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...kernels.lora_linear import lora_linear
+from ...kernels.lora.lora_linear import lora_linear
 from ...kernels.moe.lora_experts import LowRank, lora_expert_mlp
-from ...kernels.norms import NormParts
+from ...kernels.norm_functions import NormParts
 from ..config.peft_slice import LoRASlice
+from ..layers.fused_linear import NormedLinear
+from ..layers.norm import LayerNorm, RMSNorm
 from ..moe.experts import Experts
 from ..moe.router import Routed
-from ..normed_linear import NormedLinear
-from ..norms import LayerNorm, RMSNorm
-from .added import Added, drawn
+from .added_parameters import Added, drawn
 
 
 class LoRALinear(NormedLinear, Added):

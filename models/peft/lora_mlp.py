@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ...kernels.lora_gated_mlp import WIDEST_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
-from ...kernels.norms import NormParts
-from ..checkpointing import product_of, recomputes
+from ...kernels.lora.lora_gated_mlp import WIDEST_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
+from ...kernels.norm_functions import NormParts
 from ..config.peft_slice import LoRASlice, PeftSlice
 from ..config.slices import StackSlice
-from ..mlp import MLP
-from ..normed_linear import spares
-from ..norms import LayerNorm, RMSNorm
+from ..layers.fused_linear import spares
+from ..layers.mlp import MLP
+from ..layers.norm import LayerNorm, RMSNorm
+from ..memory.activation_checkpoint import product_of, recomputes
 from .lora import LoRALinear
 
 

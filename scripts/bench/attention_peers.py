@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stoker.kernels import attention_lse, flash_attention, lse_first_attention
-from stoker.kernels.attention.te import import_transformer_engine
+from stoker.kernels.attention.backends.transformer_engine import import_transformer_engine
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 

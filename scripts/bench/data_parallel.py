@@ -68,15 +68,15 @@ class Windows(pl.Callback):
 
 def train(name: str, ranks: Any) -> dict[str, Any]:
     """Train with one layout; returns the row of this rank."""
-    from stoker.trainer import parts
-    from stoker.trainer.batching import BatchPlan, RankBatches
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.data.build import build_data
-    from stoker.trainer.feed import BatchFeed
-    from stoker.trainer.fit import fit
-    from stoker.trainer.module import LanguageModule
-    from stoker.trainer.precision import plan_precision
-    from stoker.trainer.schedule import build_schedule
+    from stoker.trainer.config.lr_schedule import build_schedule
+    from stoker.trainer.core import factory
+    from stoker.trainer.data.batch_sampler import BatchPlan, RankBatches
+    from stoker.trainer.data.build_datasets import build_data
+    from stoker.trainer.data.dataloader import BatchFeed
+    from stoker.trainer.device.precision import plan_precision
+    from stoker.trainer.lightning.lightning_module import LanguageModule
+    from stoker.trainer.lightning.lightning_trainer import fit
 
     gc.collect()
     torch.cuda.empty_cache()
@@ -88,9 +88,9 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device())
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     data = build_data(root)
-    data_parallel = parts.build_data_parallel(root, precision, device, ranks)
-    model = parts.build_model(root, data, precision, device, data_parallel)
-    optimizer = parts.build_optimizer(root, model, precision, data_parallel)
+    data_parallel = factory.build_data_parallel(root, precision, device, ranks)
+    model = factory.build_model(root, data, precision, device, data_parallel)
+    optimizer = factory.build_optimizer(root, model, precision, data_parallel)
     batches = RankBatches(BatchPlan(root.model.global_batch_size), MICRO_BATCH, ranks.rank, world)
     feed = BatchFeed(data.train, batches, device)
     schedule = build_schedule(root.model.optim, 100)
@@ -108,7 +108,7 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
 
 def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
     """All rounds, on one rank."""
-    from stoker.trainer.distributed.ranks import Ranks, join, leave
+    from stoker.trainer.distributed.process_group import Ranks, join, leave
 
     torch.cuda.set_device(rank)
     store = TCPStore("127.0.0.1", arguments.port, devices, is_master=rank == 0)

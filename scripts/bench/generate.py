@@ -51,10 +51,10 @@ def stoker(batch: int, *, compiled: bool) -> Generate:
     from stoker.kernels.attention.flags import read_flags
     from stoker.models.build import build_gpt
     from stoker.models.config.gpt import GPTKeys
-    from stoker.models.decoding import GPTDecoder
+    from stoker.models.incremental_decoding import GPTDecoder
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.sampling import Sampling
-    from stoker.trainer.token_loop import TokenLoop
+    from stoker.trainer.generation.decode_loop import TokenLoop
+    from stoker.trainer.generation.sampling import Sampling
 
     keys = load_run_config(None, None, ["model=llama_1b"]).root.model
     assert isinstance(keys, GPTKeys)

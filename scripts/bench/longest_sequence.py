@@ -63,8 +63,8 @@ def planned(mode: str, tokens: int, card: str | None, memory: int | None = None)
     import torch
 
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.cards import card_named
-    from stoker.trainer.plan.plan import make_plan, target_elsewhere, target_here
+    from stoker.trainer.plan.hardware import card_named
+    from stoker.trainer.plan.run_plan import make_plan, target_elsewhere, target_here
 
     root = load_run_config(None, None, overrides(mode, tokens)).root
     target = target_elsewhere(root, card_named(card)) if card else target_here(root, torch.device("cuda", 0))
@@ -87,8 +87,8 @@ def measure(mode: str, tokens: int, memory: int | None) -> Row:
     import torch
 
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.states import CONTEXT
-    from stoker.trainer.run import run_training
+    from stoker.trainer.plan.state_memory import CONTEXT
+    from stoker.trainer.train import run_training
 
     plan = planned(mode, tokens, None, memory)
     if memory:

@@ -231,7 +231,7 @@ def measure(name: str, shape: Shape) -> Row:
 def planned(overrides: list[str]) -> int:
     """Bytes that `stoker plan` expects at the peak, on this machine's GPU."""
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.plan import make_plan, target_here
+    from stoker.trainer.plan.run_plan import make_plan, target_here
 
     root = load_run_config(None, None, overrides).root
     target = target_here(root, torch.device("cuda"))

@@ -44,11 +44,11 @@ from attention_report import Row, ratio
 from torch import Tensor
 
 from stoker.kernels.gated_activation import gated_activation
-from stoker.kernels.moe import configs
+from stoker.kernels.moe import tile_configs
 from stoker.kernels.moe.assignments import sorted_assignments
-from stoker.kernels.moe.experts import Implementation, expert_mlp
+from stoker.kernels.moe.expert_mlps import Implementation, expert_mlp
 from stoker.kernels.moe.grouped_matmul import row_tiles, torch_grouped_mm, triton_outer, triton_rows, why_not
-from stoker.kernels.moe.tiles import Tiles
+from stoker.kernels.moe.tile_map import Tiles
 
 OURS = "ours"
 DENSE = "dense MLP"
@@ -444,12 +444,12 @@ def jobs(section: str, shapes: list[Shape]) -> list[tuple[str, Callable[[int], R
 
 def set_tiles(texts: list[str]) -> None:
     """Replace the tiles of kinds in the table of the device."""
-    table = configs._HOPPER if torch.cuda.get_device_capability()[0] >= 9 else configs._AMPERE
+    table = tile_configs._HOPPER if torch.cuda.get_device_capability()[0] >= 9 else tile_configs._AMPERE
     for text in texts:
         kind, _, numbers = text.partition("=")
         if kind not in table:
             raise ValueError(f"`--tile` ({text}) must name one of {', '.join(table)}.")
-        table[kind] = configs.TileConfig(*map(int, numbers.split(",")))
+        table[kind] = tile_configs.TileConfig(*map(int, numbers.split(",")))
     if len({tile.rows for kind, tile in table.items() if kind != "outer"}) > 1:
         raise ValueError("`--tile`: all kinds but `outer` need tiles of the same height.")
 

@@ -144,7 +144,7 @@ def drawn_runs(seed: int, count: int, card: str | None) -> list[tuple[Drawn, Any
     """The runs of a seed with their plans: every mode in turn."""
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.config.problems import ConfigError
-    from stoker.trainer.plan.plan import make_plan
+    from stoker.trainer.plan.run_plan import make_plan
 
     random_numbers, found = random.Random(seed), []
     while len(found) < count:
@@ -162,8 +162,8 @@ def drawn_runs(seed: int, count: int, card: str | None) -> list[tuple[Drawn, Any
 def _target(root: Any, card: str | None) -> Any:
     import torch
 
-    from stoker.trainer.plan.cards import card_named
-    from stoker.trainer.plan.plan import target_elsewhere, target_here
+    from stoker.trainer.plan.hardware import card_named
+    from stoker.trainer.plan.run_plan import target_elsewhere, target_here
 
     return target_elsewhere(root, card_named(card)) if card else target_here(root, torch.device("cuda", 0))
 
@@ -173,8 +173,8 @@ def measure(drawn: Drawn) -> Row:
     import torch
 
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.plan import make_plan
-    from stoker.trainer.run import run_training
+    from stoker.trainer.plan.run_plan import make_plan
+    from stoker.trainer.train import run_training
 
     with tempfile.TemporaryDirectory() as directory:
         config = load_run_config(None, None, [*drawn.overrides, f"exp_manager.explicit_log_dir={directory}/r"])

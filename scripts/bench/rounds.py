@@ -59,7 +59,7 @@ def time_windows(step: Callable[[], object], length: Length) -> list[float]:
 def stoker_result(name: str, overrides: list[str], length: Length, tokens: int) -> Row:
     """The row of `stoker train`: seconds per step as it measures and logs them, one value per log interval."""
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.run import run_training
+    from stoker.trainer.train import run_training
 
     with tempfile.TemporaryDirectory() as directory:
         more = [

@@ -25,12 +25,12 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
-from ...models.config.block import Finding
-from ..errors import UserError
-from . import yaml_file
-from .paths import Tree, get, join, merged, put
+from ...models.config.key_block import Finding
+from ..utils.errors import UserError
+from . import yaml_reader
+from .dotted_paths import Tree, get, join, merged, put
 from .suggest import closest
-from .yaml_file import YamlError, YamlFile
+from .yaml_reader import YamlError, YamlFile
 
 PACKAGED = Path(__file__).resolve().parents[2] / "conf"
 
@@ -91,7 +91,7 @@ class YamlSource(ConfigSource):
         """Hand Hydra the defaults list and the package; the values stay in `read`."""
         path = self.file(config_path)
         try:
-            parsed = yaml_file.read(path)
+            parsed = yaml_reader.read(path)
         except YamlError as error:
             raise UserError(_refusal(path, error)) from None
         self.read[config_path] = parsed

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .paths import MISSING, join, leaves, parent_of
+from .dotted_paths import MISSING, join, leaves, parent_of
 from .resolvers import RESOLVERS
-from .yaml_file import scalar
+from .yaml_reader import scalar
 
 MAX_DEPTH = 64
 MAX_TEXT = 64 * 1024

@@ -11,24 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...models.config.block import Finding
-from ...models.config.model import Family
-from .. import environment
-from ..errors import UserError
-from ..redaction import shown_value, without_secrets
-from . import nemo_spellings, paths, rules, stacks, validate, which_family
-from .facts import Facts
+from ...models.config.key_block import Finding
+from ...models.config.model_keys import Family
+from ..utils import environment
+from ..utils.errors import UserError
+from ..utils.redaction import shown_value, without_secrets
+from . import dotted_paths, expand_t5, infer_family, validate
+from .dotted_paths import MISSING, Tree
 from .interpolation import InterpolationError, Resolver, holds_interpolation
-from .key_row import State
-from .key_states import KeyStates, Verdict
-from .key_table import row_of
-from .mistyped import corrected
-from .paths import MISSING, Tree
+from .nemo import nemo_spellings
+from .nemo.key_row import State
+from .nemo.key_states import KeyStates, Verdict
+from .nemo.key_table import row_of
+from .override_typos import corrected
 from .problems import ConfigError, KeyAccount, Problem
-from .process_rules import PARALLEL_SIZES
+from .rules import all_rules
+from .rules.process_rules import PARALLEL_SIZES
+from .rules.rule_context import Facts
 from .run_config import DEFAULT, Origin, RunConfig
-from .schema import RootBlock, family_of
-from .schema_index import defaults_tree, key_of_any_family, schema_blocks, schema_keys, show_value
+from .schema.key_index import defaults_tree, key_of_any_family, schema_blocks, schema_keys, show_value
+from .schema.root import RootBlock, family_of
 
 if TYPE_CHECKING:
     from .overrides import Edit
@@ -65,8 +67,8 @@ def load_run_config(
         UserError: a file or a choice does not exist, or a file cannot be read; or there is no model to begin with.
         ConfigError: the configuration is not valid; holds every problem.
     """
-    from .beginning import begin
     from .compose import Composer
+    from .finetune_defaults import begin
     from .overrides import parse
 
     environ = environment.snapshot() if environ is None else environ
@@ -92,8 +94,8 @@ def load_run_config(
 
 def config_from_document(document: Mapping[str, Any], *, trusted: bool, origin: str) -> RunConfig:
     """See `RunConfig.from_document`."""
-    tree = paths.merged({}, document)
-    origins = {path: Origin("document", origin) for path, _ in paths.leaves(tree)}
+    tree = dotted_paths.merged({}, document)
+    origins = {path: Origin("document", origin) for path, _ in dotted_paths.leaves(tree)}
     draft = Draft(tree, origins, environment.snapshot(), literal=not trusted)
     return draft.finish(())
 
@@ -116,7 +118,7 @@ class Draft:
         self._resolved: Tree = {}
         self._tainted: set[str] = set()
         self._family: Family = "gpt"
-        self._told = which_family.told_family(tree)  # before overrides reset the keys that tell it
+        self._told = infer_family.told_family(tree)  # before overrides reset the keys that tell it
 
     def apply(self, edit: Edit) -> None:
         """One value override. An unknown key stays in the tree, to be reported with all the others."""
@@ -126,20 +128,20 @@ class Draft:
                 return
             for path in [known for known in self.origins if _is_at_or_below(known, edit.path)]:
                 del self.origins[path]
-            if not paths.remove(self.tree, edit.path) and not _is_known(edit.path):
-                paths.put(self.tree, edit.path, None)
+            if not dotted_paths.remove(self.tree, edit.path) and not _is_known(edit.path):
+                dotted_paths.put(self.tree, edit.path, None)
                 self.origins[edit.path] = origin
             return
         value = edit.value
         if isinstance(value, dict) and value and not _is_open(edit.path):
             value = _text_keys(value)
-            for path, leaf in paths.leaves(value, edit.path):
-                paths.put(self.tree, path, leaf)
+            for path, leaf in dotted_paths.leaves(value, edit.path):
+                dotted_paths.put(self.tree, path, leaf)
                 self.origins[path] = origin
             return
         for path in [known for known in self.origins if known.startswith(edit.path + ".")]:
             del self.origins[path]
-        paths.put(self.tree, edit.path, _text_keys(value) if isinstance(value, dict) else value)
+        dotted_paths.put(self.tree, edit.path, _text_keys(value) if isinstance(value, dict) else value)
         self.origins[edit.path] = origin
         if edit.value is not None and self.origins.get(_OTHER_FORM.get(edit.path, ""), DEFAULT).kind == "file":
             self._replace_other_form(edit.path)
@@ -147,7 +149,7 @@ class Draft:
     def _is_reset_from(self, edit: Edit) -> bool:
         """Whether `~key=VALUE` names the value there is; a problem where it names another one."""
         key = key_of_any_family(edit.path)
-        there = paths.get(self.tree, edit.path, key.default if key else None)
+        there = dotted_paths.get(self.tree, edit.path, key.default if key else None)
         if there == edit.value and isinstance(there, bool) == isinstance(edit.value, bool):
             return True
         named = show_value(edit.value)
@@ -161,17 +163,17 @@ class Draft:
     def prefer_users_form(self) -> None:
         """Steps of a user's file replace a ratio of a packaged one, and the other way round."""
         for path, other in _OTHER_FORM.items():
-            if path not in self.packaged and other in self.packaged and paths.get(self.tree, path) is not None:
+            if path not in self.packaged and other in self.packaged and dotted_paths.get(self.tree, path) is not None:
                 self._replace_other_form(path)
 
     def _replace_other_form(self, path: str) -> None:
         other = _OTHER_FORM[path]
-        value = paths.get(self.tree, other)
+        value = dotted_paths.get(self.tree, other)
         if value is None:
             return
         rule = f"it replaces `{other}={show_value(value)}` of {self.origins.get(other, DEFAULT)}"
         self.findings.append(Finding("info", (path,), rule))
-        paths.remove(self.tree, other)
+        dotted_paths.remove(self.tree, other)
         del self.origins[other]
 
     def finish(self, files: tuple[Path, ...]) -> RunConfig:
@@ -179,7 +181,7 @@ class Draft:
         self._name_family()
         self._resolve()
         self._family = family_of(self._resolved.get("model"))
-        for finding in stacks.spread_over_stacks(self._resolved, self.kind_of, self._moved):
+        for finding in expand_t5.spread_over_stacks(self._resolved, self.kind_of, self._moved):
             self._take(finding)
         for finding in nemo_spellings.respelled(self._resolved, self._moved):
             self._take(finding)
@@ -189,7 +191,7 @@ class Draft:
         historical: list[str] = []
         for verdict in states.verdicts():
             if verdict.state is State.ACTS:
-                paths.put(acting, verdict.path, verdict.value)
+                dotted_paths.put(acting, verdict.path, verdict.value)
                 continue
             account.append(self._account(verdict))
             if verdict.state is State.HISTORICAL:
@@ -197,14 +199,14 @@ class Draft:
         self.problems.extend(states.problems())
         self.findings.extend(states.findings())
         self._missing(acting)
-        given = frozenset(path for path, _ in paths.leaves(acting))
+        given = frozenset(path for path, _ in dotted_paths.leaves(acting))
         root, wrong_types, wrong = validate.typed(acting, self.origin_text)
         self.problems.extend(wrong_types)
         wrong |= {problem.key for problem in self.problems}
         facts = Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._tainted))
         # with another way to cut a model over processes, nobody knows how many of them share a batch
         unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZES else set())
-        for finding in rules.run_rules(facts):
+        for finding in all_rules.run_rules(facts):
             if not unknown.intersection(finding.keys):
                 self._take(finding)
         judged = {row.path for row in account}
@@ -231,13 +233,13 @@ class Draft:
 
     def _origin_at(self, path: str) -> Origin:
         old = self._moved.get(path)
-        if old is None and path in self._moved.values() and paths.get(self._resolved, path, MISSING) == MISSING:
+        if old is None and path in self._moved.values() and dotted_paths.get(self._resolved, path, MISSING) == MISSING:
             return DEFAULT  # what was given here is the value of another key
         path = old or path
         while path:
             if path in self.origins:
                 return self.origins[path]
-            path = paths.parent_of(path)
+            path = dotted_paths.parent_of(path)
         return DEFAULT
 
     def kind_of(self, path: str) -> str:
@@ -246,17 +248,17 @@ class Draft:
 
     def _name_family(self) -> None:
         """NeMo's files name no family; their keys tell it."""
-        other = which_family.other_model(self.tree)
+        other = infer_family.other_model(self.tree)
         if other is not None:  # nothing else that could be said of its keys would help
             path, called = other
             rule = f"a configuration of NeMo's {called}; stoker has GPT, T5 and BERT"
-            value = show_value(paths.get(self.tree, path))
+            value = show_value(dotted_paths.get(self.tree, path))
             raise ConfigError([Problem(path, value, self.origin_text(path), rule, _NO_SUCH_MODEL)])
         path = "model.family"
-        told = which_family.told_family(self.tree) or self._told
-        if told is not None and paths.get(self.tree, path) is None:
+        told = infer_family.told_family(self.tree) or self._told
+        if told is not None and dotted_paths.get(self.tree, path) is None:
             family, reason = told
-            paths.put(self.tree, path, family)
+            dotted_paths.put(self.tree, path, family)
             self.origins[path] = Origin("default", reason)
             self.findings.append(Finding("info", (path,), f"`{family}`, since {reason}", f"{path}={family}"))
         self._family = family_of(self.tree.get("model"))
@@ -269,11 +271,11 @@ class Draft:
 
     def _resolve(self) -> None:
         """Fill `_resolved`; a key that cannot be resolved is a problem if it would have had an effect."""
-        whole = paths.merged(defaults_tree(self._family), self.tree)
+        whole = dotted_paths.merged(defaults_tree(self._family), self.tree)
         resolver = Resolver(whole, self.variables, nemo_default, takes_only_text)
-        for path, raw in list(paths.leaves(self.tree)):
+        for path, raw in list(dotted_paths.leaves(self.tree)):
             if self.literal or not holds_interpolation(raw):
-                paths.put(self._resolved, path, raw)
+                dotted_paths.put(self._resolved, path, raw)
                 continue
             try:
                 found = resolver.value(path)
@@ -281,20 +283,20 @@ class Draft:
                 row = row_of(path, self._family)
                 acts = path in schema_keys(self._family)
                 if row is not None and not acts and (row.state is State.HISTORICAL or row.switch):
-                    paths.put(self._resolved, path, raw)
+                    dotted_paths.put(self._resolved, path, raw)
                 else:
                     self.problems.append(
                         Problem(path, show_value(raw), self.origin_text(path), f"it {error}", self._meant(error))
                     )
                 continue
-            paths.put(self._resolved, path, found.value)
+            dotted_paths.put(self._resolved, path, found.value)
             if found.from_environment or holds_interpolation(found.value):
                 self._tainted.add(path)
-                paths.put(self._raw, path, raw)
+                dotted_paths.put(self._raw, path, raw)
 
     def _meant(self, error: InterpolationError) -> str:
         from .interpolation import AbsentError
-        from .key_states import suggestions
+        from .nemo.key_states import suggestions
 
         if not isinstance(error, AbsentError):
             return ""
@@ -303,9 +305,9 @@ class Draft:
         return f"did you mean ${{{near[0]}}}?" if near else ""
 
     def _missing(self, acting: Tree) -> None:
-        for path, value in list(paths.leaves(acting)):
+        for path, value in list(dotted_paths.leaves(acting)):
             if value == MISSING:
-                paths.remove(acting, path)
+                dotted_paths.remove(acting, path)
                 self.problems.append(
                     Problem(
                         path, MISSING, self.origin_text(path), "must be given before a run can start", f"{path}=VALUE"
@@ -332,19 +334,19 @@ class Draft:
         return "" if self._origin_at(first).kind == "default" else self.origin_text(first)
 
     def _shown(self, path: str) -> str:
-        value = paths.get(self._raw, path)
+        value = dotted_paths.get(self._raw, path)
         if value is None:
             key = schema_keys(self._family).get(path)
-            value = paths.get(self._resolved, path, key.default if key else None)
+            value = dotted_paths.get(self._resolved, path, key.default if key else None)
         return shown_value(path, show_value(value))
 
     def _account(self, verdict: Verdict) -> KeyAccount:
-        raw = paths.get(self._raw, verdict.path, verdict.value)
+        raw = dotted_paths.get(self._raw, verdict.path, verdict.value)
         return KeyAccount(verdict.path, show_value(raw), verdict.state, self.origin_text(verdict.path), verdict.note)
 
     def _effective(self, root: RootBlock, wrong: set[str]) -> list[KeyAccount]:
         rows = []
-        for path, value in paths.leaves(self._document(root)):
+        for path, value in dotted_paths.leaves(self._document(root)):
             shown = self._shown(path) if path in wrong else show_value(value)
             rows.append(KeyAccount(path, shown, State.ACTS, self.origin_text(path), "error" if path in wrong else ""))
         return rows
@@ -353,13 +355,13 @@ class Draft:
         """The effective keys as they go to disk: what came from the environment stays as it was written."""
         document = root.model_dump(mode="json")
         for path in self._tainted:
-            if path in schema_keys(self._family) or _is_open(paths.parent_of(path)):
-                paths.put(document, path, paths.get(self._raw, path))
+            if path in schema_keys(self._family) or _is_open(dotted_paths.parent_of(path)):
+                dotted_paths.put(document, path, dotted_paths.get(self._raw, path))
         return document
 
 
 def _leaf_paths(document: Tree) -> list[str]:
-    return [path for path, _ in paths.leaves(document)]
+    return [path for path, _ in dotted_paths.leaves(document)]
 
 
 def nemo_default(path: str) -> Any:
@@ -381,7 +383,7 @@ def _is_at_or_below(path: str, above: str) -> bool:
 
 
 def _is_known(path: str) -> bool:
-    from .key_states import is_known
+    from .nemo.key_states import is_known
 
     return is_known(path)
 

@@ -15,11 +15,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 
-from ..redaction import is_secret
-from .given_twice import choices_given_twice, keys_given_twice
-from .mistyped import corrected, told_apart
+from ..utils.redaction import is_secret
+from .duplicate_overrides import choices_given_twice, keys_given_twice
+from .override_typos import corrected, told_apart
 from .problems import Problem
-from .schema_index import key_of_any_family, show_value
+from .schema.key_index import key_of_any_family, show_value
 
 MAX_LENGTH = 64 * 1024
 _LONG = 200

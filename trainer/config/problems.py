@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...models.config.block import Finding
-from ..counted import counted
-from ..errors import UserError
-from ..redaction import shown_value, without_secrets
-from .key_row import State
+from ...models.config.key_block import Finding
+from ..utils.errors import UserError
+from ..utils.redaction import shown_value, without_secrets
+from ..utils.text import counted
+from .nemo.key_row import State
 
 
 @dataclass(frozen=True, slots=True)

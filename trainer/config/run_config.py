@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...models.config.block import Finding
-from ..errors import UserError
+from ...models.config.key_block import Finding
+from ..utils.errors import UserError
 from .problems import KeyAccount
-from .schema import RootBlock
+from .schema.root import RootBlock
 
 MAX_BYTES = 1 << 20
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from .foreign_names import FOREIGN_NAMES
+from .nemo.other_frameworks import FOREIGN_NAMES
 
 _WRONG_PARENT = 1.0
 _NOT_ACTING = 0.25

@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...models.config.model import FAMILIES, Family
-from . import paths
-from .foreign_names import own_values
-from .paths import Tree
+from ...models.config.model_keys import FAMILIES, Family
+from . import dotted_paths
+from .dotted_paths import Tree
+from .nemo.other_frameworks import own_values
 from .problems import Problem
-from .schema import RootBlock, family_of
-from .schema_index import Key, open_block_of, plain_path, schema_blocks, schema_keys, show_value
+from .schema.key_index import Key, open_block_of, plain_path, schema_blocks, schema_keys, show_value
+from .schema.root import RootBlock, family_of
 from .suggest import closest
 
 _LARGEST = 2**63 - 1
@@ -37,21 +37,21 @@ def typed(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], se
     problems: list[Problem] = []
     wrong: set[str] = set()
     family = family_of(given.get("model"))
-    for path, value in list(paths.leaves(given)):
+    for path, value in list(dotted_paths.leaves(given)):
         if _too_large(value):
             wrong.add(path)
             problems.append(_problem(path, value, origin_of, family))
-            paths.remove(given, path)
+            dotted_paths.remove(given, path)
     while True:
         try:
             return RootBlock.model_validate(given), problems, wrong
         except ValidationError as error:
             found = _by_key(error, given)
             for path, detail in found.items():
-                value = paths.get(given, path)
+                value = dotted_paths.get(given, path)
                 wrong.add(path)
                 problems.append(_problem(path, value, origin_of, family, detail))
-                paths.remove(given, path)
+                dotted_paths.remove(given, path)
 
 
 def _too_large(value: Any) -> bool:
@@ -69,9 +69,12 @@ def _by_key(error: ValidationError, given: Tree) -> Mapping[str, str]:
         for step in item["loc"]:
             if path == "model" and step in FAMILIES:  # which of the families' blocks it is, no key
                 continue
-            longer = paths.join(path, str(step))
+            longer = dotted_paths.join(path, str(step))
             # A step may also name an arm of a union (`model.data.data_prefix`), which is not in the tree.
-            named = open_block_of(longer) is not None and paths.get(given, longer, paths.MISSING) != paths.MISSING
+            named = (
+                open_block_of(longer) is not None
+                and dotted_paths.get(given, longer, dotted_paths.MISSING) != dotted_paths.MISSING
+            )
             if longer not in keys and longer not in blocks and not named:
                 break
             path = longer
@@ -157,7 +160,7 @@ def _fix(key: Key, value: Any, detail: str) -> str:
 
 
 def _instead_of_text(key: Key, value: str) -> str:
-    from .yaml_file import scalar
+    from .yaml_reader import scalar
 
     plain = scalar(value)
     if not isinstance(plain, str) and plain is not None:

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...models.config.batch_shape import SampleForm
 from ...models.config.families import sample_length_of
 from ...models.config.peft_slice import IA3Slice, LoRASlice, peft_slice
-from ...models.config.samples import SampleForm
 from ...models.hf.architecture import described, geometry_of
 from ...models.hf.architectures import ARCHITECTURES
-from ...models.hf.fields import shown
-from ...models.hf.layouts import Geometry
-from ..config.schema import RootBlock
-from ..data.tokenizers import Tokenizer
-from ..data.vocabulary import model_vocabulary
-from ..errors import UserError
-from ..safe_io import DamagedFileError, open_tensors
-from .folder import contained, read_object
+from ...models.hf.config_fields import shown
+from ...models.hf.weight_layout import Geometry
+from ..config.schema.root import RootBlock
+from ..data.tokenizers.tokenizer import Tokenizer
+from ..data.tokenizers.vocabulary import model_vocabulary
+from ..utils.errors import UserError
+from ..utils.safetensors_io import DamagedFileError, open_tensors
+from .from_hf import parameter_shapes
+from .hf_folder import contained, read_object
 from .peft_factors import names_of_factors
 from .peft_map import PREFIX, Target, from_pairs, targets_of
 from .to_peft import ADAPTER_CONFIG, ADAPTER_TENSORS
-from .to_stoker import parameter_shapes
 
 _SHOWN = 10
 _OFF: Mapping[str, tuple[Any, ...]] = {

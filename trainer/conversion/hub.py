@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import EXIT_IO, UserError
-from .folder import has_weights
+from ..utils.errors import EXIT_IO, UserError
+from .hf_folder import has_weights
 
 _TEXTS = ("*.json", "*.model", "vocab.txt", "merges.txt", "*.jinja")
 _NEVER = ("*.py", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*", "*/*")

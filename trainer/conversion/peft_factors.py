@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...models.hf.layouts import Geometry
+from ...models.hf.weight_layout import Geometry
 from .peft_map import Target
 
 

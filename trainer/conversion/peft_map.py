@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...models.hf.layouts import Geometry, OneByExpert, Transposed
-from ...models.hf.weights import Placed
+from ...models.hf.weight_layout import Geometry, OneByExpert, Transposed
+from ...models.hf.weight_map import Placed
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"

@@ -16,26 +16,26 @@ from torch import Tensor
 from ...models.config.families import FamilyKeys
 from ...models.hf.architecture import Architecture, described, geometry_of, nested, what_differs
 from ...models.hf.architectures import ARCHITECTURES, MODEL_TYPES
-from ...models.hf.fields import FieldError, Theirs
-from ...models.hf.layouts import Geometry
-from ...models.hf.weights import Placed
-from ..checkpoint import Checkpoint, find_checkpoint
-from ..claimed_size import check_claimed_size
+from ...models.hf.config_fields import FieldError, Theirs
+from ...models.hf.weight_layout import Geometry
+from ...models.hf.weight_map import Placed
+from ..checkpoint.reader import Checkpoint, find_checkpoint
+from ..config.batch_spec import sample_form
 from ..config.run_config import RunConfig
-from ..config.schema import MODEL_BLOCKS, RootBlock
-from ..data.tokenizers import Tokenizer, from_document
-from ..data.vocabulary import model_vocabulary
-from ..errors import UserError
-from ..safe_io import DamagedFileError, TensorFacts, write_json, write_tensor_stream
-from ..sample_form import sample_form
+from ..config.schema.root import MODEL_BLOCKS, RootBlock
+from ..data.tokenizers.tokenizer import Tokenizer, from_document
+from ..data.tokenizers.vocabulary import model_vocabulary
+from ..utils.errors import UserError
+from ..utils.safetensors_io import DamagedFileError, TensorFacts, write_json, write_tensor_stream
 from .casting import cast
-from .folder import CONFIG
-from .places import new_folder
-from .to_stoker import parameter_shapes
+from .from_hf import parameter_shapes
+from .hf_folder import CONFIG
+from .output_folder import new_folder
+from .size_check import check_claimed_size
 from .tokenizer_copy import folder_named, folder_of_run, settings_in, special_ids, write_template, write_tokenizer
 
 if TYPE_CHECKING:
-    from ..base_weights import BaseWeights
+    from .pretrained import BaseWeights
 
 SHARD_BYTES = 5_000_000_000
 _KEPT = 4
@@ -132,7 +132,7 @@ def _opened(
 ) -> AbstractContextManager[Tensors]:
     if base is None:
         return checkpoint.open_weights()
-    from .merging import open_merged
+    from .merge_adapter import open_merged
 
     return open_merged(checkpoint, root, tokenizer, base)
 

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from ...models.config.peft_slice import IA3Slice, LoRASlice, PeftSlice, PromptSlice, peft_slice
-from ...models.hf.layouts import Transposed
-from ...models.peft.prompt import Prompt, prompt_vectors
-from ..base_weights import BaseWeights, check_base
-from ..checkpoint import Checkpoint
-from ..config.schema import RootBlock
-from ..data.tokenizers import from_document
-from ..data.vocabulary import model_vocabulary
-from ..errors import UserError
-from ..safe_io import DamagedFileError, write_json, write_tensors
+from ...models.hf.weight_layout import Transposed
+from ...models.peft.ptuning import Prompt, prompt_vectors
+from ..checkpoint.reader import Checkpoint
+from ..config.schema.root import RootBlock
+from ..data.tokenizers.tokenizer import from_document
+from ..data.tokenizers.vocabulary import model_vocabulary
+from ..utils.errors import UserError
+from ..utils.safetensors_io import DamagedFileError, write_json, write_tensors
 from .casting import cast
-from .folder import CONFIG, read_object
+from .hf_folder import CONFIG, read_object
+from .output_folder import new_folder
 from .peft_factors import factors_of
 from .peft_map import PREFIX, targets_of, to_pairs
-from .places import new_folder
+from .pretrained import BaseWeights, check_base
 from .to_hf import Outgoing, choose
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"

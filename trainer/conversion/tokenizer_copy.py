@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...models.config.model import Family
-from ..config.blocks import TokenizerBlock
-from ..config.schema import RootBlock
-from ..data.chat_files import SETTINGS, TEMPLATE, special_names, template_beside
-from ..data.sentinels import USUAL_MASKS
-from ..data.task import task_of
-from ..data.task_samples import tokenizer_of_task
-from ..data.tokenizer_files import DESCRIPTION, MERGES, VOCABULARY, tokenizer_of_keys
-from ..data.tokenizers import ByteTokenizer, Tokenizer
-from ..data.vocabulary import named_tokenizer
-from ..environment import user_path
-from ..errors import UserError
-from ..safe_io import DamagedFileError, read_json
-from .folder import contained, read_object
+from ...models.config.model_keys import Family
+from ..config.data_task import task_of
+from ..config.schema.root import RootBlock
+from ..config.schema.trainer_and_data import TokenizerBlock
+from ..data.tasks.chat_files import SETTINGS, TEMPLATE, special_names, template_beside
+from ..data.tasks.sentinels import USUAL_MASKS
+from ..data.tasks.task_samples import tokenizer_of_task
+from ..data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from ..data.tokenizers.tokenizer_files import DESCRIPTION, MERGES, VOCABULARY, tokenizer_of_keys
+from ..data.tokenizers.vocabulary import named_tokenizer
+from ..utils.environment import user_path
+from ..utils.errors import UserError
+from ..utils.safetensors_io import DamagedFileError, read_json
+from .hf_folder import contained, read_object
 
 FOLDER = "tokenizer"
 _MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")

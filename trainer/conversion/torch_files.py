@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from ..safe_io import tensor_dtype_name
+from ..utils.errors import UserError
+from ..utils.safetensors_io import tensor_dtype_name
 
 
 class TorchFile:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.build import LanguageModel, stacks_of
-from ..optim.base import Optimizer
-from .layout import DataLayout
-from .pieces import Piece, piece_of
+from ..config.parameter_layout import DataLayout
+from ..optim.base_optimizer import Optimizer
+from ..utils.local_shard import Piece, piece_of
 
 
 class DataParallel:
@@ -118,8 +118,8 @@ def data_parallel(
         reduce_dtype: in which gradients are summed; None: as they are.
         timeout: how long a rank waits for another; None: torch's own.
     """
-    from .replicated import Replicated
-    from .sharded import Sharded
+    from .ddp import Replicated
+    from .fsdp import Sharded
 
     if layout.whole_weights:
         return Replicated(layout, device, reduce_dtype)

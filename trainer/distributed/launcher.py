@@ -22,8 +22,8 @@ from types import FrameType
 from typing import Any
 
 from ..config.run_config import RunConfig
-from ..environment import worker_environment
-from ..errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError, keep_trace
+from ..utils.environment import worker_environment
+from ..utils.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError, keep_trace
 from .placement import Placement
 
 GRACE_SECONDS = 8.0
@@ -194,7 +194,7 @@ class _Launch:
             shared = [write_end] + ([listener.fileno()] if listener and rank == 0 else [])
             with _interrupts_held():
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "stoker.trainer.distributed.worker"],
+                    [sys.executable, "-m", "stoker.trainer.cli.rank_entry"],
                     stdin=subprocess.PIPE,
                     env=worker_environment(
                         rank=rank,

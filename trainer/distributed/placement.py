@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config.blocks import TrainerBlock
-from ..errors import UserError
+from ..config.schema.trainer_and_data import TrainerBlock
+from ..utils.errors import UserError
 
 _SLURM_RANK, _SLURM_TASKS = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
 """Only srun sets the second: a batch script has a SLURM_PROCID and a SLURM_NTASKS too, and is no rank of anything."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..config.run_config import RunConfig
-from ..errors import EXIT_BUG, UserError
-from ..places import checkpoint_place, named_place
+from ..config.run_paths import checkpoint_place, named_place
+from ..utils.errors import EXIT_BUG, UserError
 from .launcher import launch
 from .placement import Placement
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Optimizer, arithmetic_dtype, overwrite, write_weight
+from .base_optimizer import Optimizer, arithmetic_dtype, overwrite, write_weight
 
 
 class Adafactor(Optimizer):

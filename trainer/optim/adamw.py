@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...kernels.adamw import adamw_step
-from .base import Optimizer, arithmetic_dtype
+from ...kernels.optim.adamw_kernel import adamw_step
+from .base_optimizer import Optimizer, arithmetic_dtype
 
 LEAST_SIZE = 1e-3
 """Of a weight, for `scale_parameter`: Adafactor's, so that weights that begin at zero can move."""

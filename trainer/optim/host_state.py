@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.offload_copies import Copies
-from .buckets import SLOTS, Bucket, BucketPlan, Place
+from ...models.memory.host_copies import Copies
+from .state_buckets import SLOTS, Bucket, BucketPlan, Place
 
 Update = Callable[[Bucket, list[dict[str, Tensor]]], None]
 """Updates a bucket: the states of its stretches, on the device, are changed in place."""

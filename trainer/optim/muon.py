@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .adamw import AdamW
-from .base import arithmetic_dtype, overwrite, write_weight
+from .base_optimizer import arithmetic_dtype, overwrite, write_weight
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of X <- a X + (b A + c A A) X with A = X X^T: steepest at 0 (Jordan et al. 2024)."""

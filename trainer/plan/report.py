@@ -8,13 +8,13 @@ from typing import Any
 
 from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import named
-from ..counted import counted
-from .cards import GIB
-from .changes import NOTHING_GIVEN, Change, Given
-from .facts import RunFacts, StackFacts
-from .moments import Moment
-from .plan import Plan, made_again, saved_by_recomputation
-from .states import CONTEXT
+from ..utils.text import counted
+from .hardware import GIB
+from .inputs import RunFacts, StackFacts
+from .run_plan import Plan, made_again, saved_by_recomputation
+from .search import NOTHING_GIVEN, Change, Given
+from .state_memory import CONTEXT
+from .timeline import Moment
 
 _HELD = {
     "weights": "weights",

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from ...launch import HAS_TRITON, INTERPRETED
-from ..arguments import check_arguments
-from .backward import launch_dkdv, launch_dq, prepare_backward
-from .bias_gradient import launch_bias_gradient, launch_distance_gradient
-from .forward import empty_results, launch_forward
-from .hopper.gate import serves
-from .problem import Problem
+from ..argument_checks import check_arguments
+from .hopper.supported_calls import serves
+from .kernel_arguments import Problem
+from .portable.backward import launch_dkdv, launch_dq, prepare_backward
+from .portable.bias_gradient import launch_bias_gradient, launch_distance_gradient
+from .portable.forward import empty_results, launch_forward
 
 # ---------------------------------------------------------------- launches
 
@@ -24,7 +24,7 @@ from .problem import Problem
 def _results(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp."""
     if serves(q, k, v, problem):
-        from .hopper.launch import launch_forward as launch_hopper_forward
+        from .hopper.launchers import launch_forward as launch_hopper_forward
 
         return launch_hopper_forward(q, k, v, problem)
     return launch_forward(q, k, v, problem)
@@ -71,18 +71,18 @@ def _hopper_backward(
     problem: Problem, needs_q: bool, needs_kv: bool, needs_distance_bias: bool, needs_slopes: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """What `_gradients` returns, from the Hopper kernels; they serve no dense bias."""
-    from .hopper import launch
-    from .hopper.distance import distance_gradient as distance_sums
+    from .hopper import launchers
+    from .hopper.distance_bias import distance_gradient as distance_sums
 
-    saved = launch.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
+    saved = launchers.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
     q_gradient = k_gradient = v_gradient = distance_gradient = slopes_gradient = row_sums = diagonals = None
     if needs_kv or needs_distance_bias:
-        dk, dv, diagonals = launch.launch_dkdv(saved, problem, diagonals=needs_distance_bias)
+        dk, dv, diagonals = launchers.launch_dkdv(saved, problem, diagonals=needs_distance_bias)
         if needs_kv:
             k_gradient, v_gradient = dk, dv
     if needs_q or needs_distance_bias or needs_slopes:
         far_sums = needs_distance_bias and problem.right < 0
-        dq, row_sums = launch.launch_dq(saved, problem, far_sums=far_sums, slope_sums=needs_slopes)
+        dq, row_sums = launchers.launch_dq(saved, problem, far_sums=far_sums, slope_sums=needs_slopes)
         q_gradient = dq if needs_q else q_gradient
     if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries

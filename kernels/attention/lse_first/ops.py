@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...launch import INTERPRETED, triton_runs_on
-from ..arguments import check_arguments
-from . import kernels, written_out
+from ..argument_checks import check_arguments
+from . import eager_stages, triton_stages
 from .chunks import Returned, chunks_of, fetched
 
 Shape = Sequence[int]
@@ -20,7 +20,7 @@ Shape = Sequence[int]
 
 def _stages(q: Tensor) -> ModuleType:
     """The module whose stages serve `q`: Triton on a GPU and in the interpreter, plain torch elsewhere."""
-    return kernels if triton_runs_on(q) or (INTERPRETED and q.device.type == "cpu") else written_out
+    return triton_stages if triton_runs_on(q) or (INTERPRETED and q.device.type == "cpu") else eager_stages
 
 
 def _lengths(tensors: Sequence[Tensor]) -> list[int]:

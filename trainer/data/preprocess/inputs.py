@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...environment import user_path
-from ...errors import UserError
+from ...utils.environment import user_path
+from ...utils.errors import UserError
 
 Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "hf"]
 _PACKED: dict[str, Kind] = {"": "jsonl", ".gz": "jsonl.gz", ".zst": "jsonl.zst"}

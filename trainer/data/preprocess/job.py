@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...counted import counted
-from ...durable import replace_file
-from ...errors import EXIT_IO, UserError
-from ..indexed import MAX_SIDE_FILE, IndexedWriter, bin_path, idx_path, token_dtype
-from ..tokenizers import Tokenizer, from_document
-from .documents import DAMAGED, Reading, line_number
+from ...utils.durable_files import replace_file
+from ...utils.errors import EXIT_IO, UserError
+from ...utils.text import counted
+from ..sources.indexed_tokens import MAX_SIDE_FILE, IndexedWriter, bin_path, idx_path, token_dtype
+from ..tokenizers.tokenizer import Tokenizer, from_document
 from .inputs import Source, find_sources
 from .journal import TOKENIZER, Journal, parts_folder
-from .plan import Unit, make_units, part_bytes
-from .pool import Pool, Task
+from .partition import Unit, make_units, part_bytes
+from .read_documents import DAMAGED, Reading, line_number
 from .streams import chunks_of_stream
 from .train_tokenizer import train_tokenizer
-from .worker import Tally
+from .worker_pool import Pool, Task
+from .worker_process import Tally
 
 FORMAT = 1
 

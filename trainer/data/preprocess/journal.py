@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from ...errors import EXIT_IO, UserError
-from ..indexed import bin_path, idx_path
-from .documents import DAMAGED
+from ...utils.errors import EXIT_IO, UserError
+from ..sources.indexed_tokens import bin_path, idx_path
+from .read_documents import DAMAGED
 
 _JOURNAL, _LOCK, TOKENIZER = "journal.jsonl", "lock", "tokenizer.json"
 _MAX_LINE = 256 << 20

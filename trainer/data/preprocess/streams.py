@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import UserError
-from .documents import (
+from ...utils.errors import UserError
+from .inputs import Source, load_data_set
+from .read_documents import (
     DAMAGED,
     Reading,
     Reject,
@@ -18,7 +19,6 @@ from .documents import (
     documents_of_lines,
     open_compressed,
 )
-from .inputs import Source, load_data_set
 
 _SAMPLE_CHUNK = 4 << 20
 _ROWS = 256

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ...errors import UserError
-from ..tokenizer_json import JsonTokenizer, canonical, define
-from .documents import Reading, Reject
+from ...utils.errors import UserError
+from ..tokenizers.tokenizer_json import JsonTokenizer, canonical, define
 from .inputs import Source
-from .plan import Unit
+from .partition import Unit
+from .read_documents import Reading, Reject
 from .streams import documents_of_stream
-from .worker import documents_of_span
+from .worker_process import documents_of_span
 
 SAMPLE_BYTES = 128 << 20
 """Text that a tokenizer is trained on, at most: the same share from the beginning of each part of the inputs."""

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ....launch import jit, tl
-from ..problem import on_device
-from ..tile import LOG2E
-from .call import launch
+from ..kernel_arguments import on_device
+from ..portable.tile import LOG2E
+from .launch_cache import launch
 
 _ROWS = 64
 kernel: Any = jit(do_not_specialize=("stride_b", "stride_s", "stride_h", "heads", "rows", "pitch"))

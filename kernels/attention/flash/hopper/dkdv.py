@@ -13,9 +13,9 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .diagonals import allocate_scratch, store_diagonals
-from .schedule import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
-from .scores import far_shifts, places, row_slopes, slope_of_head, with_distances
+from .diagonal_sums import allocate_scratch, store_diagonals
+from .persistent_loop import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
+from .score_tile import far_shifts, places, row_slopes, slope_of_head, with_distances
 
 
 @jit

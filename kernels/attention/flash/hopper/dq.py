@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .schedule import fill, jit, kernel, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
-from .scores import (
+from .persistent_loop import fill, jit, kernel, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
+from .score_tile import (
     biased,
     far_shifts,
     hidden_scores,

@@ -1,0 +1,138 @@
+"""The functions behind the names of the dispatcher's table, and the versions it asks about."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...launch import INTERPRETED
+from ..backend_support import why_no_te
+from ..call_spec import Installed
+from ..dispatch import Decision
+from ..packed_sequences import PackedSequences
+from ..reference import reference_backend
+from .flash_attn import FlashAttn
+from .lse_first import lse_first
+from .sdpa import sdpa_cudnn, sdpa_efficient, sdpa_flash, sdpa_math
+from .transformer_engine import TEAttention, import_transformer_engine, te_flash, te_fused, te_unfused
+from .triton import triton_attention
+from .unfused import UnfusedAttention
+
+
+class AttentionFunction(Protocol):
+    """What every backend is: the arguments and result of `reference_backend`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        dropout: float = 0.0,
+        bias: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        packed: PackedSequences | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from (batch, queries, heads, head_dim) to (batch, keys, groups, head_dim)."""
+        ...
+
+
+FUNCTIONS: dict[str, AttentionFunction] = {
+    "triton": triton_attention,
+    "sdpa_flash": sdpa_flash,
+    "flash_attn": FlashAttn(),
+    "te_flash": te_flash,
+    "sdpa_efficient": sdpa_efficient,
+    "sdpa_cudnn": sdpa_cudnn,
+    "te_fused": te_fused,
+    "unfused": UnfusedAttention(),
+    "sdpa_math": sdpa_math,
+    "te_unfused": te_unfused,
+    "lse_first": lse_first,
+    "reference": reference_backend,
+}
+
+
+def function_of(decision: Decision, *, masked_softmax_fusion: bool = True) -> AttentionFunction:
+    """The function of a decision.
+
+    Args:
+        decision: its call says whether the function must be deterministic.
+        masked_softmax_fusion: `unfused` may take the fused softmax.
+    """
+    function = FUNCTIONS[decision.backend]
+    if isinstance(function, UnfusedAttention):
+        return UnfusedAttention(masked_softmax_fusion=masked_softmax_fusion)
+    if isinstance(function, FlashAttn):
+        return FlashAttn(deterministic=decision.call.deterministic)
+    if isinstance(function, TEAttention):
+        return TEAttention(function.family, deterministic=decision.call.deterministic)
+    return function
+
+
+# ---------------------------------------------------------------- versions
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of PyTorch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def installed(device_type: str = "cpu") -> Installed:
+    """The versions in this process.
+
+    Args:
+        device_type: for `cuda`, TransformerEngine is imported where it is installed, to find out whether it works.
+    """
+    triton, te, flash_attn = (_version(name) for name in ("triton", "transformer-engine", "flash-attn"))
+    found = Installed(
+        torch=torch_version(),
+        cudnn=torch.backends.cudnn.version(),
+        triton=triton and triton[:2],
+        interpreted=INTERPRETED,
+        te=te and te[:2],
+        flash_attn=flash_attn,
+        flash_attn_3=_version("flash-attn-3") is not None,
+        flash_attn_4=_version("flash-attn-4") is not None,
+        deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+    )
+    if device_type != "cuda" or why_no_te(found) is not None:
+        return found
+    return replace(found, te_problem=_te_problem())
+
+
+def _version(distribution: str) -> tuple[int, int, int] | None:
+    """(major, minor, patch) of an installed distribution, None without it; nothing is imported."""
+    try:
+        numbers = re.findall(r"\d+", metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return None
+    major, minor, patch = (int(number) for number in [*numbers, 0, 0, 0][:3])
+    return major, minor, patch
+
+
+@cache
+def _te_problem() -> str:
+    """Why TransformerEngine, which is installed, cannot be imported, in one line; empty when it can."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of other frameworks it finds, and of parts it lacks for them
+            import_transformer_engine()
+    except Exception as error:  # a build for another torch, a missing library, a check of its own: anything
+        said = " ".join(str(error).split())[:160]
+        return f"transformer_engine is installed but cannot be imported: {type(error).__name__}: {said}"
+    return ""

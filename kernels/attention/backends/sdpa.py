@@ -1,0 +1,101 @@
+"""PyTorch's scaled_dot_product_attention, one object per backend, each forced: it runs or it raises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..dense_bias import hidden_keys, queries_without_keys, written_out_bias
+from ..packed_sequences import PackedSequences
+from ..reference import visible_keys
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedSDPA:
+    """SDPA held to one backend.
+
+    Attributes:
+        backend: the only backend PyTorch may take.
+        repeat_groups: repeat grouped keys and values for a backend that needs as many heads as the queries have.
+    """
+
+    backend: SDPBackend
+    repeat_groups: bool = False
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        dropout: float = 0.0,
+        bias: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        packed: PackedSequences | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, with the arguments of `AttentionFunction`.
+
+        Raises:
+            ValueError: a window, a softcap, or a causal mask over unequal lengths, which SDPA aligns top-left.
+            RuntimeError: from PyTorch, when the backend cannot run these inputs.
+        """
+        if window is not None:
+            raise ValueError(f"`window` ({window}) must be None, SDPA knows no window; use `unfused`.")
+        if softcap:
+            raise ValueError(f"`softcap` ({softcap}) must be 0, SDPA knows no softcap; use `unfused`.")
+        queries, keys = query.shape[1], key.shape[1]
+        if causal and queries != keys:
+            raise ValueError(f"`causal` must not meet {queries} queries and {keys} keys in SDPA; use `unfused`.")
+        bias = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
+        if bias is not None:
+            bias = bias.to(query.dtype)
+        empty = None
+        across = packed is not None and packed.key_documents is not None
+        if key_padding_mask is not None or across:
+            hidden = hidden_keys(
+                queries, keys, causal=causal, window=None, packed=packed, key_padding_mask=key_padding_mask,
+                device=query.device,
+            )  # fmt: skip
+            assert hidden is not None
+            empty = queries_without_keys(hidden)
+            # such a row is made visible here and 0 below, so that neither it nor its gradient is NaN
+            start = query.new_zeros(()) if bias is None else bias
+            bias, causal = start.masked_fill(hidden & ~empty, float("-inf")), False
+        elif packed is not None:  # its mask is causal already
+            mask = packed.needed_mask()
+            bias, causal = mask if bias is None else bias + mask, False
+        elif bias is not None and causal:  # SDPA takes a mask or the causal flag, not both
+            visible = visible_keys(queries, keys, causal=True, window=None, device=query.device)
+            bias, causal = bias.masked_fill(~visible, float("-inf")), False
+        per_group = query.shape[2] // key.shape[2]
+        if self.repeat_groups and per_group > 1:
+            key, value = key.repeat_interleave(per_group, dim=2), value.repeat_interleave(per_group, dim=2)
+        with sdpa_kernel([self.backend]):
+            context = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                attn_mask=bias,
+                dropout_p=dropout,
+                is_causal=causal,
+                scale=scale,
+                enable_gqa=per_group > 1 and not self.repeat_groups,
+            )
+        if empty is not None:
+            context = context.masked_fill(empty, 0.0)
+        return context.transpose(1, 2)
+
+
+sdpa_flash = ForcedSDPA(SDPBackend.FLASH_ATTENTION)  # FlashAttention 2 on CUDA, a blocked kernel on CPU
+sdpa_efficient = ForcedSDPA(SDPBackend.EFFICIENT_ATTENTION, repeat_groups=True)  # older versions know no groups
+sdpa_cudnn = ForcedSDPA(SDPBackend.CUDNN_ATTENTION)
+sdpa_math = ForcedSDPA(SDPBackend.MATH)

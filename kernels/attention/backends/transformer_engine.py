@@ -1,0 +1,208 @@
+"""TransformerEngine's DotProductAttention as three backends of the dispatcher; imported when it is first called.
+
+TransformerEngine chooses its kernels from NVTE_* while it runs. A call here sets them in a scope, so that one family is
+left, and afterwards looks which one ran.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..dense_bias import hidden_keys, written_out_bias
+from ..flags import cudnn_is_named, environment_override
+from ..no_compile import outside_graphs
+from ..packed_sequences import PackedSequences, whole_cu_seqlens, whole_key_cu_seqlens
+
+TEFamily = Literal["flash", "fused", "unfused"]
+_MODULE = "transformer_engine.pytorch.attention.dot_product_attention"
+_SWITCHES: dict[TEFamily, str] = {
+    "flash": "NVTE_FLASH_ATTN",
+    "fused": "NVTE_FUSED_ATTN",
+    "unfused": "NVTE_UNFUSED_ATTN",
+}
+
+
+def cudnn_of_torch() -> Path | None:
+    """The folder of the cuDNN that came with torch; None where none did, or the caller has said where cuDNN is."""
+    if cudnn_is_named():
+        return None
+    try:
+        found = find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:  # no package `nvidia` at all
+        return None
+    places = found.submodule_search_locations if found else None
+    return Path(places[0]) if places else None
+
+
+def import_transformer_engine() -> ModuleType:
+    """`transformer_engine.pytorch`, with the cuDNN of torch.
+
+    Where the system has a cuDNN too, TransformerEngine and the linker would take parts of that one, which fail beside
+    the parts of another release that torch has loaded. So all parts of torch's are loaded first.
+
+    Raises:
+        Exception: whatever it raises where it does not fit this torch or this machine.
+    """
+    folder = cudnn_of_torch()
+    if folder is None or "transformer_engine" in sys.modules:
+        return import_module("transformer_engine.pytorch")
+    for library in sorted((folder / "lib").glob("libcudnn*.so.*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    with environment_override({"CUDNN_PATH": str(folder)}):
+        return import_module("transformer_engine.pytorch")
+
+
+@lru_cache(maxsize=64)
+def _module(
+    family: TEFamily, heads: int, groups: int, head_dim: int, scale: float, dropout: float, deterministic: bool
+) -> Any:
+    """A DotProductAttention; it has no parameters. `family` and `deterministic` act through the environment."""
+    return import_transformer_engine().DotProductAttention(
+        heads, head_dim, num_gqa_groups=groups, attention_dropout=dropout, qkv_format="bshd", softmax_scale=scale
+    )
+
+
+def _window_size(window: tuple[int, int] | None, causal: bool, queries: int, keys: int) -> tuple[int, int]:
+    """A window in TransformerEngine's words, which has no window that is open on one side.
+
+    Always given: the default of its module is that of a causal mask, and it warns where that meets another mask.
+    """
+    left, right = window or (-1, -1)
+    if causal:
+        return left, 0
+    if left < 0 and right < 0:
+        return -1, -1
+    return left if left >= 0 else keys, right if right >= 0 else queries
+
+
+@dataclass(frozen=True, slots=True)
+class TEAttention:
+    """DotProductAttention held to one family.
+
+    Attributes:
+        family: the only one TransformerEngine may take.
+        deterministic: equal calls give equal gradients, to the bit.
+    """
+
+    family: TEFamily
+    deterministic: bool = False
+
+    @outside_graphs
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        dropout: float = 0.0,
+        bias: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        packed: PackedSequences | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, with the arguments of `AttentionFunction`.
+
+        Raises:
+            ValueError: a softcap, a padding mask, or a bias that the family does not take.
+            RuntimeError: TransformerEngine refused the call, or took another family.
+        """
+        if softcap:
+            raise ValueError(f"`softcap` ({softcap}) must be 0 in te_{self.family}; use `triton`.")
+        if key_padding_mask is not None:
+            raise ValueError(f"`key_padding_mask` must be None in te_{self.family}; use `triton`.")
+        biased = bias is not None or distance_bias is not None or alibi_slopes is not None
+        if biased and (self.family == "flash" or (self.family == "fused" and packed is not None)):
+            packing = " with packed documents" if packed is not None else ""
+            raise ValueError(f"a bias must be None in te_{self.family}{packing}; use `triton`.")
+        queries, keys = query.shape[1], key.shape[1]
+        options = self._mask(queries, keys, causal, window, packed, query.device)
+        dense = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
+        if dense is not None:
+            shape = (*(1,) * (4 - dense.dim()), *dense.shape)
+            whole = (shape[0], shape[1], queries, keys)  # cuDNN takes no bias that repeats a row
+            options |= {
+                "core_attention_bias_type": "post_scale_bias",
+                "core_attention_bias": dense.to(query.dtype).reshape(shape).expand(whole).contiguous(),
+            }
+        tensors = [query, key, value]
+        if "cu_seqlens_q" in options:
+            tensors = [tensor.flatten(0, 1) for tensor in tensors]
+        context = self._run(tensors, scale, dropout, options)
+        return context.reshape(query.shape)
+
+    def _mask(
+        self,
+        queries: int,
+        keys: int,
+        causal: bool,
+        window: tuple[int, int] | None,
+        packed: PackedSequences | None,
+        device: torch.device,
+    ) -> dict[str, Any]:
+        """The mask in TransformerEngine's words. True in its masks hides, and its plain `causal` is top-left."""
+        aligned = "causal" if queries == keys else "causal_bottom_right"
+        kind = aligned if causal else "no_mask"
+        sides = _window_size(window, causal, queries, keys)
+        if packed is None:
+            return {"attn_mask_type": kind, "window_size": sides}
+        if self.family == "unfused":  # it would lay out every document at the length of a row
+            hidden = hidden_keys(
+                queries, keys, causal=causal, window=window, packed=packed, key_padding_mask=None, device=device
+            )
+            return {"attn_mask_type": "arbitrary", "attention_mask": hidden, "window_size": (-1, -1)}
+        return {
+            "qkv_format": "thd",
+            "attn_mask_type": "padding_causal" if causal else "padding",
+            "window_size": sides,
+            "cu_seqlens_q": whole_cu_seqlens(packed),
+            "cu_seqlens_kv": whole_key_cu_seqlens(packed),
+            "max_seqlen_q": queries,
+            "max_seqlen_kv": keys,
+        }
+
+    def _run(self, tensors: list[Tensor], scale: float, dropout: float, options: dict[str, Any]) -> Tensor:
+        state = import_module(_MODULE)._attention_backends
+        deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
+        values = {name: str(int(family == self.family)) for family, name in _SWITCHES.items()}
+        if deterministic:
+            values["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        query, key = tensors[:2]
+        with environment_override(values):
+            module = _module(
+                self.family, query.shape[-2], key.shape[-2], query.shape[-1], scale, dropout, deterministic
+            )
+            # in evaluation it keeps nothing for a backward pass
+            module.train(torch.is_grad_enabled())
+            state["backend_selection_requires_update"] = True  # its memory of choices does not look at NVTE_*
+            try:
+                context: Tensor = module(*tensors, **options)
+            except ValueError as error:
+                raise RuntimeError(
+                    f"TransformerEngine refuses this call in te_{self.family}: {error} NVTE_DEBUG=1 "
+                    "NVTE_DEBUG_LEVEL=2 prints its reasons; attention_backend=auto takes another backend."
+                ) from error
+            ran = [family for family in _SWITCHES if state[f"use_{family}_attention"]]
+        if ran != [self.family]:
+            raise RuntimeError(f"TransformerEngine was held to {self.family} attention and took {ran or 'none'}.")
+        return context
+
+
+te_flash = TEAttention("flash")
+te_fused = TEAttention("fused")
+te_unfused = TEAttention("unfused")

@@ -1,0 +1,182 @@
+"""A distance bias on its way into the Hopper kernels, and its gradient on its way out."""
+
+# pyright: reportGeneralTypeIssues=false
+# the checker does not know that tl.static_range unrolls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....launch import jit, tl, triton
+from ..kernel_arguments import on_device
+from .launch_cache import launch
+
+_NUMBERS = (
+    "entries", "width", "extent", "reach", "inverse_scale", "batch", "heads", "key_blocks", "bands", "queries",
+    "length", "begin",
+)  # fmt: skip
+kernel: Any = jit(do_not_specialize=_NUMBERS)
+
+# tiles of at most this many queries and keys together: a tile that is not far has distances below reach + this
+SPAN = 256
+
+
+@kernel
+def table_kernel(bias_pointer, table_pointer, entries, width, extent, reach, inverse_scale, BLOCK: tl.constexpr):
+    """BLOCK entries of `distance_table`; there are `entries` in each of its halves, `width` per head."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    distance = place % width - extent
+    row = bias_pointer + place // width * (2 * reach + 1) + reach
+    there = place < entries
+    for neighbour in tl.static_range(-1, 2):
+        nearest = tl.minimum(tl.maximum(distance + neighbour, -reach), reach)
+        value = tl.load(row + nearest, mask=there, other=0.0) * inverse_scale
+        if neighbour != -1:
+            tl.store(table_pointer + 2 * place + neighbour, value, mask=there)
+        if neighbour != 1:
+            tl.store(table_pointer + 2 * (entries + place) - neighbour, value, mask=there)
+
+
+def distance_table(distance_bias: Tensor, scale: float) -> tuple[Tensor, int]:
+    """A distance bias as the kernels read it: in units of the unscaled scores, its ends drawn out by SPAN.
+
+    A tile of which some pair is nearer than the reach then looks up every pair without a comparison. A thread holds two
+    neighbours of a row and reads what they need at once; along a row distances rise in one kernel and fall in another.
+
+    Args:
+        distance_bias: (heads, 2 reach + 1).
+        scale: of the scores, > 0.
+
+    Returns:
+        fp32 (2, heads, 2 extent + 1, 2) and the extent, reach + SPAN. Entry extent + d of the first half holds the bias
+        of the distances d and d + 1, of the second half those of d and d - 1.
+    """
+    heads, reach = distance_bias.shape[0], distance_bias.shape[1] // 2
+    extent = reach + SPAN
+    width = 2 * extent + 1
+    table = distance_bias.new_empty(2, heads, width, 2, dtype=torch.promote_types(distance_bias.dtype, torch.float32))
+    with on_device(table):
+        launch(table_kernel, triton.cdiv(heads * width, 1024), distance_bias.dtype, table.device, {
+            "bias_pointer": distance_bias.contiguous(),
+            "table_pointer": table,
+            "entries": heads * width,
+            "width": width,
+            "extent": extent,
+            "reach": reach,
+            "inverse_scale": 1 / scale,
+            "BLOCK": 1024,
+        })  # fmt: skip
+    return table, extent
+
+
+def bands_of(reach: int) -> int:
+    """How many tiles of 64 queries have a pair nearer than the reach with some key of a block of 64, at most."""
+    return (2 * reach + 126) // 64 + 1
+
+
+@kernel
+def line_kernel(
+    sums_pointer, line_pointer, batch, heads, key_blocks, bands, ROWS: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """One program: 64 distances of a head, summed over sequences and key blocks in order.
+
+    Column c of band s is for the distance top - 64 s + c - 64, so halves of neighbours cover the same 64 distances.
+    line: (heads, (bands + 1) * 64), distances from top - 64 bands on.
+    """
+    head = tl.program_id(0) // (bands + 1)
+    band = tl.program_id(0) % (bands + 1)
+    column = tl.arange(0, 64)[None, :]
+    total = tl.zeros((64,), ACCUMULATE)
+    upper_rows = tl.where(band < bands, batch * key_blocks, 0)
+    lower_rows = tl.where(band > 0, batch * key_blocks, 0)
+    for start in range(0, batch * key_blocks, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        block = (row // key_blocks * heads + head) * key_blocks + row % key_blocks
+        here = sums_pointer + (block.to(tl.int64) * bands + band) * 128 + column
+        upper = tl.load(here + 64, mask=row < upper_rows, other=0.0)
+        lower = tl.load(here - 128, mask=row < lower_rows, other=0.0)
+        total += tl.sum(upper + lower, 0)
+    tl.store(line_pointer + (head * (bands + 1) + bands - band) * 64 + tl.arange(0, 64), total)
+
+
+@kernel
+def ends_kernel(
+    line_pointer, far_pointer, total_pointer, gradient_pointer,
+    batch, heads, queries, length, begin, reach,
+    HAS_FAR: tl.constexpr, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """One program: the gradient of a head from its line, of which `begin` is the distance 1 - reach; see below."""
+    head = tl.program_id(0)
+    near, high = tl.zeros((BLOCK,), ACCUMULATE), tl.zeros((BLOCK,), ACCUMULATE)
+    for start in range(0, length, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        value = tl.load(line_pointer + head * length + place, mask=place < length, other=0.0)
+        distance = place - begin + 1 - reach
+        between = (distance > -reach) & (distance < reach)
+        tl.store(gradient_pointer + head * (2 * reach + 1) + distance + reach, value, mask=between & (place < length))
+        near += tl.where(between, value, 0.0)
+        high += tl.where(distance >= reach, value, 0.0)
+    if HAS_FAR:
+        for start in range(0, batch * queries, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            at = (place // queries * heads + head).to(tl.int64) * queries + place % queries
+            high += tl.load(far_pointer + at, mask=place < batch * queries, other=0.0)
+    total = tl.zeros((), ACCUMULATE)
+    if HAS_TOTAL:
+        total = tl.load(total_pointer + head)
+    upper = tl.sum(high, 0)
+    tl.store(gradient_pointer + head * (2 * reach + 1) + 2 * reach, upper)
+    tl.store(gradient_pointer + head * (2 * reach + 1), total - tl.sum(near, 0) - upper)
+
+
+def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, reach: int, offset: int) -> Tensor:
+    """Gradient of `distance_bias`, fp32 (heads, 2 reach + 1), from the sums that the two backward kernels leave.
+
+    What is far to the left is the rest: a row's weights add up to 1, so the gradients of its scores add up to the
+    gradient of its log-sum-exp.
+
+    Args:
+        sums: (batch, heads, key blocks, bands, 128), see `store_diagonals`.
+        far: (batch, heads, queries), what is far to the right, see `hopper_dq`; None for nothing.
+        total: (heads,), the gradients of the log-sum-exps of all rows; None for 0.
+        reach: of the bias.
+        offset: keys - queries.
+    """
+    bands = bands_of(reach)
+    batch, heads, key_blocks = sums.shape[:3]
+    line = sums.new_empty(heads, (bands + 1) * 64)
+    accumulate = tl.float64 if sums.dtype == torch.float64 else tl.float32
+    first = (-offset - reach - 63) // 64 + 1  # query tile of band 0, seen from key 0
+    top = -64 * first - offset  # distance of (key 0, query 0) of band 0
+    gradient = sums.new_empty(heads, 2 * reach + 1)
+    with on_device(sums):
+        launch(line_kernel, heads * (bands + 1), sums.dtype, sums.device, {
+            "sums_pointer": sums,
+            "line_pointer": line,
+            "batch": batch,
+            "heads": heads,
+            "key_blocks": key_blocks,
+            "bands": bands,
+            "ROWS": 32,
+            "ACCUMULATE": accumulate,
+        })  # fmt: skip
+        launch(ends_kernel, heads, sums.dtype, sums.device, {
+            "line_pointer": line,
+            "far_pointer": line if far is None else far,
+            "total_pointer": line if total is None else total,
+            "gradient_pointer": gradient,
+            "batch": batch,
+            "heads": heads,
+            "queries": 0 if far is None else far.shape[2],
+            "length": line.shape[1],
+            "begin": 1 - reach - (top - 64 * bands),
+            "reach": reach,
+            "HAS_FAR": far is not None,
+            "HAS_TOTAL": total is not None,
+            "BLOCK": 1024,
+            "ACCUMULATE": accumulate,
+        })  # fmt: skip
+    return gradient

@@ -1,0 +1,285 @@
+"""Launches of the Hopper kernels; `gate.serves` says for which calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ..kernel_arguments import Problem, on_device
+from ..portable.forward import empty_results
+from .delta import delta_and_base_2
+from .distance_bias import bands_of, distance_table
+from .dkdv import hopper_dkdv
+from .dq import hopper_dq
+from .forward import hopper_forward
+from .launch_cache import Tiles, launch
+from .lse_forward import hopper_lse
+from .supported_calls import as_tma_reads
+from .tile_scheduler import tile_order, together
+
+LOG2E = 1.4426950408889634
+_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+class Blocks(NamedTuple):
+    """Queries and keys of a consumer's tile, how many tiles are loaded ahead, and warp groups that compute."""
+
+    queries: int
+    keys: int
+    stages: int
+    consumers: int = 2
+
+    def constants(self) -> dict[str, int]:
+        """As the kernels take them."""
+        return {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "STAGES": self.stages}
+
+
+class KeyBlocks(NamedTuple):
+    """Queries and keys of a consumer's tile, tiles of queries loaded ahead, tiles of keys at a time and ahead."""
+
+    queries: int
+    keys: int
+    stages: int
+    tiles: int = 2
+    key_stages: int = 2
+
+    def constants(self) -> dict[str, int]:
+        """As the kernel takes them."""
+        names = ("BLOCK_M", "BLOCK_N", "STAGES", "TILES", "KEY_STAGES")
+        return dict(zip(names, self, strict=True))
+
+
+_FORWARD = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
+# three where they have the registers, not beside slopes or a bias looked up often; causal, their tile has a long edge
+_FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}
+_MANY_KEYS = 4096
+_DQ = {64: Blocks(64, 128, 2), 128: Blocks(64, 64, 2), 256: Blocks(64, 64, 1)}
+_DQ_SLOPES = _DQ | {64: Blocks(64, 64, 3)}  # the sums of a wider tile take registers it needs
+_DKDV = {64: KeyBlocks(64, 64, 2), 128: KeyBlocks(64, 64, 2), 256: KeyBlocks(64, 64, 2, tiles=1, key_stages=1)}
+_LSE = {64: Blocks(64, 128, 4, consumers=3), 128: Blocks(64, 128, 4, consumers=3), 256: Blocks(64, 64, 3, consumers=3)}
+_DKDV_DISTANCE = _DKDV | {128: KeyBlocks(64, 64, 2, key_stages=1)}  # sums of diagonals take the room of a tile
+
+
+def _rows_of(tensor: Tensor, rows: int) -> Tiles:
+    """Tiles of `rows` rows of a (batch, rows, heads, head_dim)."""
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    if 1 in shape:  # a dimension of one entry may have any stride, which TMA would still check
+        strides = [stride if size > 1 else shape[-1] for stride, size in zip(strides, shape, strict=True)]
+    return Tiles(tensor, shape, strides, [1, rows, 1, shape[-1]], _TILE)
+
+
+def _order_of_queries(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Tensor:
+    batch, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    width = together(heads // groups, 2 * keys * head_dim * q.element_size(), causal)
+    rows = blocks.consumers * blocks.queries
+    return tile_order(False, queries, keys, rows, blocks.keys, causal, batch * heads, width, q.device)
+
+
+def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyBlocks, causal: bool) -> Tensor:
+    batch, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    width = together(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
+    rows = blocks.tiles * blocks.keys
+    return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, width, q.device)
+
+
+def _forward_blocks(head_dim: int, keys: int, problem: Problem) -> Blocks:
+    biased_often = problem.alibi_slopes is not None or (problem.distance_bias is not None and keys < _MANY_KEYS)
+    return (_FORWARD if problem.right == 0 or biased_often else _FORWARD_FULL)[head_dim]
+
+
+def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
+    """Table, reach and extent of the distance bias."""
+    if problem.distance_bias is None:
+        return None, 0, 0
+    table, extent = distance_table(problem.distance_bias, problem.scale)
+    return table, problem.distance_bias.shape[1] // 2, extent
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output like `q`, contiguous, and the log-sum-exps (batch, heads, queries)."""
+    q, k, v = (as_tma_reads(tensor) for tensor in (q, k, v))
+    out, lse = empty_results(q, problem)
+    _, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    causal = problem.right == 0
+    blocks = _forward_blocks(head_dim, keys, problem)
+    order = _order_of_queries(q, k, blocks, causal)
+    table, reach, extent = _distance(problem)
+    with on_device(q):
+        launch(hopper_forward, len(order), q.dtype, q.device, dict(
+            q_descriptor=_rows_of(q, blocks.queries),
+            k_descriptor=_rows_of(k, blocks.keys),
+            v_descriptor=_rows_of(v, blocks.keys),
+            out_descriptor=_rows_of(out, blocks.queries),
+            lse_pointer=lse,
+            distance_pointer=lse if table is None else table,
+            slopes_pointer=lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
+            order_pointer=order,
+            order_width=order.shape[1],
+            heads=heads,
+            heads_per_group=heads // groups,
+            queries=queries,
+            keys=keys,
+            scale=problem.scale * LOG2E,
+            reach=reach,
+            extent=extent,
+            **blocks.constants(),
+            CONSUMERS=blocks.consumers,
+            HEAD_DIM=head_dim,
+            CAUSAL=causal,
+            HAS_DISTANCE=table is not None,
+            HAS_SLOPE=problem.alibi_slopes is not None,
+            OUT_APART=head_dim <= 128,
+        ))  # fmt: skip
+    return out, lse
+
+
+def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: float, merge: bool) -> None:
+    """Write the log-sum-exps into `lse` (batch, heads, queries), or merge them in; `shift` None for no causal mask."""
+    q, k = as_tma_reads(q), as_tma_reads(k)
+    queries, heads, head_dim = q.shape[1:]
+    keys, groups = k.shape[1:3]
+    blocks = _LSE[head_dim]
+    order = _order_of_queries(q, k, blocks, shift == keys - queries)
+    with on_device(q):
+        launch(hopper_lse, len(order), q.dtype, q.device, dict(
+            q_descriptor=_rows_of(q, blocks.queries),
+            k_descriptor=_rows_of(k, blocks.keys),
+            lse_pointer=lse,
+            order_pointer=order,
+            order_width=order.shape[1],
+            heads=heads,
+            heads_per_group=heads // groups,
+            queries=queries,
+            offset=shift or 0,
+            keys=keys,
+            scale=scale * LOG2E,
+            **blocks.constants(),
+            HEAD_DIM=head_dim,
+            CAUSAL=shift is not None,
+            MERGE=merge,
+        ))  # fmt: skip
+
+
+class Prepared(NamedTuple):
+    """What both backward kernels read; `lse` (base 2) and `delta`: (batch, heads, pitch); `distance` of `_distance`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_gradient: Tensor
+    lse: Tensor
+    delta: Tensor
+    distance: tuple[Tensor | None, int, int]
+
+
+def prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
+    problem: Problem,
+) -> Prepared:  # fmt: skip
+    """Everything both kernels share."""
+    q, k, v, out_gradient = (as_tma_reads(tensor) for tensor in (q, k, v, out_gradient))
+    delta, base_2 = delta_and_base_2(out.contiguous(), lse, out_gradient, lse_gradient)
+    return Prepared(q, k, v, out_gradient, base_2, delta, _distance(problem))
+
+
+def launch_dq(
+    saved: Prepared, problem: Problem, *, far_sums: bool = False, slope_sums: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of q, contiguous; with `far_sums` or `slope_sums` also (batch, heads, queries), see `hopper_dq`."""
+    q, k = saved.q, saved.k
+    batch, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    table, reach, extent = saved.distance
+    blocks, causal = (_DQ_SLOPES if slope_sums else _DQ)[head_dim], problem.right == 0
+    order = _order_of_queries(q, k, blocks, causal)
+    gradient = q.new_empty(q.shape)
+    row_sums = saved.lse.new_empty(batch, heads, queries) if far_sums or slope_sums else None
+    with on_device(q):
+        launch(hopper_dq, len(order), q.dtype, q.device, dict(
+            q_descriptor=_rows_of(q, blocks.queries),
+            k_descriptor=_rows_of(k, blocks.keys),
+            v_descriptor=_rows_of(saved.v, blocks.keys),
+            do_descriptor=_rows_of(saved.out_gradient, blocks.queries),
+            dq_descriptor=_rows_of(gradient, blocks.queries),
+            lse_pointer=saved.lse,
+            delta_pointer=saved.delta,
+            distance_pointer=saved.lse if table is None else table,
+            slopes_pointer=saved.lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
+            row_sums_pointer=saved.lse if row_sums is None else row_sums,
+            order_pointer=order,
+            order_width=order.shape[1],
+            heads=heads,
+            heads_per_group=heads // groups,
+            queries=queries,
+            pitch=saved.lse.shape[2],
+            keys=keys,
+            scale=problem.scale,
+            scale_log2=problem.scale * LOG2E,
+            reach=reach,
+            extent=extent,
+            **blocks.constants(),
+            HEAD_DIM=head_dim,
+            CAUSAL=causal,
+            HAS_DISTANCE=table is not None,
+            HAS_SLOPE=problem.alibi_slopes is not None,
+            FAR_SUMS=far_sums,
+            SLOPE_SUMS=slope_sums,
+            OUT_APART=head_dim <= 128,
+        ))  # fmt: skip
+    return gradient, row_sums
+
+
+def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of k and v, contiguous; with `diagonals` also (batch, heads, key blocks, bands, 128), see there."""
+    q, k = saved.q, saved.k
+    batch, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    table, reach, extent = saved.distance
+    blocks, causal = (_DKDV_DISTANCE if diagonals else _DKDV)[head_dim], problem.right == 0
+    order = _order_of_keys(q, k, blocks, causal)
+    k_gradient, v_gradient = k.new_empty(k.shape), k.new_empty(k.shape)
+    bands, key_blocks = bands_of(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
+    sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
+    row_numbers = {
+        name: Tiles(numbers, [batch * heads, queries], [numbers.shape[2], 1], [1, blocks.queries], _ROW)
+        for name, numbers in (("lse_descriptor", saved.lse), ("delta_descriptor", saved.delta))
+    }
+    with on_device(q):
+        launch(hopper_dkdv, len(order), q.dtype, q.device, dict(
+            q_descriptor=_rows_of(q, blocks.queries),
+            k_descriptor=_rows_of(k, blocks.keys),
+            v_descriptor=_rows_of(saved.v, blocks.keys),
+            do_descriptor=_rows_of(saved.out_gradient, blocks.queries),
+            **row_numbers,
+            dk_pointer=k_gradient,
+            dv_pointer=v_gradient,
+            distance_pointer=saved.lse if table is None else table,
+            slopes_pointer=saved.lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
+            diagonals_pointer=saved.lse if sums is None else sums,
+            order_pointer=order,
+            order_width=order.shape[1],
+            groups=groups,
+            heads_per_group=heads // groups,
+            query_tiles=-(-queries // blocks.queries),
+            queries=queries,
+            keys=keys,
+            scale=problem.scale,
+            scale_log2=problem.scale * LOG2E,
+            reach=reach,
+            extent=extent,
+            bands=bands,
+            key_blocks=key_blocks,
+            **blocks.constants(),
+            HEAD_DIM=head_dim,
+            CAUSAL=causal,
+            HAS_DISTANCE=table is not None,
+            HAS_SLOPE=problem.alibi_slopes is not None,
+            DIAGONALS=diagonals,
+        ))  # fmt: skip
+    return k_gradient, v_gradient, sums

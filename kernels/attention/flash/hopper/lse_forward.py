@@ -1,0 +1,124 @@
+"""Log-sum-exps of attention scores on Hopper: the forward kernel without values, stage 1 of LSE-first attention.
+
+One warp group loads, three compute, 64 queries each: while one has the tensor cores, the others have the exponentials.
+"""
+
+# Gluon compiles these functions, and its language is typed for itself:
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .persistent_loop import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
+from .score_tile import hidden_scores, key_tiles, tiles_without_mask
+
+
+@jit
+def _produce(
+    q_descriptor, k_descriptor, queries_ring, keys_ring,
+    order_pointer, order_width, heads, heads_per_group, offset, keys,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Load the queries of the consumers, and the tiles of keys from the last to the first."""
+    step = 0
+    for turn in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, turn)
+        head, sequence = pair % heads, pair // heads
+        number = key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
+        for w in gl.static_range(3):
+            mbarrier.wait(queries_ring[2].index(w), (turn & 1) ^ 1)
+            mbarrier.expect(queries_ring[1].index(w), BLOCK_M * HEAD_DIM * 2)
+            place = [sequence, (3 * row + w) * BLOCK_M, head, 0]
+            load_tile(q_descriptor, place, queries_ring[1].index(w), queries_ring[0].index(w))
+        for i in range(number):
+            place = [sequence, (number - 1 - i) * BLOCK_N, head // heads_per_group, 0]
+            fill(keys_ring, step, k_descriptor, place, BLOCK_N * HEAD_DIM * 2, STAGES)
+            step += 1
+
+
+@jit
+def _consume(
+    lse_pointer, queries_ring, keys_ring, order_pointer, order_width, queries, offset, keys, scale,
+    W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, MERGE: gl.constexpr,
+):  # fmt: skip
+    """Consumer W: its BLOCK_M rows of each tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    q = queries_ring[0].index(W).reshape([BLOCK_M, HEAD_DIM])
+    step = 0
+    for turn in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, turn)
+        number = key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
+        first = (3 * row + W) * BLOCK_M
+        clear = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
+        maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_layout)
+        total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
+        mbarrier.wait(queries_ring[1].index(W), turn & 1)
+        for i in range(number):
+            wait_full(keys_ring, step, STAGES)
+            k = keys_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
+            pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[pending])
+            release(keys_ring, step, STAGES)
+            if number - 1 - i >= clear:
+                s = hidden_scores(s, (number - 1 - i) * BLOCK_N, first, offset, keys, CAUSAL)
+            higher = gl.maximum(maximum, gl.max(s, 1) * scale)
+            # a row that has seen no key yet holds -inf, and -inf - -inf would be NaN
+            safe = gl.where(higher == float("-inf"), 0.0, higher)
+            total = total * gl.exp2(maximum - safe) + gl.sum(gl.exp2(s * scale - gl.expand_dims(safe, 1)), 1)
+            maximum = higher
+            step += 1
+        mbarrier.arrive(queries_ring[2].index(W), count=1)
+        query = first + gl.arange(0, BLOCK_M, rows_layout)
+        place = lse_pointer + pair.to(gl.int64) * queries + query
+        if MERGE:
+            before = gl.load(place, mask=query < queries, other=float("-inf")) * 1.4426950408889634
+            higher = gl.maximum(maximum, before)
+            safe = gl.where(higher == float("-inf"), 0.0, higher)
+            total = total * gl.exp2(maximum - safe) + gl.exp2(before - safe)
+            maximum = higher
+        empty = total == 0.0
+        lse = (maximum + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
+        gl.store(place, gl.where(empty, float("-inf"), lse), mask=query < queries)
+
+
+@kernel
+def hopper_lse(
+    q_descriptor, k_descriptor, lse_pointer,
+    order_pointer, order_width, heads, heads_per_group, queries, offset, keys, scale,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, MERGE: gl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of every tile of 3 BLOCK_M queries over the keys; with MERGE added to what is there.
+
+    Descriptors over (batch, rows, heads, HEAD_DIM) with tiles of BLOCK_M or BLOCK_N rows. lse: (batch, heads, queries)
+    fp32, natural. offset: CAUSAL, query i sees key j where j <= i + offset. scale: of the scores times log2(e), > 0.
+    """
+    dtype: gl.constexpr = q_descriptor.dtype
+    layout: gl.constexpr = q_descriptor.layout
+    queries_ring = ring(gl.allocate_shared_memory(dtype, [3, 1, BLOCK_M, 1, HEAD_DIM], layout), 3, 1)
+    keys_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 3)
+    gl.warp_specialize([
+        (_consume, (
+            lse_pointer, queries_ring, keys_ring, order_pointer, order_width, queries, offset, keys, scale,
+            0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, MERGE,
+        )),
+        (_consume, (
+            lse_pointer, queries_ring, keys_ring, order_pointer, order_width, queries, offset, keys, scale,
+            1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, MERGE,
+        )),
+        (_consume, (
+            lse_pointer, queries_ring, keys_ring, order_pointer, order_width, queries, offset, keys, scale,
+            2, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, MERGE,
+        )),
+        (_produce, (
+            q_descriptor, k_descriptor, queries_ring, keys_ring,
+            order_pointer, order_width, heads, heads_per_group, offset, keys,
+            BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+        )),
+    ], [4, 4, 4], [160, 160, 24])  # fmt: skip

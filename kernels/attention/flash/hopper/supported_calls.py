@@ -1,0 +1,70 @@
+"""Which calls the Hopper kernels serve; all others take the portable ones, which compute the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ....launch import INTERPRETED
+from ..kernel_arguments import Problem
+
+HEAD_DIMS = (64, 128, 256)
+# a table of sums per tile of keys holds 2 reach / 64 diagonals: beyond this it is no longer small beside K and V
+LARGEST_REACH = 512
+
+
+@cache
+def _has_gluon() -> bool:
+    """Whether the installed Triton has the Gluon of 3.6, the oldest that the kernels were run with."""
+    try:
+        installed = tuple(int(part) for part in version("triton").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return False
+    return installed >= (3, 6) and find_spec("triton.experimental.gluon") is not None
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def as_tma_reads(tensor: Tensor) -> Tensor:
+    """A (batch, rows, heads, head_dim) as it is if TMA can read it, else a copy.
+
+    TMA wants addresses in units of 16 bytes, rows without gaps, and no dimension that is expanded.
+    """
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:  # head widths are multiples of 16 bytes
+        return tensor
+    unit = 16 // tensor.element_size()
+    strided = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
+    aligned = all(stride > 0 and stride % unit == 0 for stride in strided)
+    if aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def serves_scores(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether the Hopper kernels compute the scores of these tensors."""
+    if INTERPRETED or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if q.ndim != 4 or scale <= 0 or q.shape[-1] not in HEAD_DIMS or not (q.numel() and k.numel()):
+        return False
+    return _has_gluon() and _is_hopper(q.device)
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
+    """Whether the Hopper kernels compute this call, forward and backward."""
+    if problem.packed or problem.left >= 0 or problem.right > 0:
+        return False
+    if problem.softcap or problem.dropout_p or problem.bias is not None or problem.key_padding_mask is not None:
+        return False
+    distance, slopes = problem.distance_bias, problem.alibi_slopes
+    if (distance is not None or slopes is not None) and q.shape[-1] > 128:
+        return False
+    if distance is not None and (slopes is not None or distance.shape[1] // 2 > LARGEST_REACH):
+        return False
+    return serves_scores(q, k, problem.scale)

@@ -1,0 +1,184 @@
+"""A call as the kernels want it: the arguments that all of them take, and the list of tiles of packed sequences."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...launch import next_power_of_2, tl
+from ..dropout import dropout_threshold
+from .portable.tile_configs import Kind, TileConfig, device_capability, tile_config
+
+# a tile's offsets within itself are computed in 32 bits: 256 rows of this many elements
+LARGEST_ROW_STRIDE = 1 << 22
+
+
+class Problem(NamedTuple):
+    """What a call computes, beside q, k and v; see `flash_attention`.
+
+    `left` and `right` are the window with `causal` folded in, -1 for none. Lengths are those of a dense call, or the
+    bounds of a packed one.
+    """
+
+    bias: Tensor | None
+    distance_bias: Tensor | None
+    alibi_slopes: Tensor | None
+    key_padding_mask: Tensor | None
+    rng: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    dropout_p: float
+    max_queries: int
+    max_keys: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether the tensors are (total, heads, head_dim)."""
+        return self.cu_seqlens_q is not None
+
+    def batch(self, q: Tensor) -> int:
+        """Number of sequences."""
+        return q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+
+def with_plain_rows(tensor: Tensor) -> Tensor:
+    """The tensor itself if the kernels can read it: last dimension contiguous, rows not absurdly far apart."""
+    if tensor.stride(-1) == 1 and abs(tensor.stride(-3)) <= LARGEST_ROW_STRIDE:
+        return tensor
+    return tensor.contiguous()
+
+
+def strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Strides of batch, rows and heads as keyword arguments; a packed tensor has no batch to step over."""
+    batch = tensor.stride(0) if tensor.ndim == 4 else 0
+    return {f"stride_{name}b": batch, f"stride_{name}s": tensor.stride(-3), f"stride_{name}h": tensor.stride(-2)}
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64 tensors (interpreter only), else fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def config_of(kind: Kind, q: Tensor, problem: Problem) -> TileConfig:
+    """The shipped config of a kernel for these tensors."""
+    dense_bias = problem.bias is not None
+    return tile_config(kind, q.shape[-1], q.dtype, device_capability(q.device), dense_bias=dense_bias)
+
+
+def options_of(config: TileConfig) -> dict[str, Any]:
+    """Launch options of a config, and its tile sizes as constants."""
+    return {
+        "BLOCK_M": config.queries,
+        "BLOCK_N": config.keys,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Makes the tensor's GPU the current one, which a launch goes to."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def tile_list(cu_seqlens: Tensor, rows: int, block: int) -> Tensor:
+    """The tiles of `block` rows that packed sequences need, computed on the device without a wait.
+
+    Sequences without a row have no tile, so a `cu_seqlens` that is mostly such entries costs no program.
+
+    Args:
+        cu_seqlens: int32 (sequences + 1).
+        rows: of the packed tensor, which bounds the number of tiles.
+        block: rows of a tile.
+
+    Returns:
+        int32 (1 + bound, 2): the number of tiles and 0, then the sequence and the first row in it of each tile.
+    """
+    sequences = cu_seqlens.shape[0] - 1
+    bound = rows // block + min(sequences, rows)
+    tiles = (cu_seqlens.diff() + (block - 1)) // block
+    ends = tiles.cumsum(0)
+    number = torch.arange(bound, device=cu_seqlens.device)
+    sequence = torch.searchsorted(ends, number, right=True).clamp_(max=sequences - 1)
+    first = (number - (ends - tiles)[sequence]) * block
+    count = torch.stack([ends[-1], torch.zeros_like(ends[-1])])
+    return torch.cat([count[None], torch.stack([sequence, first], dim=1)]).int()
+
+
+def programs(rows: int, block: int, *, sequences: int, tile_bound: int | None) -> int:
+    """Programs per head: one per tile when dense; packed, about as many as there can be tiles of long sequences."""
+    if tile_bound is None:
+        return -(-rows // block) * sequences
+    return min(tile_bound, 2 * -(-rows // block))
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def shared_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]:
+    """Keyword arguments of every kernel of forward and backward, without outputs, lists of tiles and configs."""
+    heads, head_dim = q.shape[-2:]
+    bias, distance_bias, padding = problem.bias, problem.distance_bias, problem.key_padding_mask
+    slopes = problem.alibi_slopes
+    accumulate = accumulator_dtype(q.dtype)
+    if bias is not None:
+        # read along the keys: another order costs many times the loads, and other sums in other bits
+        bias = bias if bias.stride(-1) == 1 or bias.shape[-1] == 1 else bias.contiguous()
+        bias = bias.expand(q.shape[0], heads, problem.max_queries, problem.max_keys)
+    exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return {
+        "q_pointer": q,
+        "k_pointer": k,
+        "v_pointer": v,
+        "bias_pointer": bias,
+        "distance_pointer": None if distance_bias is None else _whole(distance_bias.to(accumulate)),
+        "slopes_pointer": None if slopes is None else _whole(slopes.to(accumulate)),
+        "padding_pointer": None if padding is None else padding.contiguous().view(torch.uint8),
+        "rng_pointer": _whole(problem.rng) if problem.dropout_p else None,
+        "cu_seqlens_q": _whole(problem.cu_seqlens_q),
+        "cu_seqlens_k": _whole(problem.cu_seqlens_k),
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
+        **dict(
+            zip(
+                ("stride_bias_b", "stride_bias_h", "stride_bias_q", "stride_bias_k"),
+                (0, 0, 0, 0) if bias is None else bias.stride(),
+                strict=True,
+            )
+        ),
+        "heads": heads,
+        "rows": q.shape[-3],
+        "max_queries": problem.max_queries,
+        "max_keys": problem.max_keys,
+        "left": problem.left,
+        "right": problem.right,
+        "reach": 0 if distance_bias is None else distance_bias.shape[1] // 2,
+        "scale": problem.scale,
+        "softcap": problem.softcap,
+        "keep_scale": 1 / (1 - problem.dropout_p),
+        "threshold": dropout_threshold(problem.dropout_p),
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "HAS_LEFT": problem.left >= 0,
+        "HAS_RIGHT": problem.right >= 0,
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "HAS_BIAS": bias is not None,
+        "HAS_DISTANCE": distance_bias is not None,
+        "HAS_SLOPE": slopes is not None,
+        "HAS_PADDING": padding is not None,
+        "HAS_DROPOUT": problem.dropout_p > 0,
+        "PACKED": problem.packed,
+        "ACCUMULATE": tl.float64 if accumulate == torch.float64 else tl.float32,
+        "PRECISION": "ieee" if exact else "tf32",
+    }

@@ -1,0 +1,1 @@
+"""Flash attention in plain Triton, for every architecture."""

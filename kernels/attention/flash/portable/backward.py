@@ -1,0 +1,453 @@
+"""Flash attention's backward kernels: delta, then dq per tile of queries and dk, dv per tile of keys.
+
+The scores are computed twice, once by each kernel. In return no two programs write one place, so there are no atomics
+and the gradients are the same bits each time.
+"""
+
+# Triton unrolls static_range, and its constant conditions decide which names exist:
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....interpreter_rounding import rounded
+from ....launch import jit, next_power_of_2, tl
+from ..kernel_arguments import (
+    Problem,
+    accumulator_dtype,
+    config_of,
+    on_device,
+    options_of,
+    programs,
+    shared_arguments,
+    strides,
+    tile_list,
+    with_plain_rows,
+)
+from .tile import (
+    LOG2E,
+    dense_place,
+    dot,
+    exponents,
+    first_dropout_counter,
+    keys_taking_part,
+    load_lse,
+    load_rows,
+    packed_lengths,
+    pair_distances,
+    per_row_start,
+    row_start,
+    score_gradients,
+    section_tiles,
+    sections,
+    store_rows,
+)
+
+DELTA_BLOCK = 64
+
+
+@jit
+def delta_kernel(
+    out_pointer, out_gradient_pointer, lse_pointer, lse_gradient_pointer, delta_pointer,
+    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, heads, rows,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LSE_GRADIENT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """One program: delta = sum(out * dO) - dLSE of BLOCK_M rows of a head, like the lse; 0 in empty rows.
+
+    A packed tensor is taken as one sequence, for a row's delta needs nothing but the row.
+    """
+    sequence, head, first = dense_place(tl.program_id(0), rows, heads, BLOCK_M, False)
+    row = first + tl.arange(0, BLOCK_M)
+    inside = row < rows
+    out_rows = row_start(out_pointer, sequence, head, 0, stride_ob, stride_os, stride_oh)
+    gradient_rows = row_start(out_gradient_pointer, sequence, head, 0, stride_dob, stride_dos, stride_doh)
+    out = load_rows(out_rows, first, stride_os, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    gradient = load_rows(gradient_rows, first, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    delta = tl.sum(out.to(ACCUMULATE) * gradient.to(ACCUMULATE), 1)
+    here = per_row_start(sequence, head, 0, heads, rows, False) + row
+    lse = tl.load(lse_pointer + here, mask=inside, other=float("-inf"))
+    if HAS_LSE_GRADIENT:
+        delta -= tl.load(lse_gradient_pointer + here, mask=inside, other=0.0)
+    tl.store(delta_pointer + here, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
+
+
+@jit
+def dq_kernel(
+    q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer, q_gradient_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    cu_seqlens_q, cu_seqlens_k, tiles_pointer,
+    bias_gradient_pointer, far_pointer, slope_gradient_pointer,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
+    stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k, stride_far,
+    heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+    scale, softcap, keep_scale, threshold,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, WRITE_BIAS_GRADIENT: tl.constexpr, FAR_SUMS: tl.constexpr, SLOPE_SUMS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program computes the gradient of BLOCK_M rows of q; places as in `forward_kernel`.
+
+    bias_gradient (WRITE_BIAS_GRADIENT): (batch, heads, queries, keys), the gradient of each score, 0 on entry. far
+    (FAR_SUMS): (2, rows of the log-sum-exp), per query the gradient of its scores at distances <= -reach, >= reach.
+    slope_gradient (SLOPE_SUMS): like the log-sum-exp, per query the gradient of the head's slope.
+    """
+    program = tl.program_id(0)
+    if PACKED:
+        slots = tl.num_programs(0) // heads
+        head = program // slots
+        tile_begin, tile_end, tile_step = program % slots, tl.load(tiles_pointer), slots
+    else:
+        tile_begin, tile_end, tile_step = 0, 1, 1
+    for tile in range(tile_begin, tile_end, tile_step):
+        if PACKED:
+            sequence = tl.load(tiles_pointer + 2 + 2 * tile)
+            first = tl.load(tiles_pointer + 3 + 2 * tile)
+            start_q, queries, start_k, keys = packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence)
+        else:
+            sequence, head, first = dense_place(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
+            start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
+        offset = keys - queries
+        query = first + tl.arange(0, BLOCK_M)
+        inside = query < queries
+        group = head // heads_per_group
+        k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
+        v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
+        q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
+        do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
+        row = per_row_start(sequence, head, start_q, heads, rows, PACKED) + query
+        q = load_rows(q_rows, first, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        out_gradient = load_rows(do_rows, first, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        lse = load_lse(lse_pointer, row, inside)
+        delta = tl.load(delta_pointer + row, mask=inside, other=0.0)
+
+        first_seen = 0
+        if HAS_LEFT:
+            first_seen = tl.maximum(offset - left, 0)
+        bias_here, padding_here, distance_here = bias_pointer, padding_pointer, distance_pointer
+        far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
+        if HAS_BIAS:
+            bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+        if HAS_PADDING:
+            padding_here = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
+        if HAS_DISTANCE:
+            distance_here = distance_pointer + head * (2 * reach + 1)
+            far_low, far_high = tl.load(distance_here), tl.load(distance_here + 2 * reach)
+        if HAS_SLOPE:
+            alibi_slope = tl.load(slopes_pointer + head) * LOG2E
+        if HAS_DROPOUT:
+            seed = tl.load(rng_pointer)
+            counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
+
+        accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
+        low_sum = tl.zeros((BLOCK_M,), ACCUMULATE)
+        high_sum = tl.zeros((BLOCK_M,), ACCUMULATE)
+        slope_gradient = tl.zeros((BLOCK_M,), ACCUMULATE)
+        last = tl.minimum(first + BLOCK_M, queries) - 1
+        bounds = sections(
+            first + offset, last + offset, keys, left, right, reach, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE
+        )
+        for section in range(
+            0 if HAS_LEFT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_LEFT and not HAS_DISTANCE else 1
+        ):
+            plain_start, plain_end, edge_end = section_tiles(section, bounds)
+            far = tl.where(section == 1, far_low, far_high)
+            for EDGE in tl.static_range(2):
+                begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
+                for start in tl.range(begin, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
+                    key = start + tl.arange(0, BLOCK_N)
+                    part = keys_taking_part(padding_here, key, keys, first_seen, EDGE, HAS_PADDING)
+                    k = load_rows(k_rows, start, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
+                    v = load_rows(v_rows, start, stride_vs, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
+                    zeros = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
+                    exponent, slope = exponents(
+                        dot(q, tl.trans(k), zeros, PRECISION),
+                        query[:, None], key[None, :], part[None, :], queries, keys, offset, left, right,
+                        scale, softcap, far, alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
+                        EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
+                    )  # fmt: skip
+                    value_product = dot(out_gradient, tl.trans(v), zeros, PRECISION)
+                    _, gradient, before_cap = score_gradients(
+                        exponent, slope, value_product, lse[:, None], delta[:, None], seed, counter,
+                        query[:, None], key[None, :], max_keys, threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
+                    )  # fmt: skip
+                    accumulator = dot(rounded(before_cap, k.dtype), k, accumulator, PRECISION)
+                    if WRITE_BIAS_GRADIENT:
+                        score_row = (tl.cast(sequence, tl.int64) * heads + head) * queries + query
+                        scores = bias_gradient_pointer + score_row[:, None] * keys + key[None, :]
+                        written = rounded(gradient, bias_gradient_pointer.dtype.element_ty)
+                        tl.store(scores, written, mask=inside[:, None] & (key < keys)[None, :])
+                    if FAR_SUMS:
+                        if EDGE:
+                            distance = key[None, :] - query[:, None] - offset
+                            low_sum += tl.sum(tl.where(distance <= -reach, gradient, 0.0), 1)
+                            high_sum += tl.sum(tl.where(distance >= reach, gradient, 0.0), 1)
+                        else:
+                            tile_sum = tl.sum(gradient, 1)
+                            low_sum += tl.where(section == 1, tile_sum, 0.0)
+                            high_sum += tl.where(section == 1, 0.0, tile_sum)
+                    if SLOPE_SUMS:
+                        apart = pair_distances(query[:, None], key[None, :], offset, gradient)
+                        slope_gradient -= tl.sum(gradient * apart, 1)
+
+        dq_rows = row_start(q_gradient_pointer, sequence, head, start_q, stride_dqb, stride_dqs, stride_dqh)
+        store_rows(dq_rows, first, stride_dqs, inside, accumulator * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
+        if FAR_SUMS:
+            tl.store(far_pointer + row, low_sum, mask=inside)
+            tl.store(far_pointer + stride_far + row, high_sum, mask=inside)
+        if SLOPE_SUMS:
+            tl.store(slope_gradient_pointer + row, slope_gradient, mask=inside)
+
+
+@jit
+def dkdv_kernel(
+    q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
+    k_gradient_pointer, v_gradient_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    cu_seqlens_q, cu_seqlens_k, tiles_pointer,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
+    heads, rows, max_queries, max_keys, left, right, reach, scale, softcap, keep_scale, threshold,
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program computes the gradients of BLOCK_N rows of k and v, from all query heads of their group in order.
+
+    Scores are transposed here, (keys, queries), so that no product needs a transposed tile of weights. Seen from a key,
+    a query lies at -right <= y - x <= left, and the far sides change places.
+    """
+    program = tl.program_id(0)
+    groups = heads // HEADS_PER_GROUP
+    if PACKED:
+        slots = tl.num_programs(0) // groups
+        group = program // slots
+        tile_begin, tile_end, tile_step = program % slots, tl.load(tiles_pointer), slots
+    else:
+        tile_begin, tile_end, tile_step = 0, 1, 1
+    for tile in range(tile_begin, tile_end, tile_step):
+        if PACKED:
+            sequence = tl.load(tiles_pointer + 2 + 2 * tile)
+            first = tl.load(tiles_pointer + 3 + 2 * tile)
+            start_q, queries, start_k, keys = packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence)
+        else:
+            sequence, group, first = dense_place(program, max_keys, groups, BLOCK_N, False)
+            start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
+        offset = keys - queries
+        key = first + tl.arange(0, BLOCK_N)
+        first_seen = 0
+        if HAS_LEFT:
+            first_seen = tl.maximum(offset - left, 0)
+        padding_here = padding_pointer
+        if HAS_PADDING:
+            padding_here = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
+        part = keys_taking_part(padding_here, key, keys, first_seen, True, HAS_PADDING)
+        k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
+        v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
+        k = load_rows(k_rows, first, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        v = load_rows(v_rows, first, stride_vs, part, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        k_gradient = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATE)
+        v_gradient = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATE)
+        last = tl.minimum(first + BLOCK_N, keys) - 1
+        bounds = sections(
+            first - offset, last - offset, queries, right, left, reach, BLOCK_M, HAS_RIGHT, HAS_LEFT, HAS_DISTANCE
+        )
+        for head in range(group * HEADS_PER_GROUP, (group + 1) * HEADS_PER_GROUP):
+            q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
+            do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
+            row_place = per_row_start(sequence, head, start_q, heads, rows, PACKED)
+            bias_here, distance_here = bias_pointer, distance_pointer
+            far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
+            if HAS_BIAS:
+                bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+            if HAS_DISTANCE:
+                distance_here = distance_pointer + head * (2 * reach + 1)
+                far_low, far_high = tl.load(distance_here), tl.load(distance_here + 2 * reach)
+            if HAS_SLOPE:
+                alibi_slope = tl.load(slopes_pointer + head) * LOG2E
+            if HAS_DROPOUT:
+                seed = tl.load(rng_pointer)
+                counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
+            for section in range(
+                0 if HAS_RIGHT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_RIGHT and not HAS_DISTANCE else 1
+            ):
+                plain_start, plain_end, edge_end = section_tiles(section, bounds)
+                far = tl.where(section == 1, far_high, far_low)
+                for EDGE in tl.static_range(2):
+                    begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
+                    for start in tl.range(begin, end, BLOCK_M, num_stages=1 if EDGE and HAS_DISTANCE else None):
+                        query = start + tl.arange(0, BLOCK_M)
+                        inside = query < queries
+                        q = load_rows(q_rows, start, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, EDGE)
+                        out_gradient = load_rows(do_rows, start, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, EDGE)
+                        lse = load_lse(lse_pointer, row_place + query, inside)
+                        delta = tl.load(delta_pointer + row_place + query, mask=inside, other=0.0)
+                        zeros = tl.zeros((BLOCK_N, BLOCK_M), ACCUMULATE)
+                        exponent, slope = exponents(
+                            dot(k, tl.trans(q), zeros, PRECISION),
+                            query[None, :], key[:, None], part[:, None], queries, keys, offset, left, right,
+                            scale, softcap, far, alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here,
+                            reach,
+                            EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
+                        )  # fmt: skip
+                        value_product = dot(v, tl.trans(out_gradient), zeros, PRECISION)
+                        dropped, _, before_cap = score_gradients(
+                            exponent, slope, value_product, lse[None, :], delta[None, :], seed, counter,
+                            query[None, :], key[:, None], max_keys, threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
+                        )  # fmt: skip
+                        v_gradient = dot(rounded(dropped, q.dtype), out_gradient, v_gradient, PRECISION)
+                        k_gradient = dot(rounded(before_cap, q.dtype), q, k_gradient, PRECISION)
+
+        dk_rows = row_start(k_gradient_pointer, sequence, group, start_k, stride_dkb, stride_dks, stride_dkh)
+        dv_rows = row_start(v_gradient_pointer, sequence, group, start_k, stride_dvb, stride_dvs, stride_dvh)
+        # a key of padding or beyond the window has products of zero rows with real gradients, which are not its own
+        k_gradient = tl.where(part[:, None], k_gradient * scale, 0.0)
+        v_gradient = tl.where(part[:, None], v_gradient, 0.0)
+        store_rows(dk_rows, first, stride_dks, key < keys, k_gradient, HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_rows(dv_rows, first, stride_dvs, key < keys, v_gradient, HEAD_DIM, BLOCK_N, BLOCK_D)
+
+
+class Saved(NamedTuple):
+    """What the backward kernels read of the forward, and of the gradients that reach it.
+
+    `lse` and `delta` per row as `launch_forward` returns the log-sum-exp; `out_gradient` like `q`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_gradient: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    def arguments(self, problem: Problem) -> dict[str, object]:
+        """Keyword arguments of the kernels that compute scores again."""
+        return {
+            **shared_arguments(self.q, self.k, self.v, problem),
+            **strides("do", self.out_gradient),
+            "out_gradient_pointer": self.out_gradient,
+            "lse_pointer": self.lse,
+            "delta_pointer": self.delta,
+        }
+
+
+def prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
+) -> Saved:
+    """Run the delta kernel. Its result folds in the gradient of the log-sum-exp: d lse / d score is the weight."""
+    q, k, v, out_gradient = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v), with_plain_rows(out_gradient)
+    out, delta = with_plain_rows(out), torch.empty_like(lse)
+    rows, heads, head_dim = out.shape[-3:]
+    batch = out.shape[0] if out.ndim == 4 else 1
+    if not lse.numel():
+        return Saved(q, k, v, out_gradient, lse, delta)
+    with on_device(out):
+        delta_kernel[(-(-rows // DELTA_BLOCK) * heads * batch,)](
+            out,
+            out_gradient,
+            lse,
+            None if lse_gradient is None else lse_gradient.contiguous(),
+            delta,
+            **strides("o", out),
+            **strides("do", out_gradient),
+            heads=heads,
+            rows=rows,
+            HEAD_DIM=head_dim,
+            BLOCK_D=max(16, next_power_of_2(head_dim)),
+            BLOCK_M=DELTA_BLOCK,
+            HAS_LSE_GRADIENT=lse_gradient is not None,
+            ACCUMULATE=tl.float64 if accumulator_dtype(out.dtype) == torch.float64 else tl.float32,
+            num_warps=4,
+        )
+    return Saved(q, k, v, out_gradient, lse, delta)
+
+
+def launch_dq(
+    saved: Saved, problem: Problem, *, scores_dtype: torch.dtype | None, far_sums: bool, slope_sums: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradient of q, and what the same kernel can tell of the biases on its way.
+
+    Args:
+        saved: from `prepare_backward`.
+        problem: of the call.
+        scores_dtype: return the gradient of every score too, in this dtype; dense calls only.
+        far_sums: return the sums over the far distances too.
+        slope_sums: return the gradient of `alibi_slopes` too.
+
+    Returns:
+        dq like q; the scores' gradient (batch, heads, queries, keys); per query the sums of it over distances at most
+        -reach and at least reach, (2, *shape of lse); the gradient of the slopes (heads,), in fp32 or fp64.
+    """
+    q = saved.q
+    zeros = q.new_zeros if problem.packed else q.new_empty
+    q_gradient = zeros(q.shape)
+    batch, heads = problem.batch(q), q.shape[-2]
+    scores = far = None
+    if scores_dtype is not None:
+        scores = q.new_zeros((batch, heads, problem.max_queries, problem.max_keys), dtype=scores_dtype)
+    if far_sums:
+        far = saved.lse.new_zeros((2, *saved.lse.shape))
+    if not (batch and q.shape[-3]):
+        return q_gradient, scores, far, saved.lse.new_zeros(heads) if slope_sums else None
+    slopes = torch.zeros_like(saved.lse) if slope_sums else None
+    config = config_of("dq", q, problem)
+    tiles = None
+    if problem.cu_seqlens_q is not None:
+        tiles = tile_list(problem.cu_seqlens_q, q.shape[-3], config.queries)
+    slots = programs(q.shape[-3], config.queries, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1)
+    with on_device(q):
+        dq_kernel[(slots * heads,)](
+            **saved.arguments(problem),
+            **strides("dq", q_gradient),
+            **options_of(config),
+            q_gradient_pointer=q_gradient,
+            tiles_pointer=tiles,
+            bias_gradient_pointer=scores,
+            far_pointer=far,
+            slope_gradient_pointer=slopes,
+            stride_far=saved.lse.numel(),
+            heads_per_group=heads // saved.k.shape[-2],
+            WRITE_BIAS_GRADIENT=scores is not None,
+            FAR_SUMS=far_sums,
+            SLOPE_SUMS=slope_sums,
+        )
+    if slopes is not None:
+        slopes = slopes.sum(1) if problem.packed else slopes.sum((0, 2))
+    return q_gradient, scores, far, slopes
+
+
+def launch_dkdv(saved: Saved, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v, like k and v."""
+    q, k, v = saved.q, saved.k, saved.v
+    zeros = k.new_zeros if problem.packed else k.new_empty
+    k_gradient, v_gradient = zeros(k.shape), zeros(v.shape)
+    batch, heads, groups = problem.batch(q), q.shape[-2], k.shape[-2]
+    if not (batch and k.shape[-3]):
+        return k_gradient, v_gradient
+    config = config_of("dkdv", q, problem)
+    tiles = None
+    if problem.cu_seqlens_k is not None:
+        tiles = tile_list(problem.cu_seqlens_k, k.shape[-3], config.keys)
+    slots = programs(k.shape[-3], config.keys, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1)
+    with on_device(q):
+        dkdv_kernel[(slots * groups,)](
+            **saved.arguments(problem),
+            **strides("dk", k_gradient),
+            **strides("dv", v_gradient),
+            **options_of(config),
+            k_gradient_pointer=k_gradient,
+            v_gradient_pointer=v_gradient,
+            tiles_pointer=tiles,
+            HEADS_PER_GROUP=heads // groups,
+        )
+    return k_gradient, v_gradient

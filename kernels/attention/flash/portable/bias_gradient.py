@@ -1,0 +1,298 @@
+"""Gradients of the biases: kernels that compute scores again for what the dq kernel cannot add up without atomics.
+
+A dense bias that is broadcast over batch or heads: one program owns a tile of the bias and adds the scores' gradients
+of everything it was broadcast to, in order. A bias by distance: one program owns one diagonal of tiles of a head. All
+these tiles have the same pattern of distances, so their gradients are added as they are, and only the sum is turned
+into sums along diagonals, once. Memory is O(queries + keys).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....launch import jit, tl
+from ..kernel_arguments import Problem, config_of, on_device, options_of, tile_list
+from .backward import Saved
+from .tile import (
+    LOG2E,
+    dense_place,
+    dot,
+    exponents,
+    first_dropout_counter,
+    keys_taking_part,
+    load_lse,
+    load_rows,
+    packed_lengths,
+    per_row_start,
+    row_start,
+    score_gradients,
+)
+
+# of the diagonal kernel, together: enough for the largest GPU, and a number that depends on no device
+PROGRAMS_WANTED = 1024
+
+
+@jit
+def tile_gradient(
+    q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
+    heads, heads_per_group, rows, max_queries, max_keys, left, right, reach, scale, softcap, keep_scale, threshold,
+    sequence, head, first_query, first_key, start_q, queries, start_k, keys,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the biased scores of the tile at (first_query, first_key), which may begin before key 0."""
+    offset = keys - queries
+    query = first_query + tl.arange(0, BLOCK_M)
+    key = first_key + tl.arange(0, BLOCK_N)
+    inside = query < queries
+    first_seen = 0
+    if HAS_LEFT:
+        first_seen = tl.maximum(offset - left, 0)
+    bias_here, padding_here, distance_here = bias_pointer, padding_pointer, distance_pointer
+    alibi_slope, seed, counter = 0.0, 0, 0
+    if HAS_BIAS:
+        bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+    if HAS_PADDING:
+        padding_here = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
+    if HAS_DISTANCE:
+        distance_here = distance_pointer + head * (2 * reach + 1)
+    if HAS_SLOPE:
+        alibi_slope = tl.load(slopes_pointer + head) * LOG2E
+    if HAS_DROPOUT:
+        seed = tl.load(rng_pointer)
+        counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
+    part = keys_taking_part(padding_here, key, keys, first_seen, True, HAS_PADDING)
+    group = head // heads_per_group
+    q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
+    do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
+    k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
+    v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
+    row = per_row_start(sequence, head, start_q, heads, rows, PACKED) + query
+    q = load_rows(q_rows, first_query, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    k = load_rows(k_rows, first_key, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
+    exponent, slope = exponents(
+        dot(q, tl.trans(k), zeros, PRECISION),
+        query[:, None], key[None, :], part[None, :], queries, keys, offset, left, right, scale, softcap, 0.0,
+        alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
+        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
+    )  # fmt: skip
+    out_gradient = load_rows(do_rows, first_query, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    v = load_rows(v_rows, first_key, stride_vs, part, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+    lse = load_lse(lse_pointer, row, inside)
+    delta = tl.load(delta_pointer + row, mask=inside, other=0.0)
+    _, gradient, _ = score_gradients(
+        exponent, slope, dot(out_gradient, tl.trans(v), zeros, PRECISION), lse[:, None], delta[:, None],
+        seed, counter, query[:, None], key[None, :], max_keys, threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
+    )  # fmt: skip
+    return gradient
+
+
+@jit
+def bias_gradient_kernel(
+    q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer, partial_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer, cu_seqlens_q, cu_seqlens_k,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
+    batch, heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+    scale, softcap, keep_scale, threshold, partial_rows, partial_columns,
+    BATCH_BROADCAST: tl.constexpr, HEADS_BROADCAST: tl.constexpr,
+    SUM_QUERIES: tl.constexpr, SUM_KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the gradient of one tile of a dense bias, summed over the batch and heads it was broadcast to.
+
+    partial: (bias batch, bias heads, partial_rows, partial_columns); a row per tile of queries instead of per query
+    where the bias is broadcast over queries (SUM_QUERIES), likewise columns.
+    """
+    tiles_m = tl.cdiv(max_queries, BLOCK_M)
+    tiles_n = tl.cdiv(max_keys, BLOCK_N)
+    program = tl.program_id(0)
+    tile_n = program % tiles_n
+    tile_m = program // tiles_n % tiles_m
+    place = program // (tiles_n * tiles_m)  # within the batch and heads of the bias
+    sequence_begin, sequence_end, head_begin, head_end = 0, batch, 0, heads
+    if not HEADS_BROADCAST:
+        head_begin = place % heads
+        head_end = head_begin + 1
+    if not BATCH_BROADCAST:
+        sequence_begin = place if HEADS_BROADCAST else place // heads
+        sequence_end = sequence_begin + 1
+    first_query, first_key = tile_m * BLOCK_M, tile_n * BLOCK_N
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
+    offset = max_keys - max_queries
+    seen = True
+    if HAS_RIGHT:
+        seen = first_key <= tl.minimum(first_query + BLOCK_M, max_queries) - 1 + offset + right
+    if HAS_LEFT:
+        seen = seen & (first_key + BLOCK_N - 1 >= first_query + offset - left)
+    if seen:
+        for sequence in range(sequence_begin, sequence_end):
+            for head in range(head_begin, head_end):
+                accumulator += tile_gradient(
+                    q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
+                    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+                    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+                    stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
+                    heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+                    scale, softcap, keep_scale, threshold,
+                    sequence, head, first_query, first_key, 0, max_queries, 0, max_keys,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE,
+                    HAS_SLOPE, HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
+                )  # fmt: skip
+    row = first_query + tl.arange(0, BLOCK_M)
+    column = first_key + tl.arange(0, BLOCK_N)
+    if SUM_QUERIES:
+        accumulator = tl.sum(accumulator, 0, keep_dims=True)
+        row = tile_m + tl.arange(0, 1)
+    if SUM_KEYS:
+        accumulator = tl.sum(accumulator, 1, keep_dims=True)
+        column = tile_n + tl.arange(0, 1)
+    start = tl.cast(place, tl.int64) * partial_rows * partial_columns
+    pointers = partial_pointer + start + row.to(tl.int64)[:, None] * partial_columns + column[None, :]
+    tl.store(pointers, accumulator, mask=(row < partial_rows)[:, None] & (column < partial_columns)[None, :])
+
+
+@jit
+def distance_gradient_kernel(
+    q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer, partial_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    cu_seqlens_q, cu_seqlens_k, tiles_pointer,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
+    batch, heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+    scale, softcap, keep_scale, threshold, first_diagonal, diagonals,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: sums by distance along one diagonal of tiles of a head, every `splits`-th tile of it.
+
+    Tiles are square. The tile of diagonal c at query m begins at the key whose distance from m is c * BLOCK_N, so its
+    entry (row, column) has the distance c * BLOCK_N + column - row. partial: (splits, heads, diagonals, 2, BLOCK_N):
+    the sums of the distances (c - 1) * BLOCK_N + n, and of c * BLOCK_N + n.
+    """
+    program = tl.program_id(0)
+    diagonal = first_diagonal + program % diagonals
+    head = program // diagonals % heads
+    split = program // diagonals // heads
+    splits = tl.num_programs(0) // diagonals // heads
+    tiles = tl.load(tiles_pointer) if PACKED else tl.cdiv(max_queries, BLOCK_M) * batch
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
+    for tile in range(split, tiles, splits):
+        if PACKED:
+            sequence = tl.load(tiles_pointer + 2 + 2 * tile)
+            first = tl.load(tiles_pointer + 3 + 2 * tile)
+            start_q, queries, start_k, keys = packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence)
+        else:
+            sequence, _, first = dense_place(tile, max_queries, 1, BLOCK_M, False)
+            start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
+        first_key = first + keys - queries + diagonal * BLOCK_N
+        if (first_key < keys) & (first_key + BLOCK_N > 0):
+            accumulator += tile_gradient(
+                q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
+                bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+                stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+                stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
+                heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+                scale, softcap, keep_scale, threshold,
+                sequence, head, first, first_key, start_q, queries, start_k, keys,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE,
+                HAS_SLOPE, HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
+            )  # fmt: skip
+    # row r moved r places to the left and around the corner: then each column holds two diagonals
+    row = tl.arange(0, BLOCK_M)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
+    moved = tl.gather(accumulator, (row + column) % BLOCK_N, 1)
+    upper = tl.sum(tl.where(row + column < BLOCK_N, moved, 0.0), 0)
+    lower = tl.sum(tl.where(row + column < BLOCK_N, 0.0, moved), 0)
+    pointers = partial_pointer + tl.cast(program, tl.int64) * 2 * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(pointers, lower)
+    tl.store(pointers + BLOCK_N, upper)
+
+
+def launch_bias_gradient(saved: Saved, problem: Problem) -> Tensor:
+    """Gradient of a dense bias that is broadcast over some dimension, in fp32 or fp64, in the shape of the bias."""
+    q, bias = saved.q, problem.bias
+    assert bias is not None
+    batch, heads = q.shape[0], q.shape[-2]
+    queries, keys = problem.max_queries, problem.max_keys
+    shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+    config = config_of("bias_gradient", q, problem)
+    tiles_m, tiles_n = -(-queries // config.queries), -(-keys // config.keys)
+    # a dimension of size 1 that is 1 in the bias too may count as either
+    sum_queries, sum_keys = shape[2] == 1, shape[3] == 1
+    partial_shape = (*shape[:2], tiles_m if sum_queries else queries, tiles_n if sum_keys else keys)
+    partial = saved.lse.new_zeros(partial_shape)
+    if partial.numel() and batch:
+        with on_device(q):
+            bias_gradient_kernel[(tiles_m * tiles_n * shape[0] * shape[1],)](
+                **saved.arguments(problem),
+                **options_of(config),
+                partial_pointer=partial,
+                batch=batch,
+                heads_per_group=heads // saved.k.shape[-2],
+                partial_rows=partial_shape[2],
+                partial_columns=partial_shape[3],
+                BATCH_BROADCAST=shape[0] == 1,
+                HEADS_BROADCAST=shape[1] == 1,
+                SUM_QUERIES=sum_queries,
+                SUM_KEYS=sum_keys,
+            )
+    if sum_queries:
+        partial = partial.sum(2, keepdim=True)
+    if sum_keys:
+        partial = partial.sum(3, keepdim=True)
+    return partial.reshape(bias.shape)
+
+
+def launch_distance_gradient(saved: Saved, problem: Problem, far: Tensor) -> Tensor:
+    """Gradient of `distance_bias`, (heads, 2 reach + 1), in fp32 or fp64; `far` is from `launch_dq`."""
+    q, distance_bias = saved.q, problem.distance_bias
+    assert distance_bias is not None
+    heads, reach = distance_bias.shape[0], distance_bias.shape[1] // 2
+    low, high = far.transpose(1, 2).flatten(2).sum(2) if far.ndim == 4 else far.sum(2)
+    between = low.new_zeros(heads, 2 * reach - 1)
+    # distances that any pair of the call has, apart from the two ends
+    nearest = max(1 - reach, 1 - problem.max_keys, *([-problem.left] if problem.left >= 0 else []))
+    farthest = min(reach - 1, problem.max_queries - 1, *([problem.right] if problem.right >= 0 else []))
+    batch, rows = problem.batch(q), q.shape[-3]
+    if nearest <= farthest and batch and rows:
+        config = config_of("distance_gradient", q, problem)
+        block = config.keys
+        first_diagonal, last_diagonal = nearest // block, -(-farthest // block)
+        diagonals = last_diagonal - first_diagonal + 1
+        tiles = None if problem.cu_seqlens_q is None else tile_list(problem.cu_seqlens_q, rows, block)
+        bound = -(-rows // block) * (batch if tiles is None else 1)
+        splits = max(1, min(bound, PROGRAMS_WANTED // (diagonals * heads)))
+        partial = low.new_empty(splits, heads, diagonals, 2, block)
+        with on_device(q):
+            distance_gradient_kernel[(splits * heads * diagonals,)](
+                **saved.arguments(problem),
+                **options_of(config),
+                partial_pointer=partial,
+                tiles_pointer=tiles,
+                batch=batch,
+                heads_per_group=heads // saved.k.shape[-2],
+                first_diagonal=first_diagonal,
+                diagonals=diagonals,
+            )
+        sums = partial.sum(0)
+        # each distance is in the upper sums of one diagonal of tiles and in the lower sums of the next
+        lower, upper = F.pad(sums[:, :, 0], (0, 0, 0, 1)), F.pad(sums[:, :, 1], (0, 0, 1, 0))
+        line = (lower + upper).flatten(1)  # distances from (first_diagonal - 1) * block on
+        begin = nearest - (first_diagonal - 1) * block
+        count = farthest - nearest + 1
+        between[:, nearest + reach - 1 : nearest + reach - 1 + count] = line[:, begin : begin + count]
+    return torch.cat([low[:, None], between, high[:, None]], dim=1)

@@ -1,0 +1,182 @@
+"""Flash attention's forward kernel (Dao, arXiv 2307.08691): one program per tile of queries, softmax on the fly."""
+
+# Triton unrolls static_range, and its constant conditions decide which names exist:
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....interpreter_rounding import rounded
+from ....launch import jit, tl
+from ..kernel_arguments import (
+    Problem,
+    accumulator_dtype,
+    config_of,
+    on_device,
+    options_of,
+    programs,
+    shared_arguments,
+    strides,
+    tile_list,
+    with_plain_rows,
+)
+from .tile import (
+    LN2,
+    LOG2E,
+    dense_place,
+    dot,
+    dropout_kept,
+    exponents,
+    first_dropout_counter,
+    keys_taking_part,
+    load_rows,
+    packed_lengths,
+    per_row_start,
+    row_start,
+    section_tiles,
+    sections,
+    store_rows,
+)
+
+
+@jit
+def forward_kernel(
+    q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    cu_seqlens_q, cu_seqlens_k, tiles_pointer,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
+    heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+    scale, softcap, keep_scale, threshold,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program computes BLOCK_M rows of one head; packed, the tiles slot, slot + slots, ... of the list.
+
+    q, out: (batch, queries, heads, HEAD_DIM) or packed (rows, heads, HEAD_DIM); k, v with fewer heads. lse: (batch,
+    heads, queries) or (heads, rows), natural. distance: (heads, 2 reach + 1). slopes: (heads,). padding: (batch,
+    keys), 0 for padding. tiles (packed): int32 (1 + bound, 2): their number, then sequence and first row of each.
+    """
+    program = tl.program_id(0)
+    if PACKED:
+        slots = tl.num_programs(0) // heads
+        head = program // slots
+        tile_begin, tile_end, tile_step = program % slots, tl.load(tiles_pointer), slots
+    else:
+        tile_begin, tile_end, tile_step = 0, 1, 1
+    for tile in range(tile_begin, tile_end, tile_step):
+        if PACKED:
+            sequence = tl.load(tiles_pointer + 2 + 2 * tile)
+            first = tl.load(tiles_pointer + 3 + 2 * tile)
+            start_q, queries, start_k, keys = packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence)
+        else:
+            sequence, head, first = dense_place(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
+            start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
+        offset = keys - queries
+        query = first + tl.arange(0, BLOCK_M)
+        group = head // heads_per_group
+        k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
+        v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
+        q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
+        q = load_rows(q_rows, first, stride_qs, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+
+        first_seen = 0
+        if HAS_LEFT:
+            first_seen = tl.maximum(offset - left, 0)
+        bias_here, padding_here, distance_here = bias_pointer, padding_pointer, distance_pointer
+        far_low, far_high, alibi_slope = 0.0, 0.0, 0.0
+        if HAS_BIAS:
+            bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+        if HAS_PADDING:
+            padding_here = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
+        if HAS_DISTANCE:
+            distance_here = distance_pointer + head * (2 * reach + 1)
+            far_low, far_high = tl.load(distance_here), tl.load(distance_here + 2 * reach)
+        if HAS_SLOPE:
+            alibi_slope = tl.load(slopes_pointer + head) * LOG2E
+        if HAS_DROPOUT:
+            seed = tl.load(rng_pointer)
+            counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
+
+        maximum = tl.full((BLOCK_M,), float("-inf"), ACCUMULATE)
+        total = tl.zeros((BLOCK_M,), ACCUMULATE)
+        accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
+        last = tl.minimum(first + BLOCK_M, queries) - 1
+        bounds = sections(
+            first + offset, last + offset, keys, left, right, reach, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE
+        )
+        for section in range(
+            0 if HAS_LEFT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_LEFT and not HAS_DISTANCE else 1
+        ):
+            plain_start, plain_end, edge_end = section_tiles(section, bounds)
+            far = tl.where(section == 1, far_low, far_high)
+            # looked-up biases are not worth the shared memory of a pipeline: edge tiles are few
+            for EDGE in tl.static_range(2):
+                begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
+                for start in tl.range(begin, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
+                    key = start + tl.arange(0, BLOCK_N)
+                    part = keys_taking_part(padding_here, key, keys, first_seen, EDGE, HAS_PADDING)
+                    k = load_rows(k_rows, start, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
+                    v = load_rows(v_rows, start, stride_vs, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
+                    product = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION)
+                    exponent, _ = exponents(
+                        product, query[:, None], key[None, :], part[None, :], queries, keys, offset, left, right,
+                        scale, softcap, far, alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
+                        EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
+                    )  # fmt: skip
+                    higher = tl.maximum(maximum, tl.max(exponent, 1))
+                    # a row that has seen no key yet holds -inf, and -inf - -inf would be NaN
+                    shift = tl.where(higher == float("-inf"), 0.0, higher)
+                    weight = tl.exp2(exponent - shift[:, None])
+                    shrink = tl.exp2(maximum - shift)
+                    total = total * shrink + tl.sum(weight, 1)
+                    if HAS_DROPOUT:
+                        kept = dropout_kept(seed, counter, query[:, None], key[None, :], max_keys, threshold)
+                        weight = tl.where(kept, weight, 0.0)
+                    accumulator = dot(rounded(weight, v.dtype), v, accumulator * shrink[:, None], PRECISION)
+                    maximum = higher
+
+        empty = total == 0.0
+        accumulator = accumulator * (keep_scale / tl.where(empty, 1.0, total))[:, None]
+        lse = tl.where(empty, float("-inf"), (maximum + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+        out_rows = row_start(out_pointer, sequence, head, start_q, stride_ob, stride_os, stride_oh)
+        store_rows(out_rows, first, stride_os, query < queries, accumulator, HEAD_DIM, BLOCK_M, BLOCK_D)
+        lse_row = lse_pointer + per_row_start(sequence, head, start_q, heads, rows, PACKED) + query
+        tl.store(lse_row, lse, mask=query < queries)
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output like `q`, contiguous, and its log-sum-exp per row, (batch, heads, queries) or packed (heads, rows)."""
+    q, k, v = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v)
+    out, lse = empty_results(q, problem)
+    batch, heads = problem.batch(q), q.shape[-2]
+    if not (batch and q.shape[-3]):
+        return out, lse
+    config = config_of("forward", q, problem)
+    tiles = None
+    if problem.cu_seqlens_q is not None:
+        tiles = tile_list(problem.cu_seqlens_q, q.shape[-3], config.queries)
+    slots = programs(q.shape[-3], config.queries, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1)
+    with on_device(q):
+        forward_kernel[(slots * heads,)](
+            **shared_arguments(q, k, v, problem),
+            **strides("o", out),
+            **options_of(config),
+            out_pointer=out,
+            lse_pointer=lse,
+            tiles_pointer=tiles,
+            heads_per_group=heads // k.shape[-2],
+        )
+    return out, lse
+
+
+def empty_results(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Room for output and log-sum-exp. Packed rows of no sequence, which no program visits, hold 0 and -inf."""
+    shape = (q.shape[-2], q.shape[0]) if problem.packed else (q.shape[0], q.shape[2], q.shape[1])
+    lse_dtype = accumulator_dtype(q.dtype)
+    if problem.packed:
+        return q.new_zeros(q.shape), q.new_full(shape, float("-inf"), dtype=lse_dtype)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=lse_dtype)

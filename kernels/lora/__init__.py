@@ -1,0 +1,1 @@
+"""LoRA kernels: frozen linear layers with low-rank updates, forward and backward."""

@@ -1,0 +1,329 @@
+"""Tokens to rows and back: gather, the weighted sum over a token's rows, and the activation's gradient in rows.
+
+Nothing is added up by atomics: a token reads its k rows, so sums have one order. Without Triton the same in plain
+torch. T tokens, k rows of each at most; `order` and `places` as in `assignments.Assignments`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..interpreter_rounding import rounded
+from ..launch import INTERPRETED, jit, next_power_of_2, tl, triton, triton_runs_on
+from .grouped_kernels import value_and_slope
+
+_LARGEST_BLOCK = 2048
+_LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+# ---------------------------------------------------------------- reference
+
+
+def reference_gather(hidden: Tensor, order: Tensor, topk: int) -> Tensor:
+    """(T, h) to (rows, h): the token of each row, 0 in empty rows."""
+    tokens = order.clamp(min=0) // topk
+    return torch.where(order[:, None] >= 0, hidden[tokens], 0)
+
+
+def reference_combine(rows: Tensor, gates: Tensor | None, places: Tensor) -> Tensor:
+    """(rows, h) to (T, h): the sum of a token's rows, each times its gate, in fp32 (fp64)."""
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    total = torch.zeros(len(places), rows.shape[1], dtype=wide, device=rows.device)
+    for slot in range(places.shape[1] if len(rows) else 0):
+        place = places[:, slot]
+        row = torch.where(place[:, None] >= 0, rows[place.clamp(min=0)], 0).to(wide)
+        total = total + (row if gates is None else row * gates[:, slot, None].to(wide))
+    return total.to(rows.dtype)
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@jit
+def gather_kernel(
+    hidden_pointer, gates_pointer, order_pointer, rows_pointer, topk, width, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one row, the token's hidden_pointer (T, width), WEIGHTED times its gate; 0 in an empty row."""
+    row = tl.program_id(0).to(tl.int64)
+    assignment = tl.load(order_pointer + row)
+    used = assignment >= 0
+    token = tl.where(used, assignment // topk, 0).to(tl.int64)
+    gate = 1.0
+    if WEIGHTED:
+        gate = tl.load(gates_pointer + assignment, mask=used, other=0.0).to(tl.float32)
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < width
+        value = (
+            tl.load(hidden_pointer + token * width + column, mask=column < tl.where(used, width, 0), other=0.0).to(
+                tl.float32
+            )
+            * gate
+        )
+        tl.store(rows_pointer + row * width + column, rounded(value, rows_pointer.dtype.element_ty), mask=inside)
+
+
+@jit
+def combine_kernel(
+    rows_pointer, gates_pointer, places_pointer, onto_pointer, out_pointer, width, WEIGHTED: tl.constexpr,
+    ADDED: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK columns of one token of out_pointer (T, width), the sum of its rows times their gates.
+
+    ADDED to what is in onto_pointer (T, width).
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    if ADDED:
+        total += tl.load(onto_pointer + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    for slot in tl.static_range(TOPK):  # pyright: ignore[reportGeneralTypeIssues]
+        place = tl.load(places_pointer + token * TOPK + slot).to(tl.int64)
+        value = tl.load(
+            rows_pointer + place * width + column, mask=column < tl.where(place >= 0, width, 0), other=0.0
+        ).to(tl.float32)
+        if WEIGHTED:
+            value = value * tl.load(gates_pointer + token * TOPK + slot).to(tl.float32)
+        total += value
+    tl.store(out_pointer + token * width + column, rounded(total, out_pointer.dtype.element_ty), mask=inside)
+
+
+@jit
+def gate_gradient_kernel(
+    rows_pointer, gradient_pointer, places_pointer, gate_gradient_pointer, width, TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one assignment, the dot product of its row with the gradient of its token; 0 where dropped."""
+    assignment = tl.program_id(0).to(tl.int64)
+    token = assignment // TOPK
+    place = tl.load(places_pointer + assignment).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < tl.where(place >= 0, width, 0)
+        row = tl.load(rows_pointer + place * width + column, mask=inside, other=0.0).to(tl.float32)
+        total += row * tl.load(gradient_pointer + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(gate_gradient_pointer + assignment, tl.sum(total))
+
+
+@jit
+def activation_backward_kernel(
+    projected_pointer, inner_gradient_pointer, order_pointer, gates_pointer, projected_gradient_pointer,
+    weighted_pointer, gate_gradient_pointer, width, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one row. What the second projection read is computed again from projected_pointer.
+
+    projected_pointer: (rows, width), GATED (rows, 2 width); projected_gradient_pointer alike, written.
+    inner_gradient_pointer: (rows, width), the gradient of the second projection's input, not yet times the gate.
+    weighted_pointer: (rows, width), written: that input times the gate.
+    gates_pointer, gate_gradient_pointer: (T k,), the latter written, except for dropped assignments.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    assignment = tl.load(order_pointer + row)
+    if assignment >= 0:
+        gate = tl.load(gates_pointer + assignment).to(tl.float32)
+        stride = 2 * width if GATED else width
+        element = weighted_pointer.dtype.element_ty
+        products = tl.zeros((BLOCK,), tl.float32)
+        for begin in range(0, width, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            inside = column < width
+            x = tl.load(projected_pointer + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+            outer = tl.load(inner_gradient_pointer + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            value, slope = value_and_slope(x, ACTIVATION)
+            if GATED:
+                up = tl.load(projected_pointer + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
+                up_gradient = rounded(gate * outer * value, element)
+                tl.store(projected_gradient_pointer + row * stride + width + column, up_gradient, mask=inside)
+                value = value * up
+                slope = slope * up
+            # rounded as the second projection read it
+            value = rounded(value, element).to(tl.float32)
+            products += tl.where(inside, outer * value, 0.0)
+            gradient = rounded(gate * outer * slope, element)
+            tl.store(projected_gradient_pointer + row * stride + column, gradient, mask=inside)
+            tl.store(weighted_pointer + row * width + column, rounded(gate * value, element), mask=inside)
+        tl.store(gate_gradient_pointer + assignment, tl.sum(products))
+
+
+def _block(width: int) -> int:
+    return min(_LARGEST_BLOCK, next_power_of_2(width))
+
+
+def triton_gather(hidden: Tensor, order: Tensor, topk: int, gates: Tensor | None = None) -> Tensor:
+    """`reference_gather` on the device, with `gates` (T, k) each row times its gate."""
+    hidden = hidden.contiguous()
+    width = hidden.shape[1]
+    rows = hidden.new_empty(len(order), width)
+    gates = None if gates is None else gates.contiguous()
+    if rows.numel():
+        constants = {"WEIGHTED": gates is not None, "BLOCK": _block(width)}
+        gather_kernel[(len(order),)](hidden, gates, order, rows, topk, width, **constants, **_LAUNCH)
+    return rows
+
+
+def triton_combine(rows: Tensor, gates: Tensor | None, places: Tensor, onto: Tensor | None = None) -> Tensor:
+    """`reference_combine` on the device, added to `onto` (T, h), in its dtype, before it is rounded."""
+    rows, places = rows.contiguous(), places.contiguous()
+    gates = None if gates is None else gates.contiguous()
+    onto = None if onto is None else onto.contiguous()
+    tokens, topk = places.shape
+    width = rows.shape[1]
+    total = (rows if onto is None else onto).new_empty(tokens, width)
+    if total.numel():
+        block = _block(width)
+        constants = {"WEIGHTED": gates is not None, "ADDED": onto is not None, "TOPK": topk, "BLOCK": block}
+        grid = (tokens, triton.cdiv(width, block))
+        combine_kernel[grid](rows, gates, places, onto, total, width, **constants, **_LAUNCH)
+    return total
+
+
+def _triton_gate_gradient(rows: Tensor, gradient: Tensor, places: Tensor) -> Tensor:
+    """(T, k) fp32: a row times the gradient of its token."""
+    rows, gradient, places = rows.contiguous(), gradient.contiguous(), places.contiguous()
+    result = torch.empty(places.shape, dtype=torch.float32, device=rows.device)
+    if result.numel():
+        width = rows.shape[1]
+        gate_gradient_kernel[(result.numel(),)](
+            rows, gradient, places, result, width, TOPK=places.shape[1], BLOCK=_block(width), **_LAUNCH
+        )
+    return result
+
+
+def activation_backward(
+    projected: Tensor, inner_gradient: Tensor, order: Tensor, gates: Tensor, *, gated: bool, nonlinearity: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients behind the second projection; empty rows of the results are not written.
+
+    Args:
+        projected: (rows, f), gated (rows, 2 f), what the first projection gave.
+        inner_gradient: (rows, f), the gradient of the token's output times the second matrix, without the gate.
+        order: (rows,).
+        gates: (T, k).
+        gated: see `expert_mlp`.
+        nonlinearity: see `expert_mlp`.
+
+    Returns:
+        The gradient of `projected`; (rows, f), what the second projection read, times the gate; the gradient of
+        `gates` in fp32, without the share of a bias.
+    """
+    gates = gates.contiguous()
+    projected_gradient = torch.empty_like(projected)
+    weighted = torch.empty_like(inner_gradient)
+    gate_gradient = torch.zeros(gates.shape, dtype=torch.float32, device=gates.device)
+    if inner_gradient.numel():
+        width = inner_gradient.shape[1]
+        activation_backward_kernel[(len(order),)](
+            projected,
+            inner_gradient,
+            order,
+            gates,
+            projected_gradient,
+            weighted,
+            gate_gradient,
+            width,
+            GATED=gated,
+            ACTIVATION=nonlinearity,
+            BLOCK=min(1024, _block(width)),
+            **_LAUNCH,
+        )
+    return projected_gradient, weighted, gate_gradient
+
+
+# ---------------------------------------------------------------- custom operations
+
+
+def by_triton(tensor: Tensor) -> bool:
+    """Whether the kernels of this file serve a tensor: on CUDA, or fp32 in the interpreter."""
+    return triton_runs_on(tensor) or (INTERPRETED and tensor.is_cpu and tensor.dtype == torch.float32)
+
+
+@torch.library.custom_op("stoker::moe_gather", mutates_args=())
+def _gather(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    topk = places.shape[1]
+    return triton_gather(hidden, order, topk) if by_triton(hidden) else reference_gather(hidden, order, topk)
+
+
+@_gather.register_fake
+def _(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    return hidden.new_empty(order.shape[0], hidden.shape[1])
+
+
+@torch.library.custom_op("stoker::moe_combine", mutates_args=())
+def _combine(rows: Tensor, gates: Tensor | None, places: Tensor, order: Tensor) -> Tensor:
+    return triton_combine(rows, gates, places) if by_triton(rows) else reference_combine(rows, gates, places)
+
+
+@_combine.register_fake
+def _(rows: Tensor, gates: Tensor | None, places: Tensor, order: Tensor) -> Tensor:
+    return rows.new_empty(places.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op("stoker::moe_combine_backward", mutates_args=())
+def _combine_backward(
+    gradient: Tensor, rows: Tensor, gates: Tensor, places: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    topk = places.shape[1]
+    if by_triton(rows):
+        gate_gradient = _triton_gate_gradient(rows, gradient, places).to(gates.dtype)
+        return triton_gather(gradient, order, topk, gates), gate_gradient
+    row_gradient = reference_gather(gradient, order, topk).to(gates.dtype)
+    assignment = order.clamp(min=0)
+    products = torch.where(order >= 0, (row_gradient * rows.to(gates.dtype)).sum(1), 0)
+    row_gradient = row_gradient * gates.reshape(-1)[assignment][:, None]
+    in_rows = torch.where(places >= 0, products[places.clamp(min=0)], 0) if len(rows) else torch.zeros_like(gates)
+    return row_gradient.to(rows.dtype), in_rows
+
+
+@_combine_backward.register_fake
+def _(gradient: Tensor, rows: Tensor, gates: Tensor, places: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    contiguous = torch.contiguous_format
+    return torch.empty_like(rows, memory_format=contiguous), torch.empty_like(gates, memory_format=contiguous)
+
+
+def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    order, places = ctx.saved_tensors
+    return _combine(gradient, None, places, order), None, None
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, gates, places, order = inputs
+    ctx.weighted = gates is not None
+    ctx.save_for_backward(*((rows, gates) if ctx.weighted else ()), places, order)
+
+
+def _combine_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    *weighted, places, order = ctx.saved_tensors
+    if not ctx.weighted:
+        return _gather(gradient, order, places), None, None, None
+    rows, gates = weighted
+    return *_combine_backward(gradient, rows, gates, places, order), None, None
+
+
+_gather.register_autograd(_gather_backward, setup_context=_save_gather)
+_combine.register_autograd(_combine_gradients, setup_context=_save_combine)
+
+
+# ---------------------------------------------------------------- public functions
+
+
+def gather_rows(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """The token of each row, 0 in empty rows: (T, h) to (rows, h), differentiable once in `hidden`."""
+    return _gather(hidden, order, places)
+
+
+def combine_rows(rows: Tensor, gates: Tensor, places: Tensor, order: Tensor) -> Tensor:
+    """The sum of a token's rows times their gates: (rows, h) to (T, h), differentiable once in `rows` and `gates`.
+
+    The sum is taken in fp32 (fp64 for fp64); empty rows are not read.
+    """
+    return _combine(rows, gates, places, order)

@@ -1,0 +1,1 @@
+"""Optimizer kernels over many tensors at once."""

@@ -1,0 +1,121 @@
+"""Every attention of a model with every kind of call it makes. Pure: no torch, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+from ...kernels.attention.call_spec import AttentionCall, DType
+from ..config.batch_shape import SampleForm
+from ..config.bert_slice import BertSlice
+from ..config.families import FamilySlice
+from ..config.slices import AttentionSlice
+from ..config.t5_slice import T5Slice
+from .attention_calls import CallKind, attention_call, attention_calls
+
+
+class CallFacts(TypedDict):
+    """What all calls of a run have in common; see `AttentionCall`."""
+
+    device: str
+    capability: tuple[int, int] | None
+    dtype: DType
+    batch: int
+    deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAttention:
+    """One attention of a model.
+
+    Attributes:
+        name: `encoder`, `decoder` or `cross` in a T5; empty where there is but one.
+        attention: what it is.
+        calls: the kinds of call it makes.
+        grows: whether texts that are generated go through it token by token, over keys and values that are kept.
+    """
+
+    name: str
+    attention: AttentionSlice
+    calls: Mapping[CallKind, AttentionCall]
+    grows: bool = True
+
+    def label(self, kind: CallKind) -> str:
+        """Attention and kind of call in words: `encoder training`, or `training` where there is but one attention."""
+        return f"{self.name} {kind}".strip()
+
+
+def planned_attentions(model: FamilySlice, form: SampleForm, facts: CallFacts) -> Iterator[PlannedAttention]:
+    """Every attention of a model.
+
+    Args:
+        model: what it is.
+        form: the samples of training and evaluation. A text that is generated, or read for it, is one document.
+        facts: what all calls have in common.
+    """
+    match model:
+        case T5Slice():
+            yield _encoder("encoder", model.encoder.stack.attention, model.encoder.max_positions, form, facts)
+            own, longest = model.decoder.stack.attention, model.decoder.max_positions or form.decoder_length
+            calls = attention_calls(own, seq_length=form.decoder_length, longest=longest, packed=form.packed, **facts)
+            yield PlannedAttention("decoder", own, calls)
+            yield _cross(model, form, facts)
+        case BertSlice():
+            yield _encoder("", model.stack.attention, model.max_positions, form, facts)
+        case _:
+            longest = model.max_positions or form.length
+            attention = model.stack.attention
+            calls = attention_calls(attention, seq_length=form.length, longest=longest, packed=form.packed, **facts)
+            yield PlannedAttention("", attention, calls)
+
+
+def _encoder(
+    name: str, attention: AttentionSlice, max_positions: int | None, form: SampleForm, facts: CallFacts
+) -> PlannedAttention:
+    def call(length: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
+        packed = form.packed and not any_length
+        return attention_call(
+            attention,
+            queries=length,
+            keys=length,
+            packed=packed,
+            padding=any_length or (form.padded and not packed),
+            training=training,
+            any_length=any_length,
+            **facts,
+        )
+
+    calls: dict[CallKind, AttentionCall] = {
+        "training": call(form.length, training=True),
+        "evaluation": call(form.length),
+        "generation": call(max_positions or form.length, any_length=True),
+    }
+    return PlannedAttention(name, attention, calls, grows=False)
+
+
+def _cross(model: T5Slice, form: SampleForm, facts: CallFacts) -> PlannedAttention:
+    attention = model.cross_attention
+
+    def call(queries: int, keys: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
+        packed = form.packed and not any_length
+        made = attention_call(
+            attention,
+            queries=queries,
+            keys=keys,
+            packed=packed,
+            padding=any_length or (form.padded and not packed),
+            training=training,
+            any_length=any_length,
+            **facts,
+        )
+        # the engine aligns the ends of both texts, which are counted from their beginnings here
+        return made if attention.distance is None else replace(made, reach=made.reach + abs(keys - queries))
+
+    longest = model.decoder.max_positions or form.decoder_length, model.encoder.max_positions or form.length
+    calls: dict[CallKind, AttentionCall] = {
+        "training": call(form.decoder_length, form.length, training=True),
+        "evaluation": call(form.decoder_length, form.length),
+        "generation": call(*longest, any_length=True),
+    }
+    return PlannedAttention("cross", attention, calls)

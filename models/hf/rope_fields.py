@@ -1,0 +1,117 @@
+"""Rotary positions in a config.json: `rope_theta`, `rope_scaling`, and `rope_parameters` of newer versions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.families import FamilyKeys
+from .config_fields import FieldError, Theirs, checked, key_of, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Base, rotated part of a head, and frequencies for long texts.
+
+    Args:
+        base: the field of the base of older versions.
+        part: the field of the rotated part of a head of older versions; None where all of it turns.
+        default_part: that part where no field says it.
+        default_base: the base where no field says it.
+    """
+
+    base: str = "rope_theta"
+    part: str | None = None
+    default_part: float = 1.0
+    default_base: float = 10000.0
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All of them."""
+        return (self.base, "rope_scaling", "rope_parameters", *([self.part] if self.part else []))
+
+    def read(self, theirs: Theirs) -> Mapping[str, Any]:
+        """The keys of positions."""
+        given: dict[str, Any] = {}
+        for field in ("rope_scaling", "rope_parameters"):
+            value = theirs.get(field)
+            if value is not None and not isinstance(value, dict):
+                raise FieldError(f"`{field}` ({shown(value)}) must be an object")
+            said = {("rope_type" if name == "type" else name): part for name, part in (value or {}).items()}
+            if any(given[name] != said[name] for name in given.keys() & said.keys()):
+                raise FieldError("`rope_scaling` and `rope_parameters` contradict each other")
+            given |= said
+        base = given.pop("rope_theta", theirs.get(self.base, self.default_base))
+        keys: dict[str, Any] = {
+            "position_embedding_type": "rope",
+            "rotary_interleaved": False,
+            "rotary_base": checked(self.base, base, "number"),
+        }
+        part = given.pop("partial_rotary_factor", theirs.get(self.part, self.default_part) if self.part else 1.0)
+        keys["rotary_percentage"] = checked(self.part or "partial_rotary_factor", part, "number")
+        return keys | self._scaled(given.pop("rope_type", "default"), given, theirs)
+
+    def _scaled(self, kind: Any, given: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
+        def taken(name: str, default: Any = None) -> Any:
+            value = given.pop(name, default)
+            return checked(f"rope_scaling.{name}", value, "number")
+
+        longest = theirs.get("max_position_embeddings")
+        keys: dict[str, Any] = {}
+        match kind:
+            case "default":
+                pass
+            case "linear":
+                keys["seq_len_interpolation_factor"] = taken("factor")
+            case "llama3" | "yarn":
+                keys["rotary_scaling"] = kind
+                keys["rotary_scaling_factor"] = factor = taken("factor")
+                length = given.pop("original_max_position_embeddings", longest)
+                keys["rotary_original_length"] = checked("original_max_position_embeddings", length, "size")
+                low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+                keys["rotary_low_turns"] = taken(low, 1.0)
+                keys["rotary_high_turns"] = taken(high, 4.0 if kind == "llama3" else 32.0)
+                if kind == "yarn":
+                    amplitude = given.pop("attention_factor", None)
+                    if amplitude is not None and not math.isclose(
+                        checked("rope_scaling.attention_factor", amplitude, "number"), 0.1 * math.log(factor) + 1
+                    ):
+                        raise FieldError(
+                            f"`rope_scaling.attention_factor` ({shown(amplitude)}) must be 0.1 ln(factor) + 1, or null"
+                        )
+                    if given.pop("truncate", True) is not True:
+                        raise FieldError("`rope_scaling.truncate` (false) must be true")
+            case _:
+                raise FieldError(f"`rope_scaling.rope_type` ({shown(kind)}) must be default, linear, llama3 or yarn")
+        if given and kind != "default":
+            raise FieldError(f"`rope_scaling.{next(iter(given))}` is not known here, and may change the results")
+        return keys
+
+    def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
+        """Fields of newer and of older versions, which say the same."""
+        if key_of(keys, "position_embedding_type") != "rope":
+            raise FieldError(f"`position_embedding_type` ({key_of(keys, 'position_embedding_type')}) must be rope")
+        parameters: dict[str, Any] = {"rope_type": "default"}
+        kind = "llama3" if key_of(keys, "scale_positional_embedding") else key_of(keys, "rotary_scaling")
+        linear = key_of(keys, "seq_len_interpolation_factor")
+        if kind is not None and linear not in (None, 1):
+            raise FieldError(f"`seq_len_interpolation_factor` ({linear}) must be null with `rotary_scaling`")
+        if kind is not None:
+            low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+            parameters = {
+                "rope_type": kind,
+                "factor": key_of(keys, "rotary_scaling_factor"),
+                "original_max_position_embeddings": key_of(keys, "rotary_original_length"),
+                low: key_of(keys, "rotary_low_turns") or 1.0,
+                high: key_of(keys, "rotary_high_turns") or (4.0 if kind == "llama3" else 32.0),
+            }
+        elif linear not in (None, 1):
+            parameters = {"rope_type": "linear", "factor": linear}
+        scaling = None if parameters["rope_type"] == "default" else dict(parameters)
+        parameters["rope_theta"] = key_of(keys, "rotary_base")
+        written: dict[str, Any] = {self.base: parameters["rope_theta"], "rope_scaling": scaling}
+        if self.part:
+            parameters["partial_rotary_factor"] = written[self.part] = key_of(keys, "rotary_percentage")
+        return written | {"rope_parameters": parameters}

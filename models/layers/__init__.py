@@ -1,0 +1,1 @@
+"""The modules that a transformer layer is made of."""

@@ -1,0 +1,86 @@
+"""The feed-forward part of a layer."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.activations import NONLINEARITIES
+from ...kernels.gated_activation import gated_activation
+from ...kernels.gated_down_projection import gated_projection
+from ...kernels.launch import triton_runs_on
+from ..memory.activation_checkpoint import product_of, recomputes
+from .fused_linear import added_to, product_of_norm
+from .norm import LayerNorm, RMSNorm
+
+
+class MLP(nn.Module):
+    """Project up, apply the nonlinearity, project down. Gated: the rows of `up` are [gate | up], one matrix.
+
+    Args:
+        hidden_size: width of the residual stream.
+        ffn_hidden_size: width between the two projections.
+        nonlinearity: a name in `kernels.activations.NONLINEARITIES`.
+        gated: multiply the activated gate with the up projection.
+        bias: bias on both projections.
+        dropout: dropout after the nonlinearity, in training.
+        inner_norm: norm before the second projection (NormFormer, arXiv 2110.09456); None without.
+
+    Attributes:
+        recompute: in training run what lies between the projections again in the backward, instead of keeping it.
+    """
+
+    recompute: bool = False
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        nonlinearity: str,
+        gated: bool,
+        bias: bool,
+        dropout: float,
+        inner_norm: LayerNorm | RMSNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.nonlinearity = nonlinearity
+        self.gated = gated
+        self.dropout = dropout
+        self.draws = dropout > 0
+        self.up = nn.Linear(hidden_size, ffn_hidden_size * (2 if gated else 1), bias=bias)
+        self.inner_norm = inner_norm
+        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
+
+    def forward(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
+        """(batch, tokens, hidden_size) to the same shape.
+
+        Args:
+            hidden: normed, but for `norm`.
+            norm: a norm of `hidden` that is not kept; None without.
+            onto: a stream like `hidden` that the result is added to; None without.
+        """
+        if norm is None:
+            projected = self.up(hidden)
+        else:
+            projected, onto = product_of_norm(norm, self.up, hidden, onto)
+        if not (self.recompute and recomputes(self)):
+            return added_to(onto, self.down, self._inner(projected))
+        plain = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
+        if self.gated and plain and triton_runs_on(projected):
+            output = gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)
+        else:
+            output = product_of(self._inner, self.down, self.dropout > 0, projected)
+        return output if onto is None else onto + output
+
+    def _inner(self, projected: Tensor) -> Tensor:
+        """What lies between the projections."""
+        if self.gated:
+            inner = gated_activation(projected, self.nonlinearity)
+        else:
+            inner = NONLINEARITIES[self.nonlinearity](projected)
+        if self.inner_norm is not None:
+            inner = self.inner_norm(inner)
+        if self.training and self.dropout:
+            inner = F.dropout(inner, self.dropout)
+        return inner

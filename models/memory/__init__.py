@@ -1,0 +1,1 @@
+"""Memory policies: activation checkpointing and CPU offload."""

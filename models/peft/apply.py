@@ -1,0 +1,104 @@
+"""Fine-tuning with few parameters: what is added to a model, and which of its parameters are trained."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..config.families import FamilySlice
+from ..config.peft_slice import AdapterSlice, IA3Slice, LoRASlice, PeftSlice, PromptSlice, SelectiveSlice
+from ..layers.mlp import MLP
+from ..moe.moe_layer import MoE
+from ..stack import Layer, Stack
+from .adapter import Bottleneck
+from .added_parameters import added_parameters
+from .ia3 import ScaledInputs, ScaledOutputs
+from .lora import LoRAExperts, LoRALinear
+from .lora_mlp import LoRAMLP
+from .ptuning import Prompt
+
+
+def adapt(model: nn.Module, stacks: tuple[Stack, ...], described: FamilySlice, peft: PeftSlice) -> None:
+    """Add to a model on the meta device what fine-tuning trains, and freeze everything else, in place.
+
+    Args:
+        model: as `described`.
+        stacks: those of the model, in the order of its slice.
+        described: its slice.
+        peft: what is trained.
+
+    Raises:
+        ValueError: a layer that is chosen is not there, or nothing would be trained.
+    """
+    _check_layers(stacks, peft)
+    for stack, part in zip(stacks, described.stacks, strict=True):
+        for index, layer in enumerate(stack.layers):
+            assert isinstance(layer, Layer)
+            match peft:
+                case LoRASlice() if peft.layers.takes(index):
+                    _add_lora(layer, peft, peft.mlp_is_one_operation(part))
+                case AdapterSlice() if peft.layers.takes(index):
+                    layer.attention_adapter = Bottleneck(part.hidden_size, peft)
+                    layer.mlp_adapter = Bottleneck(part.hidden_size, peft)
+                case IA3Slice() if peft.layers.takes(index):
+                    _add_factors(layer)
+                case _:
+                    pass
+    if isinstance(peft, PromptSlice):
+        model.prompt = Prompt(described.stacks[0].hidden_size, peft)
+    trained = set(added_parameters(model))
+    if isinstance(peft, SelectiveSlice):
+        trained = {name for name, _ in model.named_parameters() if any(text in name for text in peft.names)}
+        idle = [text for text in peft.names if not any(text in name for name in trained)]
+        if idle:
+            raise ValueError(
+                f"`tunable_base_param_names` ({idle[0]}) must be part of the name of a parameter, such as "
+                f"{next(iter(dict(model.named_parameters())))}."
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model that are trained, by name: all of them unless some are frozen."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _check_layers(stacks: tuple[Stack, ...], peft: PeftSlice) -> None:
+    if isinstance(peft, PromptSlice | SelectiveSlice):
+        return
+    most = max(len(stack.layers) for stack in stacks)
+    beyond = sorted(number for number in peft.layers.numbers or () if number > most)
+    if beyond:
+        raise ValueError(f"`layer_selection` ({beyond[0]}) must be from 1 to the number of layers ({most}).")
+
+
+def _add_lora(layer: Layer, lora: LoRASlice, mlp_is_one_operation: bool) -> None:
+    attention, cross, mlp = layer.attention, layer.cross_attention, layer.mlp
+    query, key = attention.heads * attention.head_dim, attention.groups * attention.head_dim
+    if "attention_qkv" in lora.targets:
+        attention.qkv = LoRALinear(attention.qkv, lora, (query, key, key))
+        if cross is not None:
+            width = cross.groups * cross.head_dim
+            cross.query = LoRALinear(cross.query, lora, (cross.query.out_features,))
+            cross.kv = LoRALinear(cross.kv, lora, (width, width))
+    if "attention_dense" in lora.targets:
+        attention.output = LoRALinear(attention.output, lora, (attention.output.out_features,))
+        if cross is not None:
+            cross.output = LoRALinear(cross.output, lora, (cross.output.out_features,))
+    if isinstance(mlp, MoE):
+        if lora.targets & {"mlp_fc1", "mlp_fc2"}:
+            mlp.experts = LoRAExperts(mlp.experts, lora)
+            if mlp.shared is not None:
+                mlp.shared = LoRAMLP(mlp.shared, lora, is_one_operation=mlp_is_one_operation)
+    elif lora.targets & {"mlp_fc1", "mlp_fc2"}:
+        layer.mlp = LoRAMLP(mlp, lora, is_one_operation=mlp_is_one_operation)
+
+
+def _add_factors(layer: Layer) -> None:
+    attention, cross = layer.attention, layer.cross_attention
+    attention.qkv = ScaledOutputs(attention.qkv, 2 * attention.groups * attention.head_dim)
+    if cross is not None:
+        cross.kv = ScaledOutputs(cross.kv, cross.kv.out_features)
+    for mlp in (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp,):
+        if isinstance(mlp, MLP):
+            mlp.down = ScaledInputs(mlp.down)

@@ -1,0 +1,1 @@
+"""Activation recomputation: policies, and their static analysis."""

@@ -1,0 +1,1 @@
+"""What happens between steps: validation, checkpoints, reports, stopping."""

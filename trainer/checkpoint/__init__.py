@@ -1,0 +1,1 @@
+"""Checkpoints and run directories: reading, writing, asynchronous saving."""

@@ -1,0 +1,169 @@
+"""`stoker evaluate`: loss, perplexity and bits per byte of a checkpoint on held-out text; what it writes, for pairs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ..utils import environment
+from ..utils.errors import EXIT_DONE, UserError
+from . import evaluate_tasks as tasks
+from .checkpoint_arguments import add_checkpoint_arguments, checkpoint_of
+from .generate import positive_int
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..conversion.load_model import Restored
+    from ..data.build_datasets import Data
+    from ..data.datasets.seq2seq import AnySamples
+    from ..data.datasets.sft_examples import Example
+    from ..data.sources.text_pairs import TextPair
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stoker evaluate`."""
+    add_checkpoint_arguments(parser)
+    parser.add_argument(
+        "--split",
+        choices=["validation", "test"],
+        default="validation",
+        help="part of the run's own data (default: %(default)s)",
+    )
+    parser.add_argument("--data-path", metavar="FILE", type=Path, help="evaluate on this text file or folder instead")
+    parser.add_argument(
+        "--limit-batches", metavar="N", type=positive_int, help="stop after N batches, a fair sample (default: all)"
+    )
+    parser.add_argument(
+        "--batch-size", metavar="N", type=positive_int, help="samples at once (default: the run's micro batch size)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    tasks.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate and print the figures."""
+    environment.prepare_process()
+    path = checkpoint_of(args)
+    if tasks.is_asked(args):
+        return tasks.run(args, path)
+    from ..conversion.load_model import restore
+    from ..evaluation.held_out_loss import evaluate, summed_loss
+
+    restored = restore(path, args.device, args.base, average=args.ema)
+    held_out = _held_out(restored, args.split, args.data_path)
+    name, batch_size = held_out.name, args.batch_size or restored.config.root.model.micro_batch_size
+    result = evaluate(
+        summed_loss(restored.model, restored.precision, restored.device),
+        held_out.samples,
+        token_bytes=held_out.token_bytes,
+        batch_size=batch_size,
+        limit_batches=args.limit_batches,
+        device=restored.device,
+    )
+    scores = None
+    limit = None if args.limit_batches is None else args.limit_batches * batch_size
+    if held_out.pairs is not None:
+        from ..evaluation.answer_scores import score_answers
+
+        scores = score_answers(restored, held_out.pairs, batch_size, limit)
+    elif held_out.examples is not None:
+        from ..evaluation.answer_scores import score_examples
+
+        scores = score_examples(restored, held_out.examples, batch_size, limit)
+    if args.json:
+        document = {"checkpoint": str(restored.path), "step": restored.state.step, "data": name}
+        print(json.dumps(document | result.to_document() | (scores.to_document() if scores else {})))
+        return EXIT_DONE
+    print(f"checkpoint     {restored.path} (step {restored.state.step:,})")
+    print(f"data           {name}")
+    print(f"loss           {result.loss:.4f} nats/token over {result.tokens:,} tokens")
+    print(f"perplexity     {result.perplexity:.4f}")
+    if result.bits_per_byte is not None:
+        print(f"bits per byte  {result.bits_per_byte:.4f} over {result.bytes:,} bytes")
+    for line in scores.lines() if scores else ():
+        print(line)
+    return EXIT_DONE
+
+
+class _HeldOut(NamedTuple):
+    """What to evaluate on.
+
+    Attributes:
+        name: of the data.
+        samples: of them.
+        token_bytes: bytes of each token id.
+        pairs: inputs and the texts that are to be written, where a T5 learnt pairs.
+        examples: prompts and answers, where a GPT learnt those.
+    """
+
+    name: str
+    samples: AnySamples
+    token_bytes: NDArray[np.int64]
+    pairs: Sequence[TextPair] | None = None
+    examples: Sequence[Example] | None = None
+
+
+def _held_out(restored: Restored, split: Literal["validation", "test"], path: Path | None) -> _HeldOut:
+    from ..config.data_task import task_name
+    from ..data.build_datasets import build_data
+    from ..data.datasets.sft_examples import all_of
+    from ..data.evaluation_data import evaluation_data, evaluation_examples, evaluation_pairs
+
+    task = task_name(restored.config.root.model)
+    if path is not None and task == "seq2seq":
+        samples, token_bytes, texts = evaluation_pairs(path, restored.config.root, restored.tokenizer)
+        return _HeldOut(str(path), samples, token_bytes, texts.pairs["validation"])
+    if path is not None and task == "sft":
+        samples, token_bytes, made = evaluation_examples(path, restored.config.root, restored.tokenizer)
+        return _HeldOut(str(path), samples, token_bytes, examples=made.of("validation"))
+    if path is not None:
+        samples, token_bytes, corpus = evaluation_data(path, restored.config.root, restored.tokenizer)
+        if corpus.left_out:
+            print(f"note: --data-path {path}: {corpus.left_out}", file=sys.stderr)
+        return _HeldOut(str(path), samples, token_bytes)
+    data = build_data(restored.config.root, restored.tokenizer)
+    trained_on = restored.state.data_fingerprint
+    if trained_on and data.fingerprint != trained_on:
+        raise UserError(_other_data(restored, data.fingerprint, trained_on))
+    samples = data.validation if split == "validation" else data.test
+    if samples is None:
+        raise UserError(f"--split {split} is empty: {_why_empty(restored, data, split)}")
+    pairs = None if data.pairs is None else data.pairs.pairs[split]
+    examples = None if data.examples is None else all_of(data.examples[split])
+    name = f"{split} split of {data.description.partition(':')[0]}"
+    return _HeldOut(name, samples, data.token_bytes, pairs, examples)
+
+
+def _why_empty(restored: Restored, data: Data, split: str) -> str:
+    """What has given a split nothing, and the way out."""
+    keys = restored.config.root.model.data
+    why = f"`model.data.splits_string={keys.splits_string}` of the run gives it nothing"
+    if isinstance(keys.data_prefix, dict):
+        why = f"`model.data.data_prefix` of the run names no set for it (data_prefix.{split})"
+    elif data.has_own_splits:
+        why = "the data of the run have a training set of their own, and none for it"
+    return f"{why}; choose the other split, or give a text with --data-path"
+
+
+def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:
+    data = restored.config.root.model.data
+    if data.data_impl in ("pystd", "pystd_docstring"):
+        trained = restored.state.versions.get("python", "another version")
+        why = f"it was trained on the standard library of Python {trained}, and this Python has other files"
+        fix = "run it with that Python, or give a text with --data-path"
+    elif data.data_impl in ("text", "jsonl"):
+        why = f"the text at `model.data.path` ({data.path}) has changed since it was trained"
+        fix = "bring that text back, or give one with --data-path"
+    else:
+        why = f"what `model.data.data_impl={data.data_impl}` reads has changed since it was trained"
+        fix = "bring those data back, or give a text with --data-path"
+    return [
+        f"the data of checkpoint {restored.path} are not here: {why}, so parts of this split may have been trained on",
+        f"fingerprint of the run {trained_on[:12]}, found {found[:12]}; {fix}",
+    ]

@@ -1,0 +1,125 @@
+"""`stoker evaluate --tasks`: a checkpoint on tasks of the lm-evaluation-harness, without its own command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..utils.errors import EXIT_DONE, UserError
+from .generate import positive_int
+
+TASKS = Path(__file__).parents[1] / "evaluation/harness/tasks"
+"""stoker's own, which need no network."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that concern tasks."""
+    parser.add_argument(
+        "--tasks",
+        metavar="NAME,...",
+        help="run tasks of the lm-evaluation-harness instead (stoker[eval]); docstring_choice, docstring_source and "
+        "docstring_write need no network",
+    )
+    parser.add_argument("--tasks-dir", metavar="DIR", type=Path, help="a folder with YAML files of your own tasks")
+    parser.add_argument("--num-fewshot", metavar="N", type=int, help="examples before each question of a task")
+    parser.add_argument(
+        "--apply-chat-template", action="store_true", help="ask the questions of a task through the model's template"
+    )
+    parser.add_argument("--limit-docs", metavar="N", type=positive_int, help="only the first N questions of each task")
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether tasks are to be run.
+
+    Raises:
+        UserError: an option acts on the run's own data or on tasks only, and the other is asked for.
+    """
+    named = {"--tasks-dir": args.tasks_dir, "--num-fewshot": args.num_fewshot, "--limit-docs": args.limit_docs}
+    named["--apply-chat-template"] = args.apply_chat_template or None
+    others = {"--data-path": args.data_path, "--limit-batches": args.limit_batches}
+    wrong = [name for name, value in (named if args.tasks is None else others).items() if value is not None]
+    if wrong:
+        needs = "needs --tasks" if args.tasks is None else "is about the run's own data; leave it out with --tasks"
+        raise UserError(f"{', '.join(wrong)} {needs}")
+    return args.tasks is not None
+
+
+def run(args: argparse.Namespace, checkpoint: Path) -> int:
+    """Run the tasks on a checkpoint and print their figures.
+
+    Raises:
+        UserError: the harness is not installed, a task is not known, or what it needs is not there.
+    """
+    if find_spec("lm_eval") is None:
+        raise UserError("--tasks: the lm-evaluation-harness is not installed; pip install 'stoker[eval]'")
+    if args.tasks_dir is not None and not args.tasks_dir.is_dir():
+        raise UserError(f"--tasks-dir {args.tasks_dir}: there is no such folder")
+    if args.num_fewshot is not None and args.num_fewshot < 0:
+        raise UserError(f"--num-fewshot {args.num_fewshot} must be at least 0")
+    from lm_eval import evaluator  # pyright: ignore[reportMissingImports]
+
+    from ..evaluation.harness.lm_eval_model import StokerLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    names = [name for name in args.tasks.split(",") if name]
+    manager = _task_manager(names, args.tasks_dir)
+    model = StokerLM(checkpoint, args.device, batch_size=args.batch_size or "auto", base=args.base, ema=args.ema)
+    evaluate: Any = evaluator.simple_evaluate
+    results = evaluate(
+        model=model,
+        tasks=names,
+        task_manager=manager,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit_docs,
+        apply_chat_template=args.apply_chat_template,
+        log_samples=False,
+        bootstrap_iters=1000,
+    )
+    rows = _figures(results["results"])
+    if args.json:
+        about = model.get_model_info()
+        print(json.dumps({"checkpoint": about["model_checkpoint"], "step": about["model_step"], "tasks": rows}))
+        return EXIT_DONE
+    for task, figures in rows.items():
+        print(task)
+        for name, value in figures.items():
+            print(f"  {name:<28} {value:.4f}")
+    return EXIT_DONE
+
+
+def _task_manager(names: list[str], folder: Path | None) -> Any:
+    """What knows the tasks of these names; the harness's own 14,000 are read only where one of them is named.
+
+    Raises:
+        UserError: a name is not known.
+    """
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    folders: list[str | Path] = [TASKS, *([] if folder is None else [folder])]
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if set(names) <= set(manager.all_tasks):
+        return manager
+    manager = TaskManager(include_path=folders)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        from ..config.suggest import closest
+
+        near = closest(unknown[0], manager.all_tasks)
+        more = f"; did you mean {near}?" if near else "; `lm-eval ls tasks` lists them"
+        raise UserError(f"--tasks: the harness knows no task {', '.join(unknown)}{more}")
+    return manager
+
+
+def _figures(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Metric (with its filter, where it is not the plain one) to value, by task; without what is no number."""
+    return {
+        task: {
+            key.removesuffix(",none"): float(value)
+            for key, value in figures.items()
+            if "," in key and isinstance(value, int | float)
+        }
+        for task, figures in results.items()
+    }

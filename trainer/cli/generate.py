@@ -1,0 +1,439 @@
+"""`stoker generate`: what a model writes, printed as it appears: how a prompt goes on, or the answer to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..utils import environment
+from ..utils.errors import EXIT_DONE, UserError
+from .checkpoint_arguments import add_checkpoint_arguments, checkpoint_of
+
+if TYPE_CHECKING:
+    from ..conversion.load_model import Restored
+    from ..generation.beam_search import BeamSearch
+    from ..generation.text_generator import Generator
+
+_MOST_PROBLEMS = 10
+_MOST_TOKENS = 1_000_000
+_BATCHES_BEFORE_PRINTING = 16
+"""Those of like length are taken together among so many."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stoker generate`."""
+    add_checkpoint_arguments(parser)
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="text to continue (default: the start of a document); what a T5 reads and answers, with <extra_id_0> "
+        "for a missing span if it learnt those; may be given several times",
+    )
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="file whose text is continued")
+    prompt.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        type=Path,
+        help='JSON lines with a "prompt" each, or "messages" with --chat; JSON lines with their "text" are printed',
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="a prompt is what a user says: put it through the model's chat template"
+    )
+    parser.add_argument("--max-new-tokens", metavar="N", type=_token_count, default=256, help="default: %(default)s")
+    parser.add_argument(
+        "--temperature", metavar="T", type=_temperature, help="0 is greedy (default: 0.8, without --num-beams)"
+    )
+    parser.add_argument("--top-k", metavar="K", type=positive_int, help="keep the K most probable tokens")
+    parser.add_argument(
+        "--top-p", metavar="P", type=_share, help="keep the fewest tokens whose probabilities sum to P (nucleus)"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        metavar="R",
+        type=_positive,
+        help="above 1: make tokens that are there already less probable",
+    )
+    parser.add_argument(
+        "--num-beams", metavar="N", type=positive_int, default=1, help="search the most probable text with N beams"
+    )
+    parser.add_argument(
+        "--length-penalty", metavar="X", type=_number, help="of beam search: above 0 favours long texts (default: 1)"
+    )
+    parser.add_argument(
+        "--early-stopping",
+        action="store_true",
+        help="of beam search: end when N texts have ended, not when none is better",
+    )
+    parser.add_argument("--seed", metavar="S", type=_seed, help="same seed, same text (default: 0)")
+    parser.add_argument(
+        "--stop",
+        metavar="STRING",
+        type=_stop,
+        action="append",
+        default=[],
+        help="end before this text; may be given several times",
+    )
+    parser.add_argument(
+        "--batch-size", metavar="N", type=positive_int, default=32, help="prompts at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the model first, which takes a minute and makes long texts faster",
+    )
+
+
+class _Prompt(NamedTuple):
+    """What a text is written for.
+
+    Attributes:
+        text: as it was given; None for messages.
+        messages: of a conversation.
+        line: what a line of a file says of it.
+    """
+
+    text: str | None
+    messages: Sequence[Any] | None = None
+    line: Mapping[str, Any] = MappingProxyType({})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the model writes, after the prompt where it goes on with that.
+
+    Raises:
+        UserError: options that do not go together, prompts that cannot be read, or a model that writes no text.
+    """
+    path = checkpoint_of(args)
+    prompts = _prompts(args)
+    _check_options(args)
+    environment.prepare_process()
+    from ...models.t5 import T5
+    from ..conversion.load_model import restore
+    from ..data.tasks.chats import end_of_answer
+    from ..data.tasks.sentinels import sentinel_ids, sentinel_name
+    from ..generation.sampling import Sampling
+    from ..generation.text_generator import Generator, Limits
+
+    restored = restore(path, args.device, args.base, average=args.ema)
+    answers = isinstance(restored.model, T5)
+    names: dict[int, str] = {}
+    if answers:
+        names = {int(token): sentinel_name(number) for number, token in enumerate(sentinel_ids(restored.tokenizer))}
+    generator = Generator.of(restored, names)
+    read = _tokens(restored, prompts, chat=args.chat)
+    _tell_lengths(generator, read, args.num_beams)
+    if args.compile:
+        generator.compile()
+    stop = list(args.stop)
+    if args.chat and (end := end_of_answer(restored.tokenizer)):
+        stop.append(end)
+    limits = Limits(args.max_new_tokens, stop)
+    sampling = Sampling(
+        0.8 if args.temperature is None else args.temperature, args.top_k, args.top_p, args.repetition_penalty or 1.0
+    )
+    seed = args.seed or 0
+    if len(prompts) == 1 and args.prompts_file is None and args.num_beams == 1:
+        if not (answers or args.chat):
+            _print(prompts[0].text or "")
+        for _, piece in generator.stream(read, limits, sampling, [seed]):
+            _print(piece)
+        _print("\n")
+        return EXIT_DONE
+    search = _beam_search(args)
+    share = args.batch_size * _BATCHES_BEFORE_PRINTING
+    for first in range(0, len(prompts), share):
+        part = slice(first, first + share)
+        if search is None:
+            written = generator.write(read[part], limits, sampling, [seed] * len(read[part]), args.batch_size)
+        else:
+            written = generator.search(read[part], limits, search, args.batch_size * search.beams)
+        texts = [one.text for one in written]
+        for number, (prompt, text) in enumerate(zip(prompts[part], texts, strict=True), first + 1):
+            _print(_shown(prompt, text, args, number, len(prompts), whole=not (answers or args.chat)))
+    return EXIT_DONE
+
+
+def _shown(prompt: _Prompt, text: str, args: argparse.Namespace, number: int, count: int, *, whole: bool) -> str:
+    """A text of several as it is printed.
+
+    Args:
+        prompt: what it was written for.
+        text: what was written.
+        args: the options.
+        number: of the prompt, from 1.
+        count: prompts there are.
+        whole: the text goes on with the prompt, which is printed before it.
+    """
+    if args.prompts_file is not None:
+        return json.dumps({**prompt.line, "text": text}, ensure_ascii=False) + "\n"
+    title = f"[{number}/{count}]\n" if count > 1 else ""
+    return f"{title}{(prompt.text or '') if whole else ''}{text}\n"
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def _prompts(args: argparse.Namespace) -> list[_Prompt]:
+    """What texts are written for, as the options say.
+
+    Raises:
+        UserError: a file that cannot be read; with every line of JSON that is none.
+    """
+    if args.prompt_file is not None:
+        return [_Prompt(_read(args.prompt_file, "--prompt-file"))]
+    if args.prompts_file is None:
+        return [_Prompt(text) for text in args.prompt] or [_Prompt("")]
+    prompts: list[_Prompt] = []
+    problems: list[str] = []
+    for number, line in enumerate(_read(args.prompts_file, "--prompts-file").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(_prompt_of(line, chat=args.chat))
+        except ValueError as error:
+            problems.append(f"  line {number}: {error}")
+    if problems:
+        more = [f"  and {len(problems) - _MOST_PROBLEMS} lines more"] if len(problems) > _MOST_PROBLEMS else []
+        raise UserError([f"--prompts-file {args.prompts_file} cannot be read:", *problems[:_MOST_PROBLEMS], *more])
+    if not prompts:
+        raise UserError(f"--prompts-file {args.prompts_file} holds no prompt")
+    return prompts
+
+
+def _prompt_of(line: str, *, chat: bool) -> _Prompt:
+    """A prompt of a line of JSON.
+
+    Raises:
+        ValueError: it is none; says why.
+    """
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({' '.join(str(error).split())[:80]})") from None
+    if isinstance(document, dict) and chat and isinstance(document.get("messages"), list):
+        return _Prompt(None, document["messages"], document)
+    if isinstance(document, dict) and isinstance(document.get("prompt"), str):
+        return _Prompt(document["prompt"], line=document)
+    wanted = '"prompt", a text' + (', or "messages", a list' if chat else "")
+    raise ValueError(f"an object with {wanted}, is wanted")
+
+
+def _tokens(restored: Restored, prompts: Sequence[_Prompt], *, chat: bool) -> list[list[int]]:
+    """The prompts as the model reads them.
+
+    Raises:
+        UserError: a text that the tokenizer cannot encode, no text for a T5, or messages that the template refuses.
+    """
+    from ...models.t5 import T5
+    from ..data.tasks.sentinels import encode_spelled
+
+    tokenizer = restored.tokenizer
+    if isinstance(restored.model, T5):
+        if chat:
+            raise UserError("--chat: a T5 has no conversations; give what it answers with --prompt")
+        if not all(prompt.text for prompt in prompts):
+            raise UserError("stoker generate: a T5 answers a text; give one with --prompt or --prompt-file")
+        ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        return [[*encode_spelled(tokenizer, prompt.text or ""), *ends] for prompt in prompts]
+    if chat:
+        return list(_conversations(restored, prompts))
+    return [begun_text(restored, prompt.text or "") for prompt in prompts]
+
+
+def begun_text(restored: Restored, text: str) -> list[int]:
+    """The tokens of a text that a GPT goes on with; the start of a document for no text."""
+    tokenizer = restored.tokenizer
+    tokens = [*restored.text_start, *(tokenizer.encode(text).tolist() if text else [])]
+    if tokens:
+        return tokens
+    if tokenizer.eos_id is not None:
+        return [tokenizer.eos_id]
+    return tokenizer.encode("\n").tolist() if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else [0]
+
+
+def _conversations(restored: Restored, prompts: Sequence[_Prompt]) -> Iterator[list[int]]:
+    """Conversations up to where an answer begins."""
+    from ..data.tasks.chat_files import chat_of
+    from ..data.tasks.chats import prompt_ids
+
+    if restored.tokenizer.chat is None and not restored.config.root.model.data.chat:
+        print("note: the model has no chat template of its own; ChatML is used", file=sys.stderr)
+    with chat_of(restored.tokenizer).renderer() as renderer:
+        for prompt in prompts:
+            messages = prompt.messages
+            if messages is None:
+                messages = [{"role": "user", "content": prompt.text}]
+            yield prompt_ids(restored.tokenizer, renderer.prompt(messages))
+
+
+def _tell_lengths(generator: Generator, read: Sequence[Sequence[int]], beams: int) -> None:
+    """Say which prompts a GPT sees only the end of.
+
+    Raises:
+        UserError: those that leave a beam search, which ends where the context is full, no room.
+    """
+    context = generator.context
+    if context is None:
+        return
+    if beams > 1:
+        full = [
+            f"prompt {number:,} has {len(tokens):,} tokens and fills the {context:,} that the model reads, where beam "
+            "search ends; shorten it, or leave out --num-beams"
+            for number, tokens in enumerate(read, 1)
+            if len(tokens) >= context
+        ]
+        if full:
+            raise UserError(_first(full))
+    notes = [
+        f"note: prompt {number:,} has {len(tokens):,} tokens, the model reads {context:,}: the first "
+        f"{len(tokens) - context:,} are left out"
+        for number, tokens in enumerate(read, 1)
+        if len(tokens) > context
+    ]
+    for line in _first(notes):
+        print(line, file=sys.stderr)
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    """As many as are read, and how many more there are."""
+    more = [f"and {len(lines) - _MOST_PROBLEMS:,} prompts more"] if len(lines) > _MOST_PROBLEMS else []
+    return [*lines[:_MOST_PROBLEMS], *more]
+
+
+# ---------------------------------------------------------------- options
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that would do nothing.
+
+    Raises:
+        UserError: every one of them.
+    """
+    problems: list[str] = []
+    if args.chat and args.prompts_file is None and args.prompt_file is None and not any(args.prompt):
+        problems.append("--chat answers a user: say what with --prompt")
+    drawn = {"--top-k": args.top_k, "--top-p": args.top_p, "--seed": args.seed}
+    if args.num_beams > 1:
+        drawn = {"--temperature": args.temperature or None, **drawn, "--repetition-penalty": args.repetition_penalty}
+        named = [name for name, value in drawn.items() if value is not None]
+        if named:
+            problems.append(f"--num-beams ({args.num_beams}) searches and draws nothing: leave out {', '.join(named)}")
+    else:
+        given = {"--length-penalty": args.length_penalty is not None, "--early-stopping": args.early_stopping}
+        problems += [f"{name} has no effect without --num-beams 2 or more" for name, there in given.items() if there]
+        if args.temperature == 0:
+            named = [name for name, value in drawn.items() if value is not None]
+            problems += [f"{name} has no effect with --temperature 0, which is greedy" for name in named]
+    if problems:
+        raise UserError(problems)
+
+
+def _beam_search(args: argparse.Namespace) -> BeamSearch | None:
+    from ..generation.beam_search import BeamSearch
+
+    if args.num_beams == 1:
+        return None
+    penalty = 1.0 if args.length_penalty is None else args.length_penalty
+    return BeamSearch(args.num_beams, penalty, args.early_stopping)
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which could steer a terminal, shown as U+FFFD; tabs and line breaks stay."""
+    return "".join(c if c in "\n\t" or not _is_control(c) else "\ufffd" for c in text)
+
+
+def _is_control(character: str) -> bool:
+    return ord(character) < 0x20 or 0x7F <= ord(character) < 0xA0
+
+
+def _print(text: str) -> None:
+    if sys.stdout.isatty():
+        text = printable(text)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _read(path: Path, option: str) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{option}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option}: {path} is not UTF-8 text: bad byte at offset {error.start}") from None
+
+
+def positive_int(text: str) -> int:
+    """Read an option that counts something."""
+    value = _whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return value
+
+
+def _token_count(text: str) -> int:
+    value = _whole(text)
+    if not 1 <= value <= _MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {_MOST_TOKENS}")
+    return value
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' must be a text of at least one character")
+    return text
+
+
+def _seed(text: str) -> int:
+    value = _whole(text)
+    if not 0 <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to 2**63 - 1")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = _float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number of at least 0; 0 is greedy")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number above 0")
+    return value
+
+
+def _number(text: str) -> float:
+    value = _float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number")
+    return value
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,193 @@
+"""`stoker preprocess`: documents to tokenized data in Megatron's format."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from ..data.preprocess.job import Job, Outcome, Progress, preprocess, tokenizer_file
+from ..data.preprocess.journal import parts_folder
+from ..data.preprocess.read_documents import Reading
+from ..data.preprocess.train_tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
+from ..data.tokenizers.tokenizer_files import SpecialTokens, open_tokenizer
+from ..utils.environment import available_cores, user_path
+from ..utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from ..utils.text import counted
+
+_LINE_SECONDS = 30.0
+_MAX_WORKERS = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet), folders and patterns of them, hf:NAME[:SPLIT]",
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="P", help="writes P.bin, P.idx and P.json")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="a tokenizer.json, a SentencePiece .model, a folder of one or of GPT-2's vocab.json and merges.txt, "
+        "or byte-level (default)",
+    )
+    which.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="N",
+        help="train a byte-level BPE of N tokens on a sample of at most 128 MiB, written to P-tokenizer.json",
+    )
+    parser.add_argument("--json-key", default="text", metavar="K", help="key or column of the text (default: text)")
+    parser.add_argument("--text-lines", action="store_true", help="each line of a .txt is a document, not each file")
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end each document with the end-of-document token",
+    )
+    parser.add_argument("--eod-token", metavar="T", help="that token, where it has an unusual name")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each core)")
+    parser.add_argument(
+        "--on-error",
+        choices=("skip", "stop"),
+        default="skip",
+        help="what to do with a line that gives no document: count it, or stop at the first",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at P, and parts of other commands")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Preprocess, and say how it went."""
+    job = _job(args)
+    line = _ProgressLine()
+    stopped_by: list[int] = []
+    started = time.monotonic()
+    try:
+        with _sigterm_as_interrupt(stopped_by):
+            outcome = preprocess(job, line.show, line.say)
+    except (KeyboardInterrupt, UserError) as error:
+        line.end()
+        if isinstance(error, UserError):
+            raise
+        folder = parts_folder(job.prefix)
+        kept = f"; finished parts are kept in {folder}: the same command goes on from there" if folder.is_dir() else ""
+        line.say(f"interrupted{kept}")
+        return EXIT_TERMINATED if stopped_by else EXIT_INTERRUPTED
+    line.end()
+    _report(job, outcome, time.monotonic() - started)
+    return EXIT_DONE
+
+
+def _job(args: argparse.Namespace) -> Job:
+    workers = args.workers if args.workers is not None else min(available_cores(), _MAX_WORKERS)
+    if not 1 <= workers <= _MAX_WORKERS:
+        raise UserError(f"--workers ({workers}) must be 1 to {_MAX_WORKERS}")
+    size = args.train_tokenizer
+    if size is not None and not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
+        raise UserError(f"--train-tokenizer ({size}) must be {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY:,} tokens")
+    if size is not None and args.eod_token is not None:
+        raise UserError("--eod-token names a token of --tokenizer; one that is trained has <|endoftext|>")
+    if args.eod_token is not None and not args.append_eod:
+        raise UserError("--eod-token has no effect with --no-append-eod; give one of the two")
+    prefix = user_path(args.output_prefix, "--output-prefix")
+    if not prefix.name or args.output_prefix.endswith("/") or prefix.is_dir():
+        raise UserError(f"--output-prefix ({args.output_prefix}) is a folder; add a name for the files in it")
+    return Job(
+        inputs=args.inputs,
+        prefix=prefix,
+        tokenizer=None
+        if size is not None
+        else open_tokenizer(args.tokenizer or "byte-level", "--tokenizer", SpecialTokens(eos=args.eod_token)),
+        vocab_size=size or 0,
+        reading=Reading(args.json_key, args.text_lines),
+        append_eod=args.append_eod,
+        workers=workers,
+        stop=args.on_error == "stop",
+        overwrite=args.overwrite,
+    )
+
+
+def _report(job: Job, outcome: Outcome, seconds: float) -> None:
+    summary = outcome.summary
+    if outcome.did_nothing:
+        print(f"{job.prefix}: nothing to do, this command was finished before")
+    size = summary["bytes"]
+    speed = (
+        ""
+        if outcome.did_nothing or outcome.resumed_parts
+        else f" in {seconds:,.1f} s ({size / seconds / 1e6:.1f} MB/s)"
+    )
+    print(
+        f"{job.prefix}: {counted(summary['documents'], 'document')}, {counted(summary['tokens'], 'token')}, "
+        f"{size:,} bytes of text{speed}"
+    )
+    if summary["skipped"]:
+        print(f"skipped {sum(summary['skipped'].values()):,}")
+        for line in outcome.rejects or [f"{kind}: {count:,}" for kind, count in summary["skipped"].items()]:
+            print(f"  {line}")
+    if job.vocab_size:
+        print(f"tokenizer: {tokenizer_file(job.prefix)}")
+
+
+class _ProgressLine:
+    """One line on a terminal that is written over; otherwise a line every half minute."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._last = self._started
+        self._live = sys.stderr.isatty()
+        self._shown = False
+
+    def show(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self._last < (0.5 if self._live else _LINE_SECONDS):
+            return
+        self._last = now
+        seconds = now - self._started
+        done = progress.fraction - progress.resumed
+        left = seconds * (1 - progress.fraction) / done if done > 0 else None
+        eta = "" if left is None else f", {_duration(left)} left"
+        text = (
+            f"{progress.fraction:6.1%}  {counted(progress.documents, 'document')}, "
+            f"{progress.text_bytes / seconds / 1e6:.1f} MB/s{eta}"
+        )
+        print(f"\r\x1b[K{text}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)
+        self._shown = self._live
+
+    def say(self, text: str) -> None:
+        self.end()
+        print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._shown:
+            print(file=sys.stderr, flush=True)
+            self._shown = False
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt(received: list[int]) -> Iterator[None]:
+    """SIGTERM ends the command like Ctrl-C, so that no worker stays behind."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,266 @@
+"""`stoker quickstart`: train a small GPT on this machine within a time budget, and say how good it has become.
+
+It is `stoker train experiment=quickstart` with the number of steps set so that the cosine schedule ends in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..utils import environment
+from ..utils.errors import EXIT_DONE
+from ..utils.text import counted
+from .generate import printable
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config.run_config import RunConfig
+    from ..config.schema.root import RootBlock
+    from ..train import TrainingResult
+    from .thread_tuning import Pace
+
+_VALIDATIONS = 4
+_MEASURING = 0.05
+"""Part of the time budget that goes into measuring."""
+_HELD_OUT_BYTES = 1 << 17
+"""Bytes a CPU evaluates on at the end; a GPU takes all."""
+_SHORTEST, _LONGEST = 5.0, 24 * 3600.0
+_PROMPT = "import "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stoker quickstart`."""
+    parser.add_argument(
+        "--seconds", metavar="S", type=_seconds, default=60.0, help="time to train, about (default: %(default)g)"
+    )
+    parser.add_argument("--dir", metavar="DIR", help="where everything is written (default: runs/quickstart/TIME)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the configuration (`experiment=quickstart`)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, train, evaluate, sample, and say where everything is."""
+    overrides = [*_directory(args.dir), *args.overrides]
+    # Before torch is imported: a mistyped override ends here, in a second.
+    experiment = "quickstart"
+    config = _load(experiment, overrides)
+    environment.prepare_process(config.root.env_vars)
+
+    import torch
+
+    from ..core.factory import choose_device
+    from ..data.build_datasets import build_data
+    from ..train import run_training
+    from .thread_tuning import measure_pace
+
+    if torch.cuda.is_available() and config.origins["trainer.accelerator"].kind != "override":
+        experiment = "quickstart_gpu"
+        config = _load(experiment, overrides)
+    device = choose_device(config.root)
+    _say_findings(config)
+    print(
+        f"stoker quickstart: train a small GPT for about {args.seconds:g} s on "
+        f"{_data_in_words(config)}, then compare it with two baselines. Nothing is downloaded."
+    )
+    pace, model = measure_pace(config.root, build_data(config.root), device, args.seconds * _MEASURING)
+    print("attention in training, from the first choice to the last:")
+    print(model.attention_decisions["training"].table())
+    del model
+    config = _load(experiment, [*overrides, *_length(config, pace, args.seconds)])
+    print(f"speed {_pace_in_words(pace)}: {counted(config.root.trainer.max_steps, 'step')} in that time\n")
+
+    result = run_training(config)
+    if result.exit_code != EXIT_DONE:
+        return result.exit_code
+    comparison = _compare(config.root, result, device)
+    _write(result, pace, comparison)
+    print(_report(config.root, result, comparison, _sample(config.root, result, device)))
+    return EXIT_DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The trained model beside what does without one, on the same held-out bytes; all but `bytes` in bits per byte."""
+
+    bytes: int
+    model: float
+    xz: float
+    unigram: float
+
+
+def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> Comparison | None:
+    """None where there is no held-out text (mock data)."""
+    from ..data.datasets.samples import EvaluationWindows
+    from ..device.precision import plan_precision
+    from ..evaluation.baselines import unigram_bits_per_byte, xz_bits_per_byte
+    from ..evaluation.held_out_loss import evaluate, summed_loss
+
+    data = result.data
+    samples = data.validation
+    if data.corpus is None or not isinstance(samples, EvaluationWindows):
+        return None
+    size = root.model.micro_batch_size
+    batches = -(-samples.samples // size)
+    if device.type == "cpu":
+        batches = min(batches, -(-_HELD_OUT_BYTES // (samples.sequence_length * size)))
+    result.model.eval()
+    evaluation = evaluate(
+        summed_loss(result.model, plan_precision(root.trainer, root.model.megatron_amp_O2, device), device),
+        samples,
+        token_bytes=data.token_bytes,
+        batch_size=size,
+        limit_batches=batches,
+        device=device,
+    )
+    held_out = data.tokenizer.decode_bytes(samples.first_labels(batches * size))
+    assert evaluation.bits_per_byte is not None
+    assert len(held_out) == evaluation.bytes
+    return Comparison(
+        bytes=evaluation.bytes,
+        model=evaluation.bits_per_byte,
+        xz=xz_bits_per_byte(held_out),
+        unigram=unigram_bits_per_byte(data.corpus.text("train"), held_out),
+    )
+
+
+def _sample(root: RootBlock, result: TrainingResult, device: torch.device) -> str:
+    from ..data.build_datasets import sequence_length
+    from ..device.precision import plan_precision
+    from ..generation.sampling import Sampling
+    from ..generation.text_generator import Generator, Limits
+
+    tokenizer = result.data.tokenizer
+    precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
+    generator = Generator(result.model.eval(), tokenizer, precision, device, sequence_length(root))
+    start = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    prompt = [*start, *tokenizer.encode(_PROMPT).tolist()]
+    pieces = generator.stream([prompt], Limits(300), Sampling(temperature=0.7), [root.model.seed])
+    return printable(_PROMPT + "".join(piece for _, piece in pieces))
+
+
+def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | None, sample: str) -> str:
+    directory = _short(result.directory)
+    lines = ["", "a sample:", *(f"  | {line}" for line in sample.splitlines()), ""]
+    if comparison is not None:
+        lines += [
+            f"bits per byte on {comparison.bytes:,} bytes that were held out:",
+            f"  {comparison.model:6.3f}  this model after {counted(result.step, 'step')}",
+            f"  {comparison.xz:6.3f}  xz -9e of these bytes",
+            f"  {comparison.unigram:6.3f}  byte frequencies of the training text (unigram)",
+        ]
+        if comparison.model >= comparison.unigram:
+            lines.append("the model is no better than byte frequencies: give it more time, --seconds 300")
+        lines.append("")
+    where = shlex.quote(directory)
+    lines += [
+        f"everything is in {directory}: checkpoints/, metrics.jsonl, run.log, quickstart.json"
+        + (", tensorboard/" if root.exp_manager.create_tensorboard_logger else ""),
+        "",
+        "next:",
+        f"  stoker generate --checkpoint {where} --prompt 'def main('",
+        f"  stoker evaluate --checkpoint {where} --split test",
+        "  stoker quickstart --seconds 600",
+        "  stoker train data=text model.data.path=FILE trainer.max_steps=2000",
+        "  stoker config model=gpt_125m",
+    ]
+    return "\n".join(lines)
+
+
+def _write(result: TrainingResult, pace: Pace, comparison: Comparison | None) -> None:
+    document = {
+        "steps": result.step,
+        "stopped_by": result.stopped_by,
+        "step_seconds": pace.step_seconds,
+        "threads": pace.threads,
+        "data": result.data.fingerprint,
+        "bits_per_byte": asdict(comparison) if comparison else None,
+    }
+    (result.directory / "quickstart.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _load(experiment: str, overrides: Sequence[str]) -> RunConfig:
+    from ..config.load import load_run_config
+
+    chosen = any(re.match(r"\+{0,2}experiment=", word) for word in overrides)
+    return load_run_config(overrides=[*([] if chosen else [f"experiment={experiment}"]), *overrides])
+
+
+def _directory(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    # In Hydra's quoted strings backslashes count only before a quote, where they are doubled.
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), path)
+    return [f"exp_manager.explicit_log_dir='{quoted}'"]
+
+
+def _length(config: RunConfig, pace: Pace, seconds: float) -> list[str]:
+    """Overrides that make the run end in `seconds`, measuring and validations (forward passes only) included.
+
+    What was typed stays as it is.
+    """
+    limit = config.root.trainer.limit_val_batches
+    validation_steps = _VALIDATIONS * (limit if isinstance(limit, int) else 0) / 3
+    steps = max(_VALIDATIONS, round(seconds * (1 - _MEASURING) / pace.step_seconds - validation_steps))
+    # A machine that slows down much further ends by the clock instead.
+    latest = round(2 * seconds) + 30
+    values = {
+        "trainer.max_steps": steps,
+        "trainer.val_check_interval": -(-steps // _VALIDATIONS),
+        "trainer.log_every_n_steps": -(-steps // 20),
+        "trainer.max_time": f"'{latest // 86400:02}:{latest // 3600 % 24:02}:{latest // 60 % 60:02}:{latest % 60:02}'",
+    }
+    typed = {path for path, origin in config.origins.items() if origin.kind == "override"}
+    return [f"{path}={value}" for path, value in values.items() if path not in typed]
+
+
+def _pace_in_words(pace: Pace) -> str:
+    words = f"{pace.step_seconds * 1e3:.1f} ms per step"
+    if not pace.tried:
+        return words
+    others = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in pace.tried.items() if n != pace.threads)
+    return f"{words} with {counted(pace.threads, 'thread')}" + (f" ({others})" if others else "")
+
+
+def _data_in_words(config: RunConfig) -> str:
+    data = config.root.model.data
+    match data.data_impl:
+        case "pystd":
+            return "the source code of this Python's standard library"
+        case "text":
+            return f"the text in {data.path}"
+        case "mock":
+            return "random tokens"
+        case other:
+            return f"the tokens of {other}"
+
+
+def _say_findings(config: RunConfig) -> None:
+    from ..config.render import finding_lines
+
+    for line in finding_lines(config.findings):
+        print(line)
+
+
+def _short(path: Path) -> str:
+    """The path as seen from here, where that is shorter."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not _SHORTEST <= value <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}")
+    return value

@@ -1,0 +1,59 @@
+"""What a configuration says of T5's two stacks without naming the stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ...models.config.key_block import Finding
+from ...models.config.t5 import DecoderKeys
+from . import dotted_paths
+from .dotted_paths import Tree
+from .schema.key_index import STACKS, schema_keys, show_value
+from .schema.root import family_of
+
+
+def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[str, str]) -> Iterator[Finding]:
+    """Give the stacks of a T5 what is written at `model`; rewrites `tree` in place.
+
+    A key of the decoder alone goes to the decoder, every other one to both stacks.
+
+    What is typed on the command line replaces what a file says of a stack. Otherwise a stack that has a value of its
+    own must have the same.
+
+    Args:
+        tree: resolved values.
+        kind_of: the kind of origin of a path; see `Origin`.
+        moved: takes new path -> old path for every key that is read in another place.
+
+    Yields:
+        A warning for each key that was moved, an error for each contradiction.
+    """
+    model = tree.get("model")
+    if family_of(model) != "t5" or not isinstance(model, dict):
+        return
+    known = schema_keys("t5")
+    for name in [name for name in model if name in DecoderKeys.model_fields]:
+        path, value = f"model.{name}", model.pop(name)
+        targets = [f"{stack}.{name}" for stack in STACKS["t5"] if f"{stack}.{name}" in known]
+        readers = "both stacks" if len(targets) > 1 else "the decoder"
+        for target in targets:
+            there = dotted_paths.get(tree, target, dotted_paths.MISSING)
+            typed_over = kind_of(path) == "override" != kind_of(target)
+            if there in (dotted_paths.MISSING, value) or typed_over:
+                dotted_paths.put(tree, target, value)
+                moved[target] = path
+                continue
+            yield Finding(
+                "error",
+                (target,),
+                f"`{path}` ({show_value(value)}) is for {readers} and contradicts `{target}` ({show_value(there)})",
+                f"~{path}, or set {' and '.join(targets)}",
+            )
+        shown = show_value(value)
+        yield Finding(
+            "warning",
+            tuple(targets),
+            f"`{path}` belongs to a stack and is read for "
+            + ("both, the encoder and the decoder" if len(targets) > 1 else readers),
+            " ".join(f"{target}={shown}" for target in targets),
+        )

@@ -1,0 +1,1 @@
+"""NeMo's keys: the state of each, their spellings, and other frameworks' names."""

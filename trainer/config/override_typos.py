@@ -1,0 +1,60 @@
+"""Words of a command line that are no overrides but were meant as one: `key: value`, `key = value`, `key value`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+
+from ..utils.redaction import REDACTED, is_secret, without_secrets
+from .problems import Problem
+from .schema.key_index import key_of_any_family
+
+_KEY = r"\+{0,2}[A-Za-z_][\w./@-]*"
+_NAME = re.compile(_KEY)
+_COLON = re.compile(rf"({_KEY})\s*:\s*(.*)", re.DOTALL)
+_SPACED = re.compile(rf"({_KEY})\s+=\s*(.*)", re.DOTALL)
+_RULE = "is not an override, which is key=value in one word"
+
+
+def told_apart(words: Sequence[str]) -> Iterator[str | Problem]:
+    """The words as typed, but one problem in the place of those that only together make an override."""
+    index = 0
+    while index < len(words):
+        count, meant = _meant(words[index : index + 3])
+        yield words[index] if meant is None else _problem(words[index : index + count], *meant)
+        index += count
+
+
+def corrected(key: str, value: str) -> str:
+    """The override to type, as a shell takes it."""
+    return shlex.quote(f"{key}={REDACTED if is_secret(key) else value}")
+
+
+def _meant(words: Sequence[str]) -> tuple[int, tuple[str, str] | None]:
+    """How many of the words, from the first on, make one override, and its key and value; None: the first is itself."""
+    first, second, third = (*words, "", "")[:3]
+    if match := _COLON.fullmatch(first) or _SPACED.fullmatch(first):
+        if match[2]:
+            return 1, (match[1], match[2])
+        return (2, (match[1], second)) if _is_value(second) else (1, None)
+    name = first.removesuffix("=")
+    if _NAME.fullmatch(name) is None or not second:
+        return 1, None
+    if first != name:  # `key= value`
+        return (2, (name, second)) if _is_value(second) else (1, None)
+    if second in ("=", ":") and _is_value(third):
+        return 3, (name, third)
+    if second.startswith("=") and second != "=":
+        return 2, (name, second[1:])
+    is_key = key_of_any_family(name.lstrip("+")) is not None
+    return (2, (name, second)) if is_key and _is_value(second) else (1, None)
+
+
+def _is_value(word: str) -> bool:
+    return bool(word) and "=" not in word and not word.startswith("~")
+
+
+def _problem(words: Sequence[str], key: str, value: str) -> Problem:
+    typed = f"{key} {REDACTED}" if is_secret(key) else " ".join(map(without_secrets, words))
+    return Problem(typed, None, "command line", _RULE, f"write {corrected(key, value)}")

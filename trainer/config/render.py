@@ -1,0 +1,278 @@
+"""`stoker config`: the effective configuration with origins, as YAML, JSON, a JSON schema, or the docs page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from ...models.config.key_block import Finding
+from ...models.config.model_keys import FAMILIES, Family
+from . import dotted_paths
+from .nemo.key_row import State
+from .nemo.key_states import state_of
+from .nemo.key_table import KEY_TABLE
+from .nemo.unsupported_values import VALUES
+from .problems import ConfigError, KeyAccount, placed
+from .run_config import RunConfig
+from .schema.key_index import Key, key_of_any_family, schema_blocks, schema_keys, show_value
+from .schema.root import MODEL_BLOCKS, RootBlock
+
+_WIDEST = 48
+
+
+def as_yaml(account: Sequence[KeyAccount]) -> str:
+    """The keys that act as YAML that can be used as a file, origins as comments; then those that do not act."""
+    acting = [row for row in account if row.state is State.ACTS]
+    lines = [*_yaml_lines(acting), *_without_effect([row for row in account if row.state is not State.ACTS])]
+    return "\n".join(lines)
+
+
+def _yaml_lines(rows: Sequence[KeyAccount]) -> Iterator[str]:
+    written: list[tuple[str, str]] = []
+    open_blocks: list[str] = []
+    for row in rows:
+        *blocks, name = row.path.split(".")
+        shared = 0
+        while shared < min(len(blocks), len(open_blocks)) and blocks[shared] == open_blocks[shared]:
+            shared += 1
+        for depth in range(shared, len(blocks)):
+            written.append(("  " * depth + f"{blocks[depth]}:", ""))
+        open_blocks = blocks
+        marks = [row.origin]
+        key = key_of_any_family(row.path)
+        if key is not None and key.own:
+            marks.append("own key")
+        if row.note:
+            marks.append(row.note)
+        written.append(("  " * len(blocks) + f"{name}: {row.value}", "; ".join(marks)))
+    width = min(_WIDEST, max((len(text) for text, mark in written if mark), default=0))
+    for text, mark in written:
+        yield f"{text:<{width}}  # {mark}" if mark else text
+
+
+def _without_effect(rows: Sequence[KeyAccount]) -> Iterator[str]:
+    if not rows:
+        return
+    yield ""
+    yield "# Given, but not part of the run:"
+    shown = [(f"{row.path}: {row.value}", row.state.value if row.state else "unknown", row) for row in rows]
+    width = min(_WIDEST + 12, max(len(text) for text, _, _ in shown))
+    for text, state, row in shown:
+        note = f"  {row.note}" if row.note else ""
+        yield f"#   {text:<{width}}  {state:<10}  {row.origin}{note}"
+
+
+def as_json(
+    account: Sequence[KeyAccount], findings: Iterable[Finding], config: RunConfig | None, error: ConfigError | None
+) -> str:
+    """Everything as one JSON object."""
+    keys: dict[str, Any] = {}
+    for row in account:
+        key = key_of_any_family(row.path)
+        value: Any = row.value
+        if config is not None and row.state is State.ACTS:
+            value = dotted_paths.get(config.document, row.path)
+        keys[row.path] = {
+            "value": value,
+            "state": row.state.value if row.state else "unknown",
+            "origin": row.origin,
+            "own": key is not None and key.own,
+            "note": row.note,
+        }
+    problems = [] if error is None else error.problems
+    return json.dumps(
+        {
+            "valid": error is None,
+            "digest": config.digest if config else None,
+            "keys": keys,
+            "findings": findings_document(findings),
+            "problems": [
+                {"key": p.key, "value": p.value, "origin": p.origin, "rule": p.rule, "fix": p.fix, "also": list(p.also)}
+                for p in problems
+            ],
+        },
+        indent=2,
+    )
+
+
+def as_key_list(family: Family = "gpt") -> str:
+    """Every key that a family knows, with its state, default and meaning."""
+    acting = schema_keys(family)
+    rows = [(key.path, State.ACTS.value, show_value(key.default), key.meaning) for key in acting.values()]
+    rows += [
+        (row.pattern, row.state.value, show_value(row.default), row.note)
+        for row in KEY_TABLE
+        if row.pattern not in acting
+    ]
+    width = max(len(path) for path, *_ in rows)
+    return "\n".join(
+        f"{path:<{width}}  {state:<10}  {default:<16}  {meaning}".rstrip() for path, state, default, meaning in rows
+    )
+
+
+def as_json_schema(family: Family = "gpt") -> str:
+    """A JSON schema of the files of a family, for editors.
+
+    A value may also be an interpolation, and keys that do not act say so.
+    """
+    schema = RootBlock.model_json_schema()
+    schema["properties"]["model"] = {"$ref": f"#/$defs/{MODEL_BLOCKS[family].__name__}"}
+    for other in FAMILIES:
+        if other != family:
+            del schema["$defs"][MODEL_BLOCKS[other].__name__]
+    blocks = [schema, *schema.get("$defs", {}).values()]
+    for block in blocks:
+        for name, described in block.get("properties", {}).items():
+            if "$ref" not in described:
+                block["properties"][name] = _or_interpolation(described)
+    schema["properties"]["defaults"] = {
+        "type": "array",
+        "description": "Hydra's defaults list: the files below this one.",
+    }
+    for row in KEY_TABLE:
+        holder, name = _block_for(schema, row.pattern.removesuffix(".*"), family)
+        if holder is not None:
+            holder["properties"].setdefault(name, {"description": f"{row.state.value}: {row.note}"})
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "stoker configuration"
+    return json.dumps(schema, indent=2)
+
+
+def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
+    about = {name: described.pop(name) for name in ("description", "default", "title") if name in described}
+    own = described.pop("own", None)
+    return {**about, **({"x-own": True} if own else {}), "anyOf": [described, {"type": "string", "pattern": r"\$\{"}]}
+
+
+def _block_for(schema: dict[str, Any], path: str, family: Family) -> tuple[dict[str, Any] | None, str]:
+    """The schema of the block that `path` lies in; the first key of a path that leaves the schema."""
+    block = schema
+    walked = ""
+    for name in path.split("."):
+        walked = dotted_paths.join(walked, name)
+        if walked not in schema_blocks(family):
+            return block, name
+        target = block["properties"][name]
+        reference = target.get("$ref") or target["allOf"][0]["$ref"]
+        block = schema["$defs"][reference.rpartition("/")[2]]
+    return None, ""
+
+
+def as_docs_page() -> str:
+    """docs/configuration.md: every key, its state, what it takes, its default, its meaning."""
+    return "\n".join(_docs_lines()) + "\n"
+
+
+def _docs_lines() -> Iterator[str]:
+    yield "# Configuration"
+    yield ""
+    yield "<!-- Written by `stoker config --docs`; change the schema or the key table instead. -->"
+    yield ""
+    yield (
+        "Every key that stoker knows. A key is in one of four states: it **acts**; it is **not yet** there (refused, "
+        "unless its value means off); it is **refused** for good; or it is **historical** (known from NeMo, accepted, "
+        "without meaning here). A key that is on none of these lists is an error. Keys marked *own* are stoker's, all "
+        "others are NeMo's and mean what they mean there."
+    )
+    yield ""
+    yield "## Keys that act"
+    yield from _tables(schema_keys().values(), schema_blocks())
+    names: dict[Family, str] = {"t5": "T5", "bert": "BERT"}
+    for family, name in names.items():
+        yield ""
+        yield f"## Keys of {name}"
+        yield ""
+        yield (
+            f"With `model.family: {family}` the keys above hold too, but for these, which are others or have another "
+            "default there, and for those of `model` that GPT alone has."
+        )
+        if family == "t5":
+            yield (
+                "`model.encoder` and `model.decoder` each have every key of a stack; one that is written at `model` is "
+                "read for both, with a warning. The table of `model.decoder` lists what `model.encoder` has not."
+            )
+        yield from _tables(_keys_of_its_own(family), schema_blocks(family))
+    titles = {
+        State.NOT_YET: "Not yet",
+        State.REFUSED: "Refused",
+        State.HISTORICAL: "Historical",
+    }
+    for state, title in titles.items():
+        yield ""
+        yield f"## {title}"
+        yield ""
+        accepted = "" if state is State.HISTORICAL else " accepted value |"
+        yield f"| key |{accepted} {'reason' if state is not State.NOT_YET else 'what it is'} |"
+        yield "|---|---|" + ("---|" if accepted else "")
+        for row in KEY_TABLE:
+            if row.state is not state:
+                continue
+            value = ", ".join(f"`{_cell(show_value(off))}`" for off in row.off) or "`null`"
+            if row.switch:
+                value = f"any while `{row.switch}` is off"
+            elif row.same_as:
+                value = f"that of `{row.same_as}`"
+            yield f"| `{row.pattern}` |" + (f" {value} |" if accepted else "") + f" {_cell(row.note)} |"
+        yield from _values_that_are_not_taken(state)
+
+
+def _values_that_are_not_taken(state: State) -> Iterator[str]:
+    """Rows of a table of keys that do not act, for those values of keys that do act."""
+    for path, facts in VALUES.items():
+        key = schema_keys()[path]
+        taken = ", ".join(f"`{_cell(show_value(choice))}`" for choice in key.choices) or _cell(key.kind)
+        for fact in dict.fromkeys(facts.values()):
+            if fact.state is state:
+                values = ", ".join(f"`{_cell(show_value(value))}`" for value in facts if facts[value] == fact)
+                yield f"| `{path}` set to {values} | {taken} | {_cell(fact.note)} |"
+
+
+def _keys_of_its_own(family: Family) -> Iterator[Key]:
+    """The keys of a family that GPT does not have as they are; those that both stacks of a T5 have, once."""
+    known = schema_keys()
+    own = schema_keys(family)
+    for path, key in own.items():
+        twin = own.get(path.replace("model.decoder.", "model.encoder.")) if path.startswith("model.decoder.") else None
+        if key != known.get(path) and (twin is None or replace(twin, path=path) != key):
+            yield key
+
+
+def _tables(keys: Iterable[Key], blocks: Mapping[str, str]) -> Iterator[str]:
+    """One table for each block."""
+    parent = None
+    for key in keys:
+        above = dotted_paths.parent_of(key.path)
+        if above != parent:
+            parent = above
+            yield ""
+            yield f"### `{above}`" if above else "### Root"
+            yield ""
+            if above:
+                yield blocks[above]
+                yield ""
+            yield "| key | takes | default | meaning |"
+            yield "|---|---|---|---|"
+        name = key.path.rpartition(".")[2] + ("` *own*" if key.own else "`")
+        yield f"| `{name} | {_cell(key.kind)} | `{_cell(show_value(key.default))}` | {_cell(key.meaning)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
+    """Warnings and notes for the terminal, one line each: where the value came from, its key, what is to say of it."""
+    for finding in findings:
+        fix = f" ({finding.fix})" if finding.fix else ""
+        first = next(iter(finding.keys), "")
+        acts = any(state_of(first, family) is State.ACTS for family in FAMILIES)
+        one_key = len(finding.keys) <= 3 and acts
+        where = f"{placed(first, first, finding.origin)}: " if one_key else ""
+        yield f"{'warning' if finding.level == 'warning' else 'note'}: {where}{finding.message}{fix}"
+
+
+def findings_document(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """Warnings and notes for `--json`."""
+    return [asdict(finding) for finding in findings]

@@ -1,0 +1,1 @@
+"""Cross-field rules: pure functions from the keys to findings."""

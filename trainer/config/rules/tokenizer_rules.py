@@ -1,0 +1,71 @@
+"""Rules between the keys of `model.tokenizer`: which files each library reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ....models.config.key_block import Finding
+from .rule_context import Facts, Rule, no_effect
+
+
+def tokenizer_needs_text(facts: Facts) -> Iterator[Finding]:
+    """Random tokens have no text."""
+    model = facts.root.model
+    library = model.tokenizer.library
+    if library != "byte-level" and model.data.data_impl == "mock":
+        yield Finding(
+            "warning",
+            ("model.tokenizer.library", "model.data.data_impl"),
+            f"`{library}` has no effect with `data_impl: mock`: random tokens have no text",
+            "tokenizer=byte",
+        )
+
+
+_TOKENIZER_KEYS: Mapping[str, tuple[str, ...]] = {
+    "type": ("huggingface", "megatron"),
+    "model": ("huggingface", "sentencepiece"),
+    "vocab_file": ("megatron",),
+    "merge_file": ("megatron",),
+    "additional_special_tokens": ("huggingface", "megatron", "sentencepiece"),
+    "special_tokens": ("huggingface", "megatron", "sentencepiece"),
+}
+"""The libraries that a key of `model.tokenizer` means something to."""
+
+
+def tokenizer_files_are_given(facts: Facts) -> Iterator[Finding]:
+    """Each library reads its own files."""
+    keys = facts.root.model.tokenizer
+    at, library = "model.tokenizer", keys.library
+    needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file")}.get(library, ())
+    for name in needed:
+        if getattr(keys, name) is None:
+            yield Finding(
+                "error",
+                (f"{at}.{name}", f"{at}.library"),
+                f"`library: {library}` reads `{name}`; stoker downloads no tokenizers",
+                f"{at}.{name}=FILE",
+            )
+    if library == "huggingface" and (keys.type is None) == (keys.model is None):
+        yield Finding(
+            "error",
+            (f"{at}.type", f"{at}.library", f"{at}.model"),
+            "`library: huggingface` needs the path of one tokenizer.json, in `type` or in `model`",
+            f"{at}.type=FILE_OR_FOLDER" if keys.type is None else f"~{at}.model",
+        )
+    if library == "megatron" and keys.type not in (None, "GPT2BPETokenizer"):
+        yield Finding(
+            "error",
+            (f"{at}.type", f"{at}.library"),
+            f"`library: megatron` knows one `type`, GPT2BPETokenizer, not {keys.type}",
+            f"{at}.type=GPT2BPETokenizer, or {at}.library=huggingface with the path of a tokenizer.json",
+        )
+    defaults = type(keys).model_fields
+    for name, libraries in _TOKENIZER_KEYS.items():
+        if library not in libraries and getattr(keys, name) != defaults[name].default:
+            yield no_effect(f"{at}.{name}", f"{at}.library", f"with `library: {library}`")
+
+
+TOKENIZER_RULES: tuple[Rule, ...] = (
+    tokenizer_needs_text,
+    tokenizer_files_are_given,
+)

@@ -1,0 +1,1 @@
+"""The keys around the model, as closed pydantic blocks."""

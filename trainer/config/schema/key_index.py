@@ -1,0 +1,250 @@
+"""Every key of the schema by its dotted path, with what the docs and the error messages say about it."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ....models.config.model_keys import FAMILIES, Family
+from ..dotted_paths import Tree, join
+from ..yaml_reader import YamlError, parse
+from .root import MODEL_BLOCKS, RootBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that acts.
+
+    Attributes:
+        path: dotted path.
+        default: its default, as plain data.
+        meaning: the text under the field.
+        kind: what it takes, in words: `an integer >= 1, or null`.
+        choices: the values it takes, when they are a closed list.
+        own: whether it is stoker's own, unknown to NeMo.
+        is_text: whether it takes nothing but text (and null).
+        is_open: whether it is a block whose keys the user names (`env_vars`).
+    """
+
+    path: str
+    default: Any
+    meaning: str
+    kind: str
+    choices: tuple[Any, ...]
+    own: bool
+    is_text: bool
+    is_open: bool
+
+
+@cache
+def schema_keys(family: Family = "gpt") -> Mapping[str, Key]:
+    """Every leaf of the schema of a family of models, by path, in the order of the schema."""
+    return MappingProxyType({key.path: key for key in _walk(RootBlock, "", _defaults(family))})
+
+
+@cache
+def schema_blocks(family: Family = "gpt") -> Mapping[str, str]:
+    """Every block of the schema of a family and its meaning; the root is not among them."""
+    return MappingProxyType(dict(_blocks(RootBlock, "", _defaults(family))))
+
+
+def key_of_any_family(path: str) -> Key | None:
+    """A key that acts in some family, GPT first: for what is said before, or without, knowing which family it is."""
+    return next((keys[path] for keys in map(schema_keys, FAMILIES) if path in keys), None)
+
+
+STACKS: Mapping[Family, tuple[str, ...]] = MappingProxyType(
+    {"gpt": ("model",), "t5": ("model.encoder", "model.decoder"), "bert": ("model",)}
+)
+"""The blocks of each family that hold the keys of a stack."""
+
+
+def plain_path(path: str) -> str:
+    """A path of one of T5's stacks as a family with one stack has it: `model.encoder.bias` is `model.bias`."""
+    for stack in STACKS["t5"]:
+        if path.startswith(f"{stack}."):
+            return f"model.{path.removeprefix(f'{stack}.')}"
+    return path
+
+
+def defaults_tree(family: Family = "gpt") -> Tree:
+    """A new tree of all defaults."""
+    return _defaults(family).model_dump(mode="python")
+
+
+def open_block_of(path: str) -> str | None:
+    """The open block that `path` is a key of (`env_vars.NVTE_FLASH_ATTN`: `env_vars`)."""
+    parent, _, _ = path.rpartition(".")
+    key = schema_keys().get(parent)
+    return parent if key is not None and key.is_open else None
+
+
+def _defaults(family: Family) -> RootBlock:
+    return RootBlock(model=MODEL_BLOCKS[family].model_validate({}))
+
+
+def _walk(block: type[BaseModel], parent: str, defaults: BaseModel) -> Iterator[Key]:
+    for name, field in block.model_fields.items():
+        path = join(parent, name)
+        default = getattr(defaults, name)
+        if isinstance(default, BaseModel):
+            yield from _walk(type(default), path, default)
+        else:
+            yield _key(path, field, default)
+
+
+def _blocks(block: type[BaseModel], parent: str, defaults: BaseModel) -> Iterator[tuple[str, str]]:
+    for name, field in block.model_fields.items():
+        default = getattr(defaults, name)
+        if isinstance(default, BaseModel):
+            path = join(parent, name)
+            yield path, _one_line(field.description)
+            yield from _blocks(type(default), path, default)
+
+
+def _key(path: str, field: FieldInfo, default: Any) -> Key:
+    extra = field.json_schema_extra
+    annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    members = _members(annotation)
+    choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
+    only_choices = all(get_origin(member) is Literal or member is types.NoneType for member in members)
+    kinds = {member for member in map(_bare, members) if member is not types.NoneType}
+    return Key(
+        path=path,
+        default=default,
+        meaning=_one_line(field.description),
+        kind=_describe(annotation, field.examples),
+        choices=choices if only_choices else (),
+        own=isinstance(extra, dict) and bool(extra.get("own")),
+        is_text=kinds == {str},
+        is_open=any(get_origin(_bare(member)) is dict for member in members),
+    )
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The alternatives of a union; the annotation itself when it is none."""
+    if get_origin(annotation) is Annotated:
+        bare, *metadata = get_args(annotation)
+        inner = _members(bare)
+        return [Annotated[m, *metadata] if len(inner) == 1 or m is not types.NoneType else m for m in inner]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for argument in get_args(annotation) for member in _members(argument)]
+    return [annotation]
+
+
+def _bare(annotation: Any) -> Any:
+    return _bare(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
+
+
+def _describe(annotation: Any, examples: list[Any] | None = None) -> str:
+    members = _members(annotation)
+    words = [_describe_member(member, examples) for member in members if _bare(member) is not types.NoneType]
+    if len(words) < len(members):
+        words.append("null")
+    return ", or ".join(words)
+
+
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+
+def _describe_member(annotation: Any, examples: list[Any] | None) -> str:
+    bare = _bare(annotation)
+    if get_origin(bare) is Literal:
+        values = [show_value(value) for value in get_args(bare)]
+        return values[0] if len(values) == 1 else "one of " + ", ".join(values)
+    if get_origin(bare) is list:
+        bounds = _bounds(annotation)
+        size = f"{bounds['min_length']} " if bounds.get("min_length") == bounds.get("max_length", -1) else ""
+        (item,) = get_args(bare)
+        one = _describe(item).removeprefix("a ").removeprefix("an ")
+        return f"a list of {size}{one.replace('number', 'numbers').replace('integer', 'integers')}"
+    if get_origin(bare) is dict:
+        return "a block of names and values"
+    text = _NAMES.get(bare, getattr(bare, "__name__", str(bare)))
+    bounds = _bounds(annotation)
+    limits = [f"{sign} {bounds[name]:g}" for name, sign in _SIGNS.items() if name in bounds]
+    if limits:
+        text += " " + " and ".join(limits)
+    if bare is str and examples:
+        text += f" such as {examples[0]}"
+    return text
+
+
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def _bounds(annotation: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if get_origin(annotation) is not Annotated:
+        return found
+    bare, *metadata = get_args(annotation)
+    found.update(_bounds(bare))
+    for item in metadata:
+        parts = item.metadata if isinstance(item, FieldInfo) else [item]
+        for part in parts:
+            for constraint in part if isinstance(part, annotated_types.GroupedMetadata) else [part]:
+                for name in (*_SIGNS, "min_length", "max_length"):
+                    value = getattr(constraint, name, None)
+                    if value is not None:
+                        found[name] = value
+    return found
+
+
+def show_value(value: Any) -> str:
+    """A value as YAML would have it on one line."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case list():
+            return "[" + ", ".join(map(_show_item, value)) + "]"
+        case dict():
+            return "{" + ", ".join(f"{_show_item(name)}: {_show_item(item)}" for name, item in value.items()) + "}"
+        case float():
+            return _show_float(value)
+        case str():
+            return _show_text(value)
+        case _:
+            return str(value)
+
+
+def _show_item(value: Any) -> str:
+    """A value inside a list or block on one line, where commas and brackets have a meaning."""
+    text = show_value(value)
+    return _quoted(value) if isinstance(value, str) and text == value and set(",[]{}:") & set(text) else text
+
+
+def _show_text(value: str) -> str:
+    """Text without quotes where YAML reads it back as it is."""
+    try:
+        plain = parse(f"k: {value}", Path()).tree == {"k": value}
+    except YamlError:
+        plain = False
+    return value if plain and value and "\n" not in value else _quoted(value)
+
+
+def _quoted(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'" if value.isprintable() else json.dumps(value)
+
+
+def _show_float(value: float) -> str:
+    text = repr(value)
+    if "e" in text:
+        digits, _, exponent = text.partition("e")
+        return f"{digits}e{int(exponent)}"
+    return text

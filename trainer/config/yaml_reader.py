@@ -1,0 +1,241 @@
+"""Read one YAML file within bounds, as plain containers, and remember the line of every key.
+
+The bounds are checked on the stream of events, before anything is built: a file cannot make stoker use more memory or
+time than its own size warrants (aliases are counted as what they expand to). YAML 1.1 as OmegaConf reads it, with two
+differences: `1e-3` is a number there and here, but base-60 numbers and dates are plain strings here, so that an
+unquoted `max_time: 6:11:00:00` means what it says.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .dotted_paths import Tree, join
+
+MAX_BYTES = 1 << 20
+MAX_NODES = 50_000
+MAX_ALIASES = 100
+MAX_DEPTH = 64
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+|0o?[0-7_]+)$")
+_FLOAT = re.compile(
+    r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_BOOL = re.compile(r"(?:yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)$")
+_NULL = re.compile(r"(?:~|null|Null|NULL|)$")
+
+
+class _Loader(_Base):
+    """The safe loader with the implicit types of this file's docstring."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", _BOOL, list("yYnNtTfFoO")),
+    ("float", _FLOAT, list("-+0123456789.")),
+    ("int", _INT, list("-+0123456789")),
+    ("null", _NULL, ["~", "n", "N", ""]),
+    ("merge", re.compile(r"<<$"), ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
+
+
+class YamlError(ValueError):
+    """A file that is not read: what is wrong, and the line."""
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.line = line
+
+
+@dataclass
+class YamlFile:
+    """What one file holds.
+
+    Attributes:
+        path: the file.
+        tree: its keys, without the defaults list.
+        lines: line of each key, by dotted path.
+        defaults: the Hydra defaults list, if there is one.
+        package: the package of the `# @package` header, if there is one.
+    """
+
+    path: Path
+    tree: Tree
+    lines: dict[str, int] = field(default_factory=dict)
+    defaults: list[Any] | None = None
+    package: str | None = None
+
+
+def read(path: Path) -> YamlFile:
+    """Read `path`.
+
+    Raises:
+        YamlError: the file cannot be read, is not YAML, or breaks a bound.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise YamlError(f"is larger than {MAX_BYTES // 1024} KiB; a configuration is a few KiB of text")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise YamlError(f"is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise YamlError(f"cannot be read: {error.strerror}") from None
+    return parse(text, path)
+
+
+def parse(text: str, path: Path) -> YamlFile:
+    """Read the YAML in `text`, which came from `path`.
+
+    Raises:
+        YamlError: it is not YAML, or breaks a bound.
+    """
+    file = YamlFile(path, {}, package=_package(text))
+    try:
+        _check_bounds(text)
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise YamlError(f"is not YAML: {error.problem}", mark.line + 1 if mark else None) from None
+    except yaml.YAMLError as error:
+        raise YamlError(f"is not YAML: {' '.join(str(error).split())}") from None
+    if node is None:
+        return file
+    if not isinstance(node, yaml.MappingNode):
+        raise YamlError("must hold keys (`key: value`), not a single value or list", node.start_mark.line + 1)
+    file.tree = _build(node, "", file.lines)
+    defaults = file.tree.pop("defaults", None)
+    if defaults is not None and not isinstance(defaults, list):
+        raise YamlError("`defaults` must be a list", file.lines["defaults"])
+    file.lines.pop("defaults", None)
+    file.defaults = defaults
+    return file
+
+
+def scalar(text: str) -> Any:
+    """The value that `text` has as a plain YAML scalar."""
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text
+    return _build(node, "", {}) if isinstance(node, yaml.ScalarNode) else text
+
+
+def _package(text: str) -> str | None:
+    """The package named by a `# @package` comment in the head of the file, as Hydra reads it."""
+    for line in text[:512].splitlines():
+        found = re.match(r"\s*#\s*@package\s+(\S+)\s*$", line)
+        if found:
+            return found[1]
+        if line.strip() and not line.lstrip().startswith("#"):
+            return None
+    return None
+
+
+def _check_bounds(text: str) -> None:
+    """Count nodes (aliases as what they expand to), aliases and depth on the event stream."""
+    total, aliases, documents = 0, 0, 0
+    weights: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, Loader=_Loader):
+        line = event.start_mark.line + 1 if event.start_mark else None
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise YamlError("holds more than one document (a line `---`)", line)
+        elif isinstance(event, yaml.AliasEvent):
+            aliases += 1
+            if aliases > MAX_ALIASES:
+                raise YamlError(f"has more than {MAX_ALIASES} aliases (`*name`)", line)
+            if event.anchor not in weights:
+                raise YamlError(f"alias `*{event.anchor}` lies inside what it names", line)
+            total += weights[event.anchor]
+        elif isinstance(event, yaml.NodeEvent):
+            tag = getattr(event, "tag", None)
+            if tag is not None and tag not in _PLAIN_TAGS and tag != "!":
+                raise YamlError(f"has the tag `{tag}`; only plain values are read, a file cannot make objects", line)
+            total += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append((event.anchor, total - 1))
+                if len(open_nodes) > MAX_DEPTH:
+                    raise YamlError(f"is nested deeper than {MAX_DEPTH} levels", line)
+            elif event.anchor is not None:
+                weights[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            if anchor is not None:
+                weights[anchor] = total - before
+        if total > MAX_NODES:
+            raise YamlError(f"has more than {MAX_NODES} values, aliases expanded", line)
+
+
+def _build(node: yaml.Node, path: str, lines: dict[str, int]) -> Any:
+    """Plain containers from the nodes below `path`; `lines` takes the line of each key."""
+    if isinstance(node, yaml.MappingNode):
+        return _build_mapping(node, path, lines)
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(item, f"{path}[{index}]", {}) for index, item in enumerate(node.value)]
+    text: str = node.value
+    match node.tag.rpartition(":")[2]:
+        case "null":
+            return None
+        case "bool":
+            return text.lower() in ("yes", "true", "on")
+        case "int":
+            return _integer(text)
+        case "float":
+            return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+        case _:
+            return text
+
+
+def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int]) -> Tree:
+    inherited: Tree = {}
+    own: Tree = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if key_node.tag.endswith(":merge"):
+            sources = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            for source in sources:
+                if not isinstance(source, yaml.MappingNode):
+                    raise YamlError("`<<` must name a block, or a list of blocks", line)
+                found: dict[str, int] = {}
+                for name, value in _build(source, path, found).items():
+                    inherited.setdefault(name, value)
+                for below, at in found.items():
+                    lines.setdefault(below, at)
+            continue
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise YamlError("a key must be a name, not a list or a block", line)
+        name = key_node.value
+        if name in own:
+            raise YamlError(f"`{join(path, name)}` is given twice", line)
+        if not name or ("." in name and not path.startswith("defaults[")):
+            raise YamlError(f"the key `{name}` must be one name; write blocks as indented lines, without dots", line)
+        for stale in [known for known in lines if known.startswith(join(path, name) + ".")]:
+            del lines[stale]
+        lines[join(path, name)] = line
+        own[name] = _build(value_node, join(path, name), lines)
+    return {**inherited, **own}
+
+
+def _integer(text: str) -> int:
+    digits = text.replace("_", "")
+    sign = -1 if digits.startswith("-") else 1
+    digits = digits.lstrip("+-")
+    if digits[:2] in ("0x", "0b", "0o"):
+        return sign * int(digits, 0)
+    if digits.startswith("0") and len(digits) > 1:
+        return sign * int(digits, 8)
+    return sign * int(digits)

@@ -1,0 +1,211 @@
+"""What `stoker convert` does with adapters: to peft's format, from it, or into one model with their base."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...models.config.peft_slice import peft_slice
+from ..checkpoint.reader import ADAPTER, WEIGHTS, Checkpoint, RunState, find_checkpoint, trained_of
+from ..checkpoint.run_environment import stoker_version
+from ..checkpoint.sharded_safetensors import file_name
+from ..checkpoint.writer import seal
+from ..config import dotted_paths
+from ..config.run_config import RunConfig
+from ..config.schema.root import RootBlock
+from ..data.tokenizers.tokenizer import Tokenizer, from_document
+from ..utils.errors import UserError
+from ..utils.safetensors_io import DamagedFileError, TensorFacts, write_tensor_stream, write_tensors
+from .adapter_weights import find_named_base
+from .casting import cast
+from .from_hf import open_source, run_of, shapes_only, state_of
+from .from_peft import is_peft_folder, peft_keys, read_peft_folder, trained_tensors
+from .merge_adapter import open_merged
+from .output_folder import new_folder
+from .pretrained import BaseWeights, checked, find_base
+from .to_hf import convert_to_hf
+from .to_peft import convert_to_peft
+
+
+def is_adapter(source: Path) -> bool:
+    """Whether a path is an adapter: of stoker's, or in peft's format."""
+    if is_peft_folder(source):
+        return True
+    try:
+        return find_checkpoint(source, verify=False)[0].is_adapter
+    except UserError:
+        return False
+
+
+def convert_adapter(
+    source: Path,
+    target: Path,
+    *,
+    merge: bool,
+    to: str | None,
+    base: Path | None,
+    dtype: torch.dtype | None,
+    tokenizer: str | None,
+    model_type: str | None,
+    average: bool = False,
+) -> list[str]:
+    """Write an adapter in another format, or one model of it and its base.
+
+    Args:
+        source: a run directory or checkpoint with an adapter, or a folder in peft's format.
+        target: the new folder.
+        merge: write a whole model.
+        to: `hf` or `stoker`; None: what `source` is not, and a model for transformers with `merge`.
+        base: where the frozen weights are now.
+        dtype: of what is written; None leaves each tensor as it is.
+        tokenizer: `--tokenizer`, of a whole model for transformers.
+        model_type: `--model-type`, what the base is in transformers.
+        average: `--ema`, take the moving average of what was trained.
+
+    Returns:
+        Lines that say what was done.
+
+    Raises:
+        UserError: the adapter cannot be read, or cannot become that, or its base is not there; or an option has no
+            effect on what is written.
+    """
+    made = "stoker" if is_peft_folder(source) else to or "hf"
+    if tokenizer is not None and not (merge and made == "hf"):
+        raise UserError(f"--tokenizer {tokenizer}: what is written keeps its tokenizer, or has none; leave it out")
+    if model_type is not None and made == "stoker":
+        raise UserError(f"--model-type {model_type} is for --to hf; leave it out")
+    if is_peft_folder(source):
+        if merge or to == "hf":
+            raise UserError(f"{source} is in peft's format: turn it into a stoker adapter first, without --merge")
+        if average:
+            raise UserError(f"--ema: {source} is in peft's format, which holds no moving average")
+        return from_peft(source, target, base, dtype)
+    checkpoint, complaints = find_checkpoint(source)
+    checkpoint = checkpoint.averaged() if average else checkpoint
+    root = RunConfig.from_document(
+        checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
+    ).root
+    if not merge:
+        if to == "stoker":
+            raise UserError(f"--to stoker: {source} is of that kind already; --merge makes a whole model of it")
+        weights = None if base is None else _base_of(checkpoint, base)
+        return [
+            *complaints,
+            *convert_to_peft(checkpoint, root, target, dtype=dtype, model_type=model_type, base=weights),
+        ]
+    weights = _base_of(checkpoint, base)
+    if to == "stoker":
+        return [*complaints, *_merge_to_stoker(checkpoint, root, weights, target, dtype)]
+    return convert_to_hf(
+        checkpoint.path,
+        target,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        model_type=model_type,
+        base=weights,
+        average=average,
+    )
+
+
+def _base_of(checkpoint: Checkpoint, named: Path | None) -> BaseWeights:
+    if checkpoint.state.base is None:
+        raise UserError(f"checkpoint {checkpoint.path}: its adapter was trained on random weights, which nobody has")
+    return find_named_base(checkpoint) if named is None else find_base(named, "--base")
+
+
+def _merge_to_stoker(
+    checkpoint: Checkpoint, root: RootBlock, base: BaseWeights, target: Path, dtype: torch.dtype | None
+) -> list[str]:
+    tokenizer = from_document(checkpoint.saved_tokenizer)
+    try:
+        with open_merged(checkpoint, root, tokenizer, base) as tensors, new_folder(target) as folder:
+            facts = {name: TensorFacts(dtype or fact.dtype, fact.shape) for name, fact in tensors.facts.items()}
+            step = folder / "checkpoints" / "step-0"
+            step.mkdir(parents=True)
+            name = file_name(WEIGHTS, 0, 1)
+            record = write_tensor_stream(
+                step / name, facts, lambda each: cast(tensors.read(each), facts[each].dtype, each)
+            )
+            document = dict(checkpoint.config_document)
+            document["model"] = {**document["model"], "peft": {}, "restore_from_path": None}
+            seal(step, {name: record}, _fresh(checkpoint.state), document, checkpoint.saved_tokenizer)
+    except DamagedFileError as error:
+        raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
+    return [f"{target}: one model of {checkpoint.path} and {base.path}"]
+
+
+def _fresh(state: RunState) -> RunState:
+    """The state of a run that has not begun."""
+    versions = {"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()}
+    return state.model_copy(
+        update={
+            "step": 0,
+            "updates": None,
+            "consumed_samples": 0,
+            "base": None,
+            "val_loss": None,
+            "metrics": {},
+            "versions": versions,
+        }
+    )
+
+
+# ---------------------------------------------------------------- from peft
+
+
+def from_peft(source: Path, target: Path, base: Path | None, dtype: torch.dtype | None) -> list[str]:
+    """Write an adapter checkpoint of a folder in peft's format; arguments as in `convert_adapter`."""
+    folder = read_peft_folder(source)
+    named = folder.config.get("base_model_name_or_path")
+    if base is None and not (isinstance(named, str) and named and Path(named).is_dir()):
+        raise UserError(f"{source}: its base ({str(named)[:80]}) is not a folder here; name it: --base FOLDER")
+    weights = find_base(base or Path(str(named)), "--base")
+    config, tokenizer = base_config(weights)
+    keys = peft_keys(folder, config.root, tokenizer)
+    document = dict(config.document)
+    for name, value in keys.items():
+        dotted_paths.put(document, f"model.peft.{name}", value)
+    dotted_paths.put(document, "model.restore_from_path", str(weights.path.absolute()))
+    whole = RunConfig.from_document(document, trusted=False, origin=str(source))
+    model = shapes_only(whole.root, tokenizer, peft_slice(whole.root.model.peft))
+    shapes = {name: tuple(tensor.shape) for name, tensor in trained_of(model).items()}
+    tensors = trained_tensors(folder, whole.root, tokenizer, shapes)
+    written = {name: cast(tensor, dtype or tensor.dtype, name) for name, tensor in tensors.items()}
+    state = _state(whole.root, weights)
+    with new_folder(target) as place:
+        step = place / "checkpoints" / "step-0"
+        step.mkdir(parents=True)
+        name = file_name(ADAPTER, 0, 1)
+        record = write_tensors(step / name, written)
+        seal(step, {name: record}, state, whole.document, tokenizer.to_document())
+    numbers = sum(tensor.numel() for tensor in written.values())
+    return [f"{target}: {folder.kind} with {numbers:,} parameters, of {weights.path}"]
+
+
+def base_config(base: BaseWeights) -> tuple[RunConfig, Tokenizer]:
+    """The configuration of the model in a base, and its tokenizer."""
+    if base.checkpoint is not None:
+        origin = str(base.path / "config.json")
+        config = RunConfig.from_document(base.checkpoint.config_document, trusted=False, origin=origin)
+        return config, from_document(base.checkpoint.saved_tokenizer)
+    with open_source(base.path) as source:
+        return run_of(source, checked(source))
+
+
+def _state(root: RootBlock, base: BaseWeights) -> RunState:
+    return state_of(root).model_copy(update={"base": base.record()})
+
+
+def keys_of_adapter(path: Path, base: BaseWeights) -> dict[str, Any]:
+    """`model.peft` of an adapter, dotted: what a run must have that begins with it."""
+    if is_peft_folder(path):
+        config, tokenizer = base_config(base)
+        return peft_keys(read_peft_folder(path), config.root, tokenizer)
+    checkpoint, _ = find_checkpoint(path, verify=False)
+    model = checkpoint.config_document.get("model")
+    peft = model.get("peft") if isinstance(model, dict) else None
+    found = dict(dotted_paths.leaves(peft)) if isinstance(peft, dict) else {}
+    return {name: value for name, value in found.items() if name != "restore_from_path"}

@@ -1,0 +1,423 @@
+"""From a folder of Hugging Face's, or a GGUF file, to a stoker checkpoint, tensor by tensor.
+
+What is written can be used like a run directory:
+
+    checkpoints/step-0/          the checkpoint: weights, configuration, tokenizer, no optimizer
+    tokenizer/                   the files of the tokenizer, as they were
+    conf/model/converted.yaml    the keys of the model, for model=converted
+    conf/tokenizer/converted.yaml
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention.flags import AttentionFlags
+from ...models.build import LanguageModel, build_model
+from ...models.config.families import sample_length_of
+from ...models.config.peft_slice import PeftSlice
+from ...models.config.t5 import T5Keys
+from ...models.hf.architecture import Architecture, described, geometry_of, nested
+from ...models.hf.architectures import MODEL_TYPES, architecture_of
+from ...models.hf.config_fields import Theirs, shown
+from ...models.hf.llama import LLAMA
+from ...models.hf.weight_layout import Geometry, Shape, size_of
+from ...models.hf.weight_map import Placed
+from ..checkpoint.reader import WEIGHTS, RunState, weights_of
+from ..checkpoint.run_environment import stoker_version
+from ..checkpoint.sharded_safetensors import file_name
+from ..checkpoint.writer import seal
+from ..config.batch_spec import sample_form
+from ..config.run_config import RunConfig
+from ..config.schema.root import RootBlock
+from ..data.tokenizers.tokenizer import Tokenizer, saved_document
+from ..data.tokenizers.vocabulary import model_vocabulary
+from ..utils.errors import UserError
+from ..utils.safetensors_io import TensorFacts, write_tensor_stream
+from ..utils.text import counted
+from .casting import cast
+from .hf_folder import CONFIG, FolderTensors, open_folder_tensors, read_object
+from .output_folder import new_folder
+from .tokenizer_copy import FOLDER, TokenizerFolder, find_tokenizer, fitting_tokenizer, tokenizer_named
+
+NAME = "converted"
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A model of Hugging Face's that was found to be one of ours.
+
+    Attributes:
+        architecture: what it is there.
+        keys: `model` of its configuration, as blocks.
+        tokenizer_folder: the files of its tokenizer.
+        tokenizer: made of them.
+        placed: where each parameter lies.
+        geometry: of the model.
+        left_out: names of weights that have no place here.
+    """
+
+    architecture: Architecture
+    keys: dict[str, Any]
+    tokenizer_folder: TokenizerFolder
+    tokenizer: Tokenizer
+    placed: Sequence[Placed]
+    geometry: Geometry
+    left_out: Sequence[str]
+
+
+def convert_to_stoker(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: str | None = None,
+    ignored: Collection[str] = (),
+) -> list[str]:
+    """Write a stoker checkpoint of a folder of Hugging Face's, or of a GGUF file.
+
+    Args:
+        source: the folder or file.
+        target: the new folder.
+        dtype: of the weights; None leaves each as it is.
+        tokenizer: `--tokenizer`; None takes that of `source`.
+        ignored: fields of config.json that the user knows to change nothing.
+
+    Returns:
+        Lines that say what was done.
+
+    Raises:
+        UserError: the model is none of ours, or not what it should be, with every reason; or the disk does not take it.
+    """
+    with open_source(source) as found:
+        incoming = check(found, tokenizer, ignored)
+        facts = _facts_of(incoming.placed, found.tensors, dtype)
+        with new_folder(target) as folder:
+            _write(folder, target.absolute(), source, incoming, facts, found.tensors)
+    numbers = sum(size_of(shape) for entry in incoming.placed for _, shape in entry.theirs)
+    kinds = ", ".join(sorted({_word(fact) for fact in facts.values()}))
+    lines = [f"{target}: {incoming.architecture.name} with {numbers:,} parameters in {kinds}"]
+    if incoming.left_out:
+        lines.append(f"left out, for this model has no place for them: {_listed(incoming.left_out)}")
+    return [
+        *lines,
+        f"train on: stoker train --config-dir {target}/conf model={NAME} tokenizer={NAME} "
+        f"model.restore_from_path={target}",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model of somebody else's, opened.
+
+    Attributes:
+        path: the folder or file.
+        fields: where its fields stand, in words.
+        config: them.
+        architecture: what it is.
+        tensors: its weights.
+        find_tokenizer: its tokenizer, for a vocabulary of so many tokens.
+    """
+
+    path: Path
+    fields: str
+    config: Mapping[str, Any]
+    architecture: Architecture
+    tensors: FolderTensors
+    find_tokenizer: Callable[[Any], TokenizerFolder]
+
+
+@contextmanager
+def open_source(path: Path) -> Iterator[Source]:
+    """Open a folder of Hugging Face's, or a GGUF file.
+
+    Raises:
+        UserError: it is none, or of an architecture that is not known here.
+    """
+    if path.suffix == ".gguf" and path.is_file():
+        from .gguf_file import GgufModel
+
+        model = GgufModel(path)
+        with TemporaryDirectory() as folder:
+            written = Path(folder)
+            yield Source(
+                path, "its metadata", model.config, LLAMA, model.tensors, lambda _: model.write_tokenizer(written)
+            )
+        return
+    config = read_object(path, CONFIG)
+    if config is None:
+        raise UserError(f"{path} holds no {CONFIG}")
+    architecture = architecture_of(config)
+    if architecture is None:
+        raise UserError(f"{path}: `model_type` ({shown(config.get('model_type'))}) is none of {', '.join(MODEL_TYPES)}")
+    with open_folder_tensors(path, architecture.weights.canonical) as tensors:
+        yield Source(
+            path,
+            CONFIG,
+            config,
+            architecture,
+            tensors,
+            lambda vocab_size: find_tokenizer(path, architecture.family, vocab_size),
+        )
+
+
+def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> Incoming:
+    """See whether a model is one of ours, from its fields and the headers of its files, before anything is allocated.
+
+    Args:
+        source: the model.
+        tokenizer: `--tokenizer`; None takes its own.
+        ignored: fields that the user knows to change nothing.
+
+    Raises:
+        UserError: it is not; every reason.
+    """
+    architecture, tensors = source.architecture, source.tensors
+    own_head = _has_own_head(architecture, tensors)
+    keys, problems = architecture.read(Theirs(source.config, own_head), ignored)
+    problems = [f"{source.fields}: {problem}" for problem in problems]
+    found: TokenizerFolder | None = None
+    try:
+        if tokenizer is None:
+            found = source.find_tokenizer(keys.get("override_vocab_size"))
+        else:
+            found = tokenizer_named(tokenizer, architecture.family)
+    except UserError as error:
+        problems += error.lines
+    problems += [f"{source.fields}: {problem}" for problem in _impossible(keys, tensors)]
+    if problems or found is None:
+        raise UserError([f"{source.path} cannot be converted:", *(f"  {problem}" for problem in problems)])
+    root, made = _run_of(source, keys, found)
+    placed, geometry = _placed(architecture, root, made)
+    problems, left_out = _compare(architecture, placed, tensors)
+    if problems:
+        told = f"{source.path}: the weights do not fit {source.fields}:"
+        raise UserError([told, *(f"  {problem}" for problem in problems)])
+    return Incoming(architecture, _model_keys(architecture, keys), found, made, placed, geometry, left_out)
+
+
+# ---------------------------------------------------------------- what it is
+
+
+def _has_own_head(architecture: Architecture, tensors: FolderTensors) -> bool:
+    head, embedding = architecture.weights.head, architecture.weights.embedding
+    if head not in tensors.facts:
+        return False
+    return embedding in tensors.facts and not tensors.are_equal(head, embedding)
+
+
+def _model_keys(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {"family": architecture.family, **nested(keys), "micro_batch_size": 1}
+
+
+def _impossible(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterator[str]:
+    """Numbers that the tensors cannot be as many as; a model of them would be endless to describe."""
+    there = len(tensors.facts) + len(tensors.unreadable)
+    layers = sum(keys.get(f"{stack}num_layers", 0) for stack in ("", "encoder.", "decoder."))
+    if layers > there:
+        yield f"there are {layers:,} layers, but only {counted(there, 'tensor')}"
+    elif (keys.get("num_moe_experts") or 0) * layers > there:
+        yield f"there are {keys['num_moe_experts']:,} experts in each layer, but only {counted(there, 'tensor')}"
+
+
+def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[RootBlock, Tokenizer]:
+    """The configuration of the model, and its tokenizer.
+
+    Raises:
+        UserError: the keys are against each other, or the tokenizer cannot be had, or has more tokens than the model.
+    """
+    model = _model_keys(source.architecture, keys) | {"tokenizer": found.keys_in(found.folder or source.path)}
+    document = {"name": NAME, "model": model}
+    root = RunConfig.from_document(document, trusted=False, origin=f"{source.path} ({source.fields})").root
+    try:
+        return root, fitting_tokenizer(root, keys["override_vocab_size"])
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from None
+
+
+def run_of(source: Source, incoming: Incoming) -> tuple[RunConfig, Tokenizer]:
+    """The configuration of a run that has the model as it came, and its tokenizer."""
+    keys = incoming.tokenizer_folder.keys_in(incoming.tokenizer_folder.folder or source.path)
+    document = {"name": NAME, "model": {**incoming.keys, "tokenizer": keys}}
+    config = RunConfig.from_document(document, trusted=False, origin=f"{source.path} ({source.fields})")
+    return config, incoming.tokenizer
+
+
+def _placed(architecture: Architecture, root: RootBlock, tokenizer: Tokenizer) -> tuple[list[Placed], Geometry]:
+    """Where each parameter of the model lies in their tensors."""
+    shapes = parameter_shapes(root, tokenizer)
+    vocab_size = model_vocabulary(root, tokenizer)
+    geometry = geometry_of(described(root.model, vocab_size, sample_form(root)))
+    placed, homeless = architecture.weights.place(shapes, geometry)
+    assert not homeless, homeless  # what a config.json describes has a place in its own weights
+    return placed, geometry
+
+
+def parameter_shapes(root: RootBlock, tokenizer: Tokenizer) -> dict[str, Shape]:
+    """Names and shapes of what a checkpoint of this configuration holds, from a model that is not allocated."""
+    return {name: tuple(tensor.shape) for name, tensor in weights_of(shapes_only(root, tokenizer)).items()}
+
+
+def shapes_only(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
+    """The model of a configuration on the meta device.
+
+    Args:
+        root: the configuration.
+        tokenizer: of the model.
+        peft: what fine-tuning adds to it.
+    """
+    return build_model(
+        root.model,
+        vocab_size=model_vocabulary(root, tokenizer),
+        device="meta",
+        dtype=torch.float32,
+        flags=AttentionFlags(),
+        micro_batch_size=1,
+        form=sample_form(root),
+        peft=peft,
+    )
+
+
+# ---------------------------------------------------------------- the tensors
+
+
+def _compare(
+    architecture: Architecture, placed: Iterable[Placed], tensors: FolderTensors
+) -> tuple[list[str], list[str]]:
+    """What is wrong with the tensors, and the names of those that are left out."""
+    wanted = {name: shape for entry in placed for name, shape in entry.theirs}
+    weights = architecture.weights
+    missing = [name for name in wanted if name not in tensors.facts and name not in tensors.unreadable]
+    others: list[str] = []
+    unknown: list[str] = []
+    left_out: list[str] = []
+    for name in sorted({*tensors.facts, *tensors.unreadable} - set(wanted)):
+        original = weights.original_of(name, tied=weights.head not in wanted)
+        if weights.is_buffer(name):
+            continue
+        if weights.is_left_out(name):
+            left_out.append(name)
+        elif original is None:
+            unknown.append(name)
+        elif original not in tensors.facts:
+            pass  # the original is missing, which is told
+        elif name not in tensors.facts or not tensors.are_equal(name, original):
+            others.append(f"{name} must be equal to {original}, which it stands for")
+    for name, shape in wanted.items():
+        if name in tensors.unreadable:
+            others.append(f"{name} is of dtype {tensors.unreadable[name]}, which no weight may be")
+        elif name in tensors.facts:
+            fact = tensors.facts[name]
+            if fact.dtype not in _FLOATS:
+                others.append(f"{name} is of dtype {_word(fact)}, which no weight may be")
+            if fact.shape != shape:
+                others.append(f"{name} has the shape {list(fact.shape)}, which must be {list(shape)}")
+    problems = [f"missing: {name}" for name in missing[:_SHOWN]]
+    problems += [f"missing: {len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else []
+    problems += [f"unknown: {shown(name, 120)}" for name in unknown[:_SHOWN]]
+    problems += [f"unknown: {len(unknown) - _SHOWN} more"] if len(unknown) > _SHOWN else []
+    problems += others[:_SHOWN]
+    problems += [f"and {len(others) - _SHOWN} more of these"] if len(others) > _SHOWN else []
+    return problems, left_out
+
+
+def _facts_of(placed: Iterable[Placed], tensors: FolderTensors, dtype: torch.dtype | None) -> dict[str, TensorFacts]:
+    """Dtype and shape of each parameter of ours: the widest dtype of its parts, unless another is asked for."""
+    facts: dict[str, TensorFacts] = {}
+    for entry in placed:
+        kind = dtype
+        if kind is None:
+            kind = tensors.facts[entry.theirs[0][0]].dtype
+            for name, _ in entry.theirs:
+                kind = torch.promote_types(kind, tensors.facts[name].dtype)
+        facts[entry.ours] = TensorFacts(kind, entry.shape)
+    return facts
+
+
+def _write(
+    folder: Path,
+    target: Path,
+    source: Path,
+    incoming: Incoming,
+    facts: Mapping[str, TensorFacts],
+    tensors: FolderTensors,
+) -> None:
+    by_name = {entry.ours: entry for entry in incoming.placed}
+
+    def tensor_of(name: str) -> Tensor:
+        parts = [cast(tensors.read(theirs), facts[name].dtype, theirs) for theirs, _ in by_name[name].theirs]
+        return by_name[name].join(parts, incoming.geometry)
+
+    step = folder / "checkpoints" / "step-0"
+    step.mkdir(parents=True)
+    weights = file_name(WEIGHTS, 0, 1)
+    record = write_tensor_stream(step / weights, facts, tensor_of)
+    keys = incoming.tokenizer_folder.keys_in(target / FOLDER)
+    model = {**incoming.keys, "tokenizer": keys}
+    config = RunConfig.from_document({"name": NAME, "model": model}, trusted=False, origin=str(source / CONFIG))
+    seal(step, {weights: record}, state_of(config.root), config.document, saved_document(incoming.tokenizer))
+    incoming.tokenizer_folder.copy(folder / FOLDER)
+    for group, block in (("model", incoming.keys), ("tokenizer", keys)):
+        path = folder / "conf" / group / f"{NAME}.yaml"
+        path.parent.mkdir(parents=True)
+        about = "# @package model.tokenizer\n" if group == "tokenizer" else ""
+        about += f"# {incoming.architecture.name}, converted from {_one_line(source)}\n"
+        path.write_text(about + "".join(f"{line}\n" for line in _yaml(block)), encoding="utf-8")
+
+
+def state_of(root: RootBlock) -> RunState:
+    """The state of a converted checkpoint, before any step."""
+    form = sample_form(root)
+    return RunState(
+        step=0,
+        consumed_samples=0,
+        seed=root.model.seed,
+        global_batch_size=root.model.global_batch_size,
+        micro_batch_size=root.model.micro_batch_size,
+        sequence_length=sample_length_of(root.model),
+        decoder_length=form.decoder_length if isinstance(root.model, T5Keys) else 0,
+        precision="as converted",
+        optimizer={},
+        data_fingerprint="",
+        versions={"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _yaml(block: Mapping[str, Any], indent: str = "") -> Iterable[str]:
+    """Plain YAML of names, numbers, texts and lists."""
+    for name, value in block.items():
+        if isinstance(value, dict):
+            yield f"{indent}{name}:"
+            yield from _yaml(value, indent + "  ")
+        elif isinstance(value, float):
+            text = repr(value)
+            mantissa, _, exponent = text.partition("e")
+            # YAML 1.1 reads 1e-05 as a text
+            yield f"{indent}{name}: {text if '.' in mantissa or not exponent else f'{mantissa}.0e{exponent}'}"
+        else:
+            yield f"{indent}{name}: {json.dumps(value)}"
+
+
+def _one_line(path: Path) -> str:
+    return re.sub(r"[^\x20-\x7e]", "?", str(path))
+
+
+def _word(fact: TensorFacts) -> str:
+    return str(fact.dtype).removeprefix("torch.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,222 @@
+"""Llama-type models in GGUF, llama.cpp's format: one file of metadata, quantized weights and a tokenizer.
+
+The `gguf` package reads it and dequantizes to fp32. llama.cpp turns neighbours where transformers turns halves, so its
+queries and keys have their rows in another order, which is undone here (`LlamaModel.permute` of its converter).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data.tasks.chat_files import SETTINGS
+from ..data.tokenizers.tokenizer_files import DESCRIPTION
+from ..utils.errors import UserError
+from ..utils.safetensors_io import TensorFacts
+from .hf_folder import FolderTensors
+
+if TYPE_CHECKING:
+    from .tokenizer_copy import TokenizerFolder
+
+_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_NAMES = (
+    ("token_embd.", "model.embed_tokens."),
+    ("output_norm.", "model.norm."),
+    ("output.", "lm_head."),
+    *(
+        (f"blk.{{n}}.{theirs}.", f"model.layers.{{n}}.{name}.")
+        for theirs, name in (
+            ("attn_norm", "input_layernorm"),
+            ("ffn_norm", "post_attention_layernorm"),
+            ("attn_q", "self_attn.q_proj"),
+            ("attn_k", "self_attn.k_proj"),
+            ("attn_v", "self_attn.v_proj"),
+            ("attn_output", "self_attn.o_proj"),
+            ("ffn_gate", "mlp.gate_proj"),
+            ("ffn_up", "mlp.up_proj"),
+            ("ffn_down", "mlp.down_proj"),
+        )
+    ),
+)
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_SPLITS: dict[str, dict[str, Any]] = {
+    "gpt-2": _BYTES,
+    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
+}
+"""How each kind of tokenizer cuts a text before it merges bytes, as a tokenizer.json says it."""
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens that stand for themselves; the first are special."""
+
+
+class GgufModel:
+    """A Llama-type model in a GGUF file.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        config: the fields of a config.json.
+        tensors: fp32, under transformers' names.
+
+    Raises:
+        UserError: the `gguf` package is not installed, the file is damaged, or holds another model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import gguf  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise UserError(f"{path}: to read GGUF takes the gguf package: pip install 'stoker[gguf]'") from None
+        self._path = path
+        self._dequantize: Callable[..., Any] = gguf.dequantize
+        try:
+            reader = gguf.GGUFReader(str(path))
+            self._metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+            self.tensors = self._opened(reader.tensors)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a damaged file makes of its reader
+            first = next(iter(str(error).splitlines()), "")
+            raise UserError(f"{path} is no GGUF file, or damaged ({type(error).__name__}: {first[:160]})") from None
+        if self._metadata.get("general.architecture") != "llama":
+            kind = str(self._metadata.get("general.architecture"))[:40]
+            raise UserError(
+                f"{path}: `general.architecture` ({kind}) must be llama: other models are read from HF's folders"
+            )
+        self.config = self._config()
+
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {"model_type": "llama", "rope_theta": 10000.0}
+        for name, value in self._metadata.items():
+            field = name.removeprefix("llama.")
+            if field == name:
+                continue
+            # Numbers were rounded to fp32: the shortest that rounds to the same is the one that was meant.
+            config[_FIELDS.get(field, field)] = float(str(np.float32(value))) if isinstance(value, float) else value
+        embedding = self.tensors.facts.get("model.embed_tokens.weight")
+        if embedding is not None:
+            config.setdefault("vocab_size", embedding.shape[0])
+        config["tie_word_embeddings"] = "lm_head.weight" not in self.tensors.facts
+        width = config.get("head_dim")
+        if width is None and config.get("hidden_size") and config.get("num_attention_heads"):
+            width = config["hidden_size"] // config["num_attention_heads"]
+        for same in ("rope.dimension_count", "attention.value_length"):
+            if config.get(same) == width:
+                config.pop(same, None)
+        if config.get("rope.scaling.type") == "none":
+            config.pop("rope.scaling.type")
+        return config
+
+    def _opened(self, tensors: Any) -> FolderTensors:
+        facts: dict[str, TensorFacts] = {}
+        readers: dict[str, Callable[[], Any]] = {}
+        for tensor in tensors:
+            name = _name(tensor.name)
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            facts[name] = TensorFacts(torch.float32, shape)
+            readers[name] = lambda name=name, tensor=tensor, shape=shape: self._read(name, tensor, shape)
+        return FolderTensors(facts, {}, readers)
+
+    def _read(self, name: str, tensor: Any, shape: tuple[int, ...]) -> Tensor:
+        try:
+            values = np.array(self._dequantize(tensor.data, tensor.tensor_type), np.float32, copy=True)
+            whole = torch.from_numpy(values).reshape(shape)
+        except Exception as error:  # a type that the package has no arithmetic for, or numbers that are missing
+            kind = getattr(tensor.tensor_type, "name", "?")
+            raise UserError(f"{self._path}: {name} ({kind}) cannot be dequantized: {str(error)[:160]}") from None
+        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if f".{part}." in name:
+                number = self.config.get(heads) or self.config["num_attention_heads"]
+                return whole.unflatten(0, (number, -1, 2)).transpose(1, 2).reshape(shape)
+        return whole
+
+    def write_tokenizer(self, folder: Path) -> TokenizerFolder:
+        """Write tokenizer.json and tokenizer_config.json of the metadata.
+
+        Raises:
+            UserError: it is a tokenizer of a kind that is not known here.
+        """
+        from .tokenizer_copy import TokenizerFolder
+
+        said = {name.removeprefix("tokenizer.ggml."): value for name, value in self._metadata.items()}
+        split = _SPLITS.get(str(said.get("pre"))) if said.get("model") == "gpt2" else None
+        tokens, merges = said.get("tokens"), said.get("merges")
+        if split is None or not isinstance(tokens, list) or not isinstance(merges, list):
+            kind = f"{str(said.get('model'))[:40]}, {str(said.get('pre'))[:40]}"
+            raise UserError(
+                f"the tokenizer in {self._path} ({kind}) is none of gpt2 with {' or '.join(_SPLITS)}: name the folder "
+                "of the model's tokenizer.json with --tokenizer FOLDER"
+            )
+        definition = _definition(tokens, merges, said.get("token_type"), split)
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        for kind, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+            number = said.get(f"{name}_token_id")
+            if isinstance(number, int) and 0 <= number < len(tokens):
+                settings[f"{kind}_token"] = tokens[number]
+        template = self._metadata.get("tokenizer.chat_template")
+        if isinstance(template, str):
+            settings["chat_template"] = template
+        for name, document in ((DESCRIPTION, definition), (SETTINGS, settings)):
+            (folder / name).write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+        files = {name: folder / name for name in (DESCRIPTION, SETTINGS)}
+        return TokenizerFolder(files, {"library": "huggingface", "type": "{folder}"}, folder)
+
+
+def _name(name: str) -> str:
+    """A name of theirs as transformers has it; one that is not known stays as it is, and is told."""
+    for theirs, ours in _NAMES:
+        match = re.match(re.escape(theirs).replace(r"\{n\}", r"(\d+)") + r"(?=(weight|bias)$)", name)
+        if match:
+            return ours.replace("{n}", match.group(1) if "{n}" in theirs else "") + name[match.end() :]
+    return name
+
+
+def _definition(tokens: list[str], merges: list[str], types: Any, split: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json of byte-level BPE."""
+    kinds = types if isinstance(types, list) and len(types) == len(tokens) else [1] * len(tokens)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": number, "content": token, **flags, "special": kind == _CONTROL}
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": merges,
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": split,
+        "post_processor": None,
+        "decoder": _BYTES,
+        "model": model,
+    }

@@ -1,0 +1,223 @@
+"""A folder of Hugging Face's: its config.json and its tensors, opened with nothing about them taken on trust."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.hf.config_fields import shown
+from ..utils.errors import UserError
+from ..utils.safetensors_io import TENSOR_DTYPES, DamagedFileError, TensorFacts, open_tensors, read_json
+from .torch_files import TorchFile
+
+CONFIG = "config.json"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_KINDS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+"""The files of weights, the ones that are looked for first before the others."""
+_ROWS = 1024
+
+
+def contained(folder: Path, name: str) -> Path | None:
+    """The file that a name in a folder stands for, None where there is none.
+
+    Links may lead to other files of the folder, and from a snapshot of the hub's cache to its blobs.
+
+    Raises:
+        UserError: it is no plain name, or leads elsewhere.
+    """
+    if not _FILE_NAME.fullmatch(name):
+        raise UserError(f"{folder}: {name[:80]!r} is not the plain name of a file")
+    path = (folder / name).resolve()
+    if not path.exists():
+        return None
+    top = folder.resolve()
+    homes = [top, *([top.parent.parent / "blobs"] if top.parent.name == "snapshots" else [])]
+    if not any(path.is_relative_to(home) for home in homes):
+        raise UserError(f"{folder / name} is a link that leads out of its folder; copy the file there if it is meant")
+    if not path.is_file():
+        raise UserError(f"{folder / name} is not a file")
+    return path
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any] | None:
+    """A JSON object, None where there is no such file.
+
+    Raises:
+        UserError: it is no JSON object, or too large.
+    """
+    path = contained(folder, name)
+    if path is None:
+        return None
+    try:
+        document = read_json(path)
+    except DamagedFileError as error:
+        raise UserError(f"{folder}: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{folder / name} must hold a JSON object")
+    return document
+
+
+class FolderTensors:
+    """The tensors of a folder, by the names that the table of weights has for them.
+
+    Attributes:
+        facts: name to dtype and shape.
+        unreadable: name to dtype of the tensors whose numbers have a dtype that no weight has.
+    """
+
+    def __init__(
+        self,
+        facts: Mapping[str, TensorFacts],
+        unreadable: Mapping[str, str],
+        readers: Mapping[str, Callable[[], Any]],
+    ) -> None:
+        self.facts = facts
+        self.unreadable = unreadable
+        self._readers = readers
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in host memory or mapped from its file."""
+        return self._readers[name]()[...]
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors hold the same bits; a few rows at a time."""
+        if self.facts[one] != self.facts[other]:
+            return False
+        left, right = self._readers[one](), self._readers[other]()
+        shape = self.facts[one].shape
+        rows = shape[0] if shape else 1
+        for start in range(0, rows, _ROWS):
+            part = slice(start, start + _ROWS) if shape else ...
+            if not torch.equal(_bits(left[part]), _bits(right[part])):
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An open file of tensors: their facts, and how to get at each."""
+
+    described: Mapping[str, tuple[tuple[int, ...], str]]
+    slice_of: Callable[[str], Any]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@contextmanager
+def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterator[FolderTensors]:
+    """Open the tensors of a folder: one file, or several that an index names.
+
+    Args:
+        folder: of Hugging Face's.
+        canonical: from a name in the files to the name in the table.
+
+    Raises:
+        UserError: there are none, an index names what it must not, or a file is not what it should be.
+    """
+    paths, index = _files(folder)
+    facts: dict[str, TensorFacts] = {}
+    unreadable: dict[str, str] = {}
+    readers: dict[str, Callable[[], Any]] = {}
+    found: dict[str, str] = {}
+    with ExitStack() as stack:
+        for path in paths:
+            file = _open(path, folder, stack)
+            for name, (shape, dtype) in file.described.items():
+                known = canonical(name)
+                if known in found:
+                    raise UserError(f"{folder}: {shown(name)} is there twice, in {found[known]} and in {path.name}")
+                found[known] = path.name
+                readers[known] = lambda file=file, name=name: file.slice_of(name)
+                if dtype in TENSOR_DTYPES:
+                    facts[known] = TensorFacts(TENSOR_DTYPES[dtype], shape)
+                else:
+                    unreadable[known] = dtype
+        absent = sorted(name for name in index if canonical(name) not in found)
+        if absent:
+            raise UserError(f"{folder}: the index names {_few(absent)}, which the files do not hold")
+        yield FolderTensors(facts, unreadable, readers)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds files of weights."""
+    names = [f"{stem}{ending}{more}" for stem, ending in _KINDS for more in ("", ".index.json")]
+    return any((folder / name).exists() for name in names)
+
+
+def weight_paths(folder: Path) -> list[Path]:
+    """The files that hold the weights of a folder.
+
+    Raises:
+        UserError: there are none, or an index names what it must not.
+    """
+    return _files(folder)[0]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(map(shown, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _files(folder: Path) -> tuple[list[Path], Sequence[str]]:
+    """The files of weights, and the names that an index says they hold."""
+    for stem, ending in _KINDS:
+        whole = contained(folder, f"{stem}{ending}")
+        if whole is not None:
+            return [whole], ()
+        index = read_object(folder, f"{stem}{ending}.index.json")
+        if index is None:
+            continue
+        where = index.get("weight_map")
+        if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
+            raise UserError(f"{folder}: {stem}{ending}.index.json has no `weight_map` from tensors to files")
+        paths: list[Path] = []
+        for name in sorted(set(where.values())):
+            path = contained(folder, name) if name.endswith(ending) else None
+            if path is None:
+                raise UserError(f"{folder}: the index names {name[:80]!r}, which is no {ending} file there")
+            paths.append(path)
+        return paths, tuple(where)
+    looked = " or ".join(f"{stem}{ending}" for stem, ending in _KINDS)
+    raise UserError(f"{folder} holds no weights: no {looked}, and no index of them")
+
+
+def _open(path: Path, folder: Path, stack: ExitStack) -> _File:
+    if path.suffix == ".bin" or (path.parent.name == "blobs" and _is_torch(path)):
+        file = TorchFile(path)
+        return _File(file.described, file.tensor)
+    try:
+        opened = stack.enter_context(open_tensors(path))
+    except DamagedFileError as error:
+        raise UserError(f"{folder}: {error}") from None
+    described: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name in opened.keys():  # noqa: SIM118
+        part = opened.get_slice(name)
+        described[name] = tuple(part.get_shape()), part.get_dtype()
+    return _File(described, lambda name: _Whole(opened, name))
+
+
+def _is_torch(path: Path) -> bool:
+    """Whether a blob, whose name tells nothing, is a file of torch's: a zip archive, or a pickle of older versions."""
+    with path.open("rb") as file:
+        return file.read(2) in (b"PK", b"\x80\x02")
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A tensor in a safetensors file, read as far as it is asked for."""
+
+    file: Any
+    name: str
+
+    def __getitem__(self, part: Any) -> Tensor:
+        if part is ...:
+            return self.file.get_tensor(self.name)
+        return self.file.get_slice(self.name)[part]

@@ -1,0 +1,124 @@
+"""One model of an adapter and the weights it belongs to, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from ...models.config.peft_slice import IA3Slice, LoRASlice, SelectiveSlice, peft_slice
+from ...models.peft.added_parameters import Added
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.sharded_safetensors import open_whole
+from ..config.schema.root import RootBlock
+from ..data.tokenizers.tokenizer import Tokenizer
+from ..utils.errors import UserError
+from ..utils.safetensors_io import TensorFacts
+from .from_hf import open_source, shapes_only
+from .pretrained import BaseWeights, check_base, checked
+
+Read = Callable[[str], Tensor]
+
+
+class MergedTensors:
+    """The parameters of the merged model, one at a time.
+
+    Args:
+        facts: name to dtype and shape.
+        base: reads a parameter of the base.
+        adapter: the trained parameters by name.
+        modules: the modules that have added parameters, by name.
+    """
+
+    def __init__(
+        self, facts: Mapping[str, TensorFacts], base: Read, adapter: Mapping[str, Tensor], modules: Mapping[str, Added]
+    ) -> None:
+        self.facts = facts
+        self._base = base
+        self._adapter = adapter
+        self._modules = modules
+
+    def read(self, name: str) -> Tensor:
+        """A parameter in host memory, in the dtype of the base; updates are added in fp32 at least."""
+        weight = self._base(name)
+        if name in self._adapter:  # one of the model's own
+            return self._adapter[name].to(weight.dtype)
+        at, _, own = name.rpartition(".")
+        module = self._modules.get(at)
+        if module is None:
+            return weight
+        added = {each: self._adapter[f"{at}.{each}"] for each in module.added if f"{at}.{each}" in self._adapter}
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return module.merged(own, wide, added).to(weight.dtype)
+
+
+@contextmanager
+def open_merged(
+    checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: BaseWeights
+) -> Iterator[MergedTensors]:
+    """Open an adapter and its base.
+
+    Args:
+        checkpoint: of the adapter.
+        root: its configuration.
+        tokenizer: of the model.
+        base: the weights it was trained on.
+
+    Raises:
+        UserError: the weights are others, or the adapter cannot become part of them.
+    """
+    peft = peft_slice(root.model.peft)
+    if not isinstance(peft, LoRASlice | IA3Slice | SelectiveSlice):
+        raise UserError(
+            f"checkpoint {checkpoint.path}: `peft_scheme: {root.model.peft.peft_scheme}` adds parts that no merged "
+            "model has; lora, ia3 and selective can be merged"
+        )
+    if checkpoint.state.base is not None:
+        check_base(base, checkpoint.state.base, checkpoint.path)
+    model = shapes_only(root, tokenizer, peft)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, Added)}
+    with ExitStack() as stack:
+        held = stack.enter_context(checkpoint.open_weights())
+        adapter = {name: held.read(name) for name in held.facts}
+        facts, read = opened_base(base, stack)
+        yield MergedTensors(facts, read, adapter, modules)
+
+
+def first_difference(one: BaseWeights, other: BaseWeights) -> str | None:
+    """The first parameter that two models do not share; None where they are one, in whatever files.
+
+    Where one has narrower numbers, those of the other are rounded to them.
+    """
+    with ExitStack() as stack:
+        (facts, read), (other_facts, read_other) = opened_base(one, stack), opened_base(other, stack)
+        for name in sorted({*facts, *other_facts}):
+            if name not in facts or name not in other_facts or facts[name].shape != other_facts[name].shape:
+                return name
+            kind = min(facts[name].dtype, other_facts[name].dtype, key=lambda dtype: dtype.itemsize)
+            if not torch.equal(read(name).to(kind), read_other(name).to(kind)):
+                return name
+    return None
+
+
+def opened_base(base: BaseWeights, stack: ExitStack) -> tuple[Mapping[str, TensorFacts], Read]:
+    """The parameters of a base, by our names: what is known of each, and how to read it, while `stack` is open."""
+    if base.checkpoint is not None:
+        whole = stack.enter_context(open_whole(base.checkpoint.weight_files))
+        return whole.facts, whole.read
+    source = stack.enter_context(open_source(base.path))
+    incoming = checked(source)
+    placed = {entry.ours: entry for entry in incoming.placed}
+    facts: dict[str, TensorFacts] = {}
+    for entry in incoming.placed:
+        kind = source.tensors.facts[entry.theirs[0][0]].dtype
+        for name, _ in entry.theirs:
+            kind = torch.promote_types(kind, source.tensors.facts[name].dtype)
+        facts[entry.ours] = TensorFacts(kind, entry.shape)
+
+    def read(name: str) -> Tensor:
+        parts = [source.tensors.read(theirs).to(facts[name].dtype) for theirs, _ in placed[name].theirs]
+        return placed[name].join(parts, incoming.geometry)
+
+    return facts, read

@@ -1,0 +1,1 @@
+"""Assembly of a run: components from the configuration, resume, summary."""

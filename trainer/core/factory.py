@@ -1,0 +1,347 @@
+"""The parts of a run, each made from the configuration: device, model, optimizer, validation, checkpoints, rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from ...kernels.attention.dispatch import Decision
+from ...models.build import LanguageModel, plan_model
+from ...models.build import build_model as build_from_keys
+from ...models.config.families import family_slice
+from ...models.config.peft_slice import peft_slice
+from ...models.peft.apply import trained_parameters
+from ..callbacks.preemption import StopRequest
+from ..callbacks.reporting import Rates
+from ..callbacks.train_loop import Save, Validate
+from ..checkpoint.async_saver import Saver
+from ..checkpoint.loop_state import LoopState
+from ..checkpoint.reader import AVERAGE, OPTIMIZER, RunState, saved_of
+from ..checkpoint.run_environment import device_name
+from ..checkpoint.writer import Content, apply_retention
+from ..config.batch_spec import sample_form
+from ..config.run_config import RunConfig
+from ..config.schema.exp_manager import logged_name
+from ..config.schema.root import RootBlock
+from ..config.schema.trainer_and_data import DataBlock
+from ..data.batch_sampler import BatchPlan
+from ..data.build_datasets import Data
+from ..data.tokenizers.tokenizer import saved_document
+from ..data.validation_subset import validated_samples
+from ..device.cuda_graph_support import uses_cuda_graph
+from ..device.determinism import attention_flags
+from ..device.precision import PrecisionPlan
+from ..distributed.data_parallel import DataParallel, data_parallel
+from ..distributed.layout_from_config import layout_of, reduce_dtype
+from ..distributed.process_group import Ranks
+from ..evaluation.held_out_loss import EvaluationResult, evaluate, summed_loss
+from ..lightning.cuda_graph import RecordedMicroBatches, RunMicroBatch
+from ..lightning.lightning_module import LanguageModule
+from ..optim import optimizer_factory
+from ..optim.base_optimizer import Optimizer
+from ..optim.ema import EMA
+from ..plan.flops import bf16_peak, training_flops_per_sample
+from ..plan.memory_check import check_memory
+from ..utils.environment import let_segments_grow
+from ..utils.errors import UserError
+from ..utils.local_shard import piece_of
+from ..utils.text import counted
+
+
+def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
+    """The device of `trainer.accelerator`; `auto` takes a CUDA GPU where there is one, else the CPU.
+
+    Raises:
+        UserError: it is not there.
+    """
+    keys = root.trainer
+    kind = {"gpu": "cuda", "auto": "cuda" if torch.cuda.is_available() else "cpu"}.get(
+        keys.accelerator, keys.accelerator
+    )
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available[kind]:
+        raise UserError(
+            f"`trainer.accelerator` ({keys.accelerator}): torch {torch.__version__} finds no such device here; "
+            "use trainer.accelerator=cpu or auto"
+        )
+    if kind != "cuda":
+        return torch.device(kind)
+    let_segments_grow()
+    index, there = (ranks or Ranks()).local_rank, torch.cuda.device_count()
+    if index and index >= there:
+        raise UserError(
+            f"`trainer.devices` ({keys.devices}): this machine has {counted(there, 'GPU')}; use trainer.devices={there}"
+        )
+    return torch.device(kind, index)
+
+
+def build_data_parallel(
+    root: RootBlock, precision: PrecisionPlan, device: torch.device, ranks: Ranks
+) -> DataParallel | None:
+    """What cuts the model over the ranks, or None for one process."""
+    layout = layout_of(root, ranks.world_size)
+    return (
+        None if layout is None else data_parallel(layout, device, reduce_dtype(root, precision.weights), ranks.timeout)
+    )
+
+
+def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> Mapping[str, Decision]:
+    """Find out whether the model can be had here, before anything is built or written.
+
+    Returns:
+        What was chosen for each attention and kind of call.
+
+    Raises:
+        UserError: no attention backend may run, or `model.compile` cannot be had.
+    """
+    keys = root.model
+    try:
+        form = sample_form(root)
+        plan = plan_model(
+            family_slice(keys, vocab_size=1, form=form),
+            device=device,
+            dtype=precision.autocast or precision.weights,
+            flags=attention_flags(root),
+            micro_batch_size=keys.micro_batch_size,
+            form=form,
+            peft=peft_slice(keys.peft),
+        )
+    except ValueError as error:
+        raise UserError(str(error).splitlines()) from None
+    return plan.decisions
+
+
+def build_model(
+    root: RootBlock,
+    data: Data,
+    precision: PrecisionPlan,
+    device: torch.device,
+    data_parallel: DataParallel | None = None,
+) -> LanguageModel:
+    """The model with its initial weights.
+
+    Raises:
+        UserError: it cannot fit, no attention backend may run, or `model.compile` cannot be had.
+    """
+    check_memory(root, precision, device, data_parallel.layout if data_parallel else None)
+    try:
+        return build_from_keys(
+            root.model,
+            vocab_size=data.vocab_size,
+            device=device,
+            dtype=precision.weights,
+            flags=attention_flags(root),
+            micro_batch_size=root.model.micro_batch_size,
+            form=sample_form(root),
+            compute_dtype=precision.autocast or precision.weights,
+            sharding=data_parallel,
+            peft=peft_slice(root.model.peft),
+        )
+    except ValueError as error:
+        raise UserError(str(error).splitlines()) from None
+
+
+def build_optimizer(
+    root: RootBlock, model: LanguageModel, precision: PrecisionPlan, data_parallel: DataParallel | None = None
+) -> Optimizer:
+    """The optimizer of `model.optim` over all parameters of the model."""
+    return optimizer_factory.build_optimizer(
+        root.model,
+        model.named_parameters(),
+        main_weights=precision.main_weights,
+        clip_norm=root.trainer.gradient_clip_val,
+        host=optimizer_factory.host_copies(root.model, model.output_weight.device),
+        **({} if data_parallel is None else data_parallel.optimizer_arguments),
+    )
+
+
+def build_rates(root: RootBlock, model: LanguageModel, device: torch.device, processes: int = 1) -> Rates:
+    """What turns the time of a step into tokens per second and MFU, of all processes together."""
+    form = sample_form(root)
+    tokens = form.length + form.decoder_length
+    peak = bf16_peak(device_name(device))
+    return Rates(
+        tokens_per_sample=tokens,
+        flops_per_token=training_flops_per_sample(
+            root.model, model.output_weight.shape[0], form, frozen=root.model.peft.is_on
+        )
+        / tokens,
+        peak_flops=None if peak is None else peak * processes,
+    )
+
+
+def check_metrics(root: RootBlock, data: Data) -> list[str]:
+    """Find out whether the metrics that decide something can be measured on these data.
+
+    Returns:
+        One warning for each that never is.
+
+    Raises:
+        UserError: early stopping would wait for one.
+    """
+    if data.token_bytes.any():
+        return []
+    manager, at = root.exp_manager, "exp_manager"
+    params, stopping = manager.checkpoint_callback_params, manager.early_stopping_callback_params
+    why = "is never measured: the tokens of this tokenizer do not add up to the bytes of a text"
+    warnings: list[str] = []
+    if manager.create_early_stopping_callback and stopping.monitor == "bits_per_byte":
+        line = f"`{at}.early_stopping_callback_params.monitor` (bits_per_byte) {why}; use val_loss"
+        if stopping.strict:
+            raise UserError(line)
+        warnings.append(line)
+    if manager.create_checkpoint_callback and params.save_top_k > 0 and params.monitor == "bits_per_byte":
+        warnings.append(f"`{at}.checkpoint_callback_params.monitor` (bits_per_byte) {why}; use val_loss")
+    return warnings
+
+
+def check_splits(root: RootBlock, data: Data) -> list[str]:
+    """Find out whether the splits are what the keys ask for.
+
+    Returns:
+        A warning where `model.data.splits_string` had nothing to divide.
+
+    Raises:
+        UserError: nothing would be left to validate on.
+    """
+    if root.trainer.limit_val_batches and data.validation is not None:
+        validated_samples(root, data.validation)
+    keys = root.model.data
+    if not data.has_own_splits or keys.splits_string == DataBlock.model_fields["splits_string"].default:
+        return []
+    if keys.train_ds.file_names is not None:
+        return []  # a rule of the configuration has told
+    return [
+        f"`model.data.splits_string` ({keys.splits_string}) has no effect: {keys.path} has splits of its own; leave "
+        "it out"
+    ]
+
+
+def build_validation(
+    root: RootBlock,
+    model: LanguageModel,
+    data: Data,
+    precision: PrecisionPlan,
+    device: torch.device,
+    ranks: Ranks | None = None,
+    data_parallel: DataParallel | None = None,
+) -> Validate | None:
+    """A function that validates on the samples `trainer.limit_val_batches` asks for, or None for 0."""
+    limit = root.trainer.limit_val_batches
+    if not limit or data.validation is None:
+        return None
+    samples = validated_samples(root, data.validation)
+    size = root.model.micro_batch_size
+    per_global_batch = root.model.global_batch_size // size
+    all_asked = limit if isinstance(limit, int) else None
+
+    def validate(global_batches: int | None, is_told_to_stop: Callable[[], bool] | None) -> EvaluationResult:
+        model.eval()
+        asked = all_asked if global_batches is None else global_batches
+        try:
+            return evaluate(
+                summed_loss(model, precision, device),
+                samples,
+                token_bytes=data.token_bytes,
+                batch_size=size,
+                limit_batches=None if asked is None else asked * per_global_batch,
+                device=device,
+                ranks=ranks,
+                is_told_to_stop=is_told_to_stop,
+            )
+        finally:
+            if data_parallel is not None:
+                data_parallel.give_back()
+            model.train()
+
+    return validate
+
+
+def build_save(
+    config: RunConfig,
+    data: Data,
+    start: RunState,
+    module: LanguageModule,
+    plan: BatchPlan,
+    saver: Saver,
+    average: EMA | None = None,
+) -> Save | None:
+    """A function that writes a checkpoint of a step, or None where none would be kept."""
+    keys = config.root.exp_manager
+    params = keys.checkpoint_callback_params
+    if not keys.create_checkpoint_callback or (params.save_top_k == 0 and not params.save_last):
+        return None
+
+    def save(step: int, figures: Mapping[str, float], loop: LoopState) -> Path:
+        state = start.model_copy(
+            update={
+                "step": step,
+                "updates": module.optimizer_state.step_count,
+                "consumed_samples": plan.consumed(step),
+                "val_loss": figures.get("val_loss"),
+                "metrics": {name: value for name, value in figures.items() if name != "val_loss"},
+                "loop": loop,
+            }
+        )
+        kind, held = saved_of(module.model)
+        tensors = {
+            kind: {name: piece_of(tensor) for name, tensor in held.items()},
+            OPTIMIZER: module.optimizer_state.pieces(),
+        }
+        if average is not None:
+            tensors[AVERAGE] = average.pieces()
+        return saver.save(Content(state, tensors, config.document, saved_document(data.tokenizer)))
+
+    return save
+
+
+def build_clean(root: RootBlock, checkpoints: Path, stop: StopRequest) -> Callable[[], None]:
+    """A function that deletes the checkpoints that are not kept; a run that is stopping keeps its newest one."""
+    params = root.exp_manager.checkpoint_callback_params
+
+    def clean() -> None:
+        apply_retention(
+            checkpoints,
+            save_top_k=params.save_top_k,
+            save_last=params.save_last or stop.reason is not None,
+            monitor=logged_name(params.monitor),
+            mode=params.mode,
+        )
+
+    return clean
+
+
+def build_recorder(
+    root: RootBlock, model: LanguageModel, device: torch.device, processes: int, say: Callable[[str], None]
+) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
+    """What makes recordings of micro batches, None where they run kernel by kernel; see `model.enable_cuda_graph`.
+
+    Where it is not asked for by name, a recording there is no memory for is told to `say`, and the run goes on without.
+    """
+    if not uses_cuda_graph(root, device, processes, model.attention_decisions):
+        return None
+    give_up = None if root.model.enable_cuda_graph else say
+    return lambda run: RecordedMicroBatches(run, model.parameters(), give_up)
+
+
+def build_average(
+    root: RootBlock, model: LanguageModel, optimizer: Optimizer, data_parallel: DataParallel | None = None
+) -> EMA | None:
+    """The moving average of the weights that `exp_manager.ema` asks for, of the weights as they are now."""
+    keys = root.exp_manager.ema
+    if not keys.enable:
+        return None
+    main_weights = {
+        key.removesuffix(".main"): piece.local for key, piece in optimizer.pieces().items() if key.endswith(".main")
+    }
+    return EMA(
+        trained_parameters(model),
+        main_weights=main_weights,
+        decay=keys.decay,
+        every_n_steps=keys.every_n_steps,
+        cpu_offload=keys.cpu_offload,
+        settle=optimizer.settle,
+        **({} if data_parallel is None else {"piece_of": data_parallel.piece_of, "spread": data_parallel.after_update}),
+    )

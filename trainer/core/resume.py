@@ -1,0 +1,268 @@
+"""Going on from a checkpoint: which one, and what must or should be as it was."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.reader import BaseRecord, Checkpoint, MisfitError, RunState, find_checkpoint, newest_checkpoint
+from ..checkpoint.run_directory import RunDirectory
+from ..checkpoint.run_environment import stoker_version
+from ..checkpoint.writer import remove_leftovers
+from ..config import dotted_paths
+from ..config.batch_spec import sample_form
+from ..config.data_task import task_name
+from ..config.pretrained_config import SHAPES
+from ..config.schema.exp_manager import ExpManagerBlock
+from ..config.schema.root import RootBlock
+from ..conversion.adapter_weights import load_with_base
+from ..conversion.pretrained import BaseWeights
+from ..conversion.warm_start import configuration_of, other_functions
+from ..data.build_datasets import Data
+from ..device.precision import PrecisionPlan
+from ..optim.optimizer_factory import settings
+from ..utils.environment import user_path
+from ..utils.errors import EXIT_IO, UserError
+
+_KEYS = {
+    "seed": ("model.seed", "dropout and the order of the data go on differently"),
+    "global_batch_size": ("model.global_batch_size", "the data go on where they were, with other steps"),
+    "micro_batch_size": ("model.micro_batch_size", "dropout masks and rounding differ"),
+    "sequence_length": ("model.data.seq_length", "samples are cut differently, so some text is seen again or skipped"),
+    "decoder_length": ("model.data.seq_length_dec", "samples are cut differently"),
+    "precision": ("trainer.precision", "rounding differs"),
+}
+_SOURCES = {"data_impl", "path", "data_prefix", "dataset_kwargs", "context_key", "label_key"}  # in the fingerprint
+_NOT_SAMPLES = {
+    *_SOURCES,
+    *("seq_length", "seq_length_dec"),  # in the lengths
+    *("index_mapping_dir", "num_workers", "train_ds", "validation_ds", "test_ds"),
+}
+_HOW_TRAINED = (
+    *("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_input_jitter_eps", "moe_router_bias_update_rate"),
+)
+"""Keys of a stack that change its training and leave it the same function of its weights."""
+_SETS = {"file_names", "concat_sampling_probabilities"}  # in the fingerprint, and the order
+
+
+def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint a run starts from, and lines about those that were passed over or cleared away.
+
+    A checkpoint of this run (`resume_if_exists`) goes before `resume_from_checkpoint`, as in NeMo: it is further on.
+
+    Raises:
+        UserError: nothing usable where a checkpoint must be, or the disk is read-only (exit code 74).
+    """
+    lines: list[str] = []
+    if keys.create_checkpoint_callback:  # otherwise the directory may be that of a run that saves right now
+        try:
+            removed = remove_leftovers(directory.checkpoints)
+        except OSError as error:
+            raise UserError(
+                f"cannot remove {error.filename}, left by an interrupted save: {error.strerror or error}", EXIT_IO
+            ) from error
+        lines += [f"removed {path}, left by an interrupted save" for path in removed]
+    if keys.resume_if_exists:
+        checkpoint, complaints = newest_checkpoint(directory.checkpoints)
+        if checkpoint is not None:
+            return checkpoint, [*lines, *complaints]
+        if complaints:
+            raise UserError(
+                [
+                    f"every checkpoint in {directory.checkpoints} is damaged:",
+                    *(f"  {complaint}" for complaint in complaints),
+                    "move them away to start from scratch",
+                ]
+            )
+    if keys.resume_from_checkpoint:
+        path = user_path(keys.resume_from_checkpoint, "exp_manager.resume_from_checkpoint")
+        checkpoint, complaints = find_checkpoint(path, with_optimizer=True)
+        return checkpoint, [*lines, *complaints]
+    if keys.resume_if_exists and not keys.resume_ignore_no_checkpoint:
+        raise UserError(
+            f"there is no checkpoint in {directory.checkpoints}; set exp_manager.resume_ignore_no_checkpoint=True to "
+            "start from scratch"
+        )
+    return None, lines
+
+
+def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan, base: BaseRecord | None = None) -> RunState:
+    """The state of this run before its first step, as its checkpoints will record it.
+
+    Args:
+        root: the configuration.
+        data: what it trains on.
+        precision: of weights and arithmetic.
+        base: the frozen weights that it trains an adapter of; None for none.
+    """
+    form = sample_form(root)
+    return RunState(
+        step=0,
+        consumed_samples=0,
+        seed=root.model.seed,
+        global_batch_size=root.model.global_batch_size,
+        micro_batch_size=root.model.micro_batch_size,
+        sequence_length=form.length,
+        decoder_length=form.decoder_length,
+        precision=precision.name,
+        optimizer={
+            **settings(root.model.optim, root.trainer.max_steps),
+            "gradient_clip_val": root.trainer.gradient_clip_val or 0.0,
+        },
+        data_fingerprint=data.fingerprint,
+        data_keys={
+            **root.model.data.model_dump(exclude=_NOT_SAMPLES),
+            **{f"train_ds.{name}": value for name, value in root.model.data.train_ds.model_dump(exclude=_SETS).items()},
+            "dataset_type": task_name(root.model),
+        },
+        base=base,
+        versions={"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def check_resumed(
+    checkpoint: Checkpoint, now: RunState, tokenizer_document: dict[str, Any], root: RootBlock
+) -> list[str]:
+    """Compare a checkpoint with the run that goes on from it.
+
+    Args:
+        checkpoint: it goes on from.
+        now: its state before its first step.
+        tokenizer_document: of its tokenizer.
+        root: its configuration.
+
+    Returns:
+        One warning for each difference that keeps the run from going on exactly as it would have.
+
+    Raises:
+        UserError: other data or another tokenizer: the position in the data would mean nothing; or another optimizer.
+    """
+    saved = checkpoint.state
+    if saved.data_fingerprint != now.data_fingerprint:
+        raise UserError(
+            [
+                f"checkpoint {checkpoint.path} was trained on other data: fingerprint {saved.data_fingerprint[:16]}, "
+                f"now {now.data_fingerprint[:16]}",
+                *_other_data(checkpoint, now, root),
+                f"use the same data, or start a new run from these weights: {_new_run_from(checkpoint)}",
+            ]
+        )
+    if checkpoint.tokenizer_document != tokenizer_document:
+        raise UserError(
+            f"checkpoint {checkpoint.path} has another tokenizer than `model.tokenizer` now gives; use the same one"
+        )
+    before, after = saved.optimizer.get("optim.name", "adamw"), now.optimizer["optim.name"]
+    if before != after:
+        raise UserError(
+            f"checkpoint {checkpoint.path} holds the state of {before}, but `model.optim.name` is {after}; "
+            f"use model.optim.name={before}, or start a new run"
+        )
+    if (saved.base is None) != (now.base is None) or (saved.base and now.base and saved.base.sha256 != now.base.sha256):
+        raise UserError(
+            f"checkpoint {checkpoint.path} belongs to {saved.base.path if saved.base else 'no frozen weights'}, but "
+            f"this run to {now.base.path if now.base else 'none'}; use the same model.restore_from_path and model.peft"
+        )
+    warnings: list[str] = []
+    for field, (key, effect) in _KEYS.items():
+        before, after = getattr(saved, field), getattr(now, field)
+        if before != after:
+            warnings.append(f"`{key}` was {before} in {checkpoint.path.name} and is {after} now: {effect}")
+    for key in sorted(saved.data_keys.keys() & now.data_keys.keys()):
+        before, after = saved.data_keys[key], now.data_keys[key]
+        if before != after:
+            warnings.append(
+                f"`model.data.{key}` was {before} in {checkpoint.path.name} and is {after} now: samples are made "
+                "differently"
+            )
+    before = configuration_of(checkpoint)
+    if before is not None and before.model.family == root.model.family:
+        warnings += other_functions(root.model, before.model)
+    warnings += _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _HOW_TRAINED)
+    for key in sorted(saved.optimizer.keys() | now.optimizer.keys()):
+        before, after = saved.optimizer.get(key), now.optimizer.get(key)
+        if before != after:
+            warnings.append(f"`{_full_key(key)}` was {before} in {checkpoint.path.name} and is {after} now")
+    for name, after in now.versions.items():
+        if saved.versions.get(name) != after:
+            warnings.append(f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ")
+    return warnings
+
+
+def load_resumed(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights | None, root: RootBlock) -> None:
+    """Copy the weights of the checkpoint that a run goes on from into its model.
+
+    Args:
+        checkpoint: a whole model or an adapter.
+        model: of the run.
+        base: the frozen weights of an adapter.
+        root: the configuration of the run.
+
+    Raises:
+        UserError: the weights do not fit; names the keys that have changed, before the tensors that differ.
+    """
+    try:
+        load_with_base(checkpoint, model, base, cast=False)
+    except MisfitError as error:
+        changed = _changed_keys(checkpoint, root, _is_of_shape)
+        raise UserError([*changed, *error.lines]) from None
+
+
+def _is_of_shape(path: str) -> bool:
+    """Whether a key may change the shapes of weights."""
+    if path.startswith("model.peft."):
+        return path != "model.peft.restore_from_path"
+    return path.rpartition(".")[2] in SHAPES | {"max_position_embeddings", "encoder_seq_length"}
+
+
+def _is_of_data(path: str) -> bool:
+    """Whether a key says which data are read."""
+    return path.startswith("model.data.") and not {*path.split(".")}.isdisjoint(_SOURCES | _SETS | {"splits_string"})
+
+
+def _other_data(checkpoint: Checkpoint, now: RunState, root: RootBlock) -> list[str]:
+    """Why the data of a checkpoint are not those of a run."""
+    if changed := _changed_keys(checkpoint, root, _is_of_data):
+        return changed
+    data = root.model.data
+    if data.data_impl in ("pystd", "pystd_docstring"):
+        return [
+            f"`{data.data_impl}` reads the standard library of the running Python: "
+            f"{checkpoint.state.versions.get('python', 'unknown')} then, {now.versions['python']} now"
+        ]
+    if data.path:
+        return [f"the data at `model.data.path` ({data.path}) have changed since"]
+    return [f"what `model.data.data_impl={data.data_impl}` reads has changed since"]
+
+
+def _new_run_from(checkpoint: Checkpoint) -> str:
+    """The keys with which a new run has the weights of a checkpoint."""
+    key = "model.peft.restore_from_path" if checkpoint.is_adapter else "model.restore_from_path"
+    return f"{key}={checkpoint.path}, with another exp_manager.explicit_log_dir"
+
+
+def _changed_keys(checkpoint: Checkpoint, root: RootBlock, asked: Callable[[str], bool]) -> list[str]:
+    """A line for each key that a run has and its checkpoint had otherwise; none where that configuration is no more.
+
+    Args:
+        checkpoint: the run goes on from.
+        root: its configuration.
+        asked: whether a key, by its path, is of interest.
+    """
+    saved = configuration_of(checkpoint)
+    if saved is None:
+        return []
+    before, after = (dict(dotted_paths.leaves(each.model_dump())) for each in (saved, root))
+    return [
+        f"`{path}` was {before.get(path)} in {checkpoint.path.name} and is {after.get(path)} now"
+        for path in {**before, **after}
+        if asked(path) and before.get(path) != after.get(path)
+    ]
+
+
+def _full_key(key: str) -> str:
+    return f"model.{key}" if key.startswith("optim") else f"trainer.{key}"

@@ -1,0 +1,149 @@
+"""What a run says of itself: at its start, what is trained, on what and how; at its end, what was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ...models.build import LanguageModel, parameter_count, stacks_of
+from ...models.config.families import FamilySlice, family_slice
+from ...models.config.family_rules import stacks_of_keys
+from ...models.config.memory_slice import named
+from ...models.config.parameter_count import count_parameters
+from ...models.config.peft_slice import peft_slice
+from ...models.peft.apply import trained_parameters
+from ...models.recompute.analysis import idle_recompute, made_again_for_copies, saving_recompute
+from ..checkpoint.run_environment import device_name
+from ..config.batch_spec import sample_form
+from ..config.parameter_layout import DataLayout
+from ..config.schema.root import RootBlock
+from ..data.build_datasets import Data
+from ..device.cuda_graph_support import uses_cuda_graph
+from ..device.precision import PrecisionPlan
+from ..lightning.cuda_graph import WARM_UP
+from ..optim.base_optimizer import Optimizer
+from ..utils.text import counted
+
+
+def describe(
+    root: RootBlock,
+    model: LanguageModel,
+    data: Data,
+    precision: PrecisionPlan,
+    device: torch.device,
+    layout: DataLayout | None = None,
+) -> Iterator[str]:
+    """What is about to be trained, on what and how, one line each."""
+    keys, form = root.model, sample_form(root)
+    ranks = layout.replicas * layout.shards if layout else 1
+    micro_batches = keys.global_batch_size // keys.micro_batch_size // ranks
+    yield f"device {device_name(device)}, {precision.name}"
+    if layout is not None:
+        yield f"{counted(ranks, 'process', 'processes')}, {layout.name}: {layout.held}"
+    yield f"data {data.description}"
+    stacks = stacks_of_keys(keys)
+    *others, last = (stack.num_layers for stack in stacks.values())
+    layers = " and ".join([*map(str, others), counted(last, "layer")])
+    width = next(iter(stacks.values())).hidden_size
+    parameters, active = parameter_count(model), count_parameters(keys, data.vocab_size, form, active=True)
+    trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
+    whole = count_parameters(keys, data.vocab_size, form)
+    each = f" ({active:,} for each token)" if active < whole else ""
+    yield f"model {whole:,} parameters{each}, {layers}, hidden size {width}"
+    if keys.peft.is_on:
+        share = 100 * trained / parameters
+        yield f"{keys.peft.peft_scheme}: {trained:,} parameters are trained ({share:.2g} % of all), the others frozen"
+    described = family_slice(keys, vocab_size=data.vocab_size, form=form)
+    for at, stack in zip(stacks, described.stacks, strict=True):
+        if (moe := stack.moe) is not None:
+            yield (
+                f"experts {f'of the {at[:-1]} ' if at else ''}{moe.experts}, {moe.topk} for each token, in "
+                f"{sum(moe.layers)} of {counted(stack.num_layers, 'layer')}; balancing {moe.balancing}"
+                f"{f' times {moe.aux_loss:g}' if moe.balancing == 'aux_loss' else ''}"
+            )
+    peft = peft_slice(keys.peft)
+    attention = ", ".join(
+        f"{kind} {decision.backend}{' (packed)' * decision.call.packed}"
+        for kind, decision in model.attention_decisions.items()
+    )
+    yield f"attention {attention} (reasons in run.log)"
+    yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
+    saving = saving_recompute(described, model.attention_decisions, peft, compiled=model.compiled)
+    for at, recompute in zip(stacks, saving, strict=True):
+        if recompute is not None:
+            yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
+    for note in idle_recompute(described, model.attention_decisions, peft, compiled=model.compiled):
+        yield f"warning: {note}"
+    yield from describe_offload(root, described, model, device)
+    if uses_cuda_graph(root, device, ranks, model.attention_decisions):
+        yield f"micro batches run as a CUDA graph, after {WARM_UP} that warm up"
+    yield (
+        f"{counted(root.trainer.max_steps, 'step')} of {counted(keys.global_batch_size, 'sample')} in "
+        f"{counted(micro_batches, 'micro batch', 'micro batches')}{' per process' * (ranks > 1)}, "
+        f"{keys.global_batch_size * (form.length + form.decoder_length):,} tokens each"
+    )
+    if root.trainer.enable_model_summary:
+        for name, part in model.named_children():
+            yield f"  {name:<24} {type(part).__name__:<20} {parameter_count(part):>15,}"
+
+
+def describe_offload(
+    root: RootBlock, described: FamilySlice, model: LanguageModel, device: torch.device
+) -> Iterator[str]:
+    """What `cpu_offloading` does in this run, a line for each stack that asks for it."""
+    peft = peft_slice(root.model.peft)
+    made_again = made_again_for_copies(described, model.attention_decisions, peft, compiled=model.compiled)
+    each = zip(stacks_of_keys(root.model), described.stacks, stacks_of(model), made_again, strict=True)
+    for at, part, stack, again in each:
+        offload = part.offload
+        if offload is None:
+            continue
+        of_stack = f" of the {at[:-1]}" if at else ""
+        if stack.activation_offload is None and stack.weight_offload is None:
+            if root.trainer.accelerator == "auto":  # the keys do not tell which device that is; else a rule has said it
+                yield f"warning: `model.{at}cpu_offloading` (True) has no effect on {device.type}"
+            continue
+        parts: list[str] = []
+        if stack.weight_offload is not None:
+            moved = stack.weight_offload.sent_bytes / 2**30
+            parts.append(f"their weights, {moved:,.2f} GiB, which a micro batch moves there and back")
+        if stack.activation_offload is not None:
+            parts.append("what they save for the backward")
+        kept = f"{counted(offload.layers, 'layer')}{of_stack}"
+        instead = f"; made again, not moved: {named(again)}" if again else ""
+        yield f"host memory keeps of the first {kept} {' and '.join(reversed(parts))}{instead}"
+
+
+def describe_moved(model: LanguageModel) -> Iterator[str]:
+    """What `cpu_offloading` has moved in each micro batch, and the host memory it took, in a line after training."""
+    stacks = stacks_of(model)
+    offloads = [part for stack in stacks for part in (stack.activation_offload, stack.weight_offload) if part]
+    if offloads:
+        moved = sum(part.sent_bytes for part in offloads) / 2**30
+        held = max(part.copies.host_bytes for part in offloads) / 2**30  # they share a pool
+        yield (
+            f"offloading moved {moved:,.2f} GiB to host memory and back in a micro batch, and took {held:,.2f} GiB of "
+            "host memory"
+        )
+
+
+def describe_host_state(root: RootBlock, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
+    """What `model.cpu_offloading_optimizer` and `exp_manager.ema.cpu_offload` do, where they are asked for."""
+    average = root.exp_manager.ema
+    if average.enable and average.cpu_offload and device.type != "cuda":
+        yield f"warning: `exp_manager.ema.cpu_offload` (True) has no effect on {device.type}"
+    if not root.model.cpu_offloading_optimizer:
+        return
+    host = optimizer.host_state
+    if host is None:
+        if root.trainer.accelerator == "auto":  # the keys do not tell which device that is; else a rule has said it
+            yield f"warning: `model.cpu_offloading_optimizer` (True) has no effect on {device.type}"
+        return
+    held, moved, slots = (
+        f"{size / 2**30:,.2f} GiB" for size in (host.plan.host_bytes, host.plan.moved_bytes, sum(host.plan.slots))
+    )
+    yield (
+        f"optimizer state in host memory, {held}: each step moves {moved} to the device and as much back, through "
+        f"{slots} there"
+    )

@@ -1,0 +1,399 @@
+"""From the configuration to the samples of a run, whatever its data are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config.data_task import Task, task_of
+from ..config.data_task import sequence_length as length_of
+from ..config.schema.root import RootBlock
+from ..plugins.datasets import BUILT_IN, PAIR_SOURCES, installed_datasets, installed_samples
+from ..utils.errors import UserError
+from ..utils.text import counted
+from .datasets.document_chunks import TokenDocuments
+from .datasets.samples import TrainingWindows
+from .datasets.seq2seq import AnySamples
+from .datasets.sft_examples import Examples
+from .datasets.tokenized import choose_tokenizer, open_splits, split_samples
+from .sources.docstrings import read_docstrings
+from .sources.record_sources import read_source
+from .sources.text_pairs import TextPairs, TokenPairs, fingerprint_of, pair_reader
+from .sources.text_sources import SPLITS, Corpus, Split, parse_proportions
+from .sources.text_tokens import evaluation_windows, read_corpus, token_documents, token_stream
+from .tasks.sft import fine_tuning
+from .tasks.task_samples import TaskSamples, tokenizer_of_task
+from .tokenizers.tokenizer import ByteTokenizer, TokenIds, Tokenizer
+from .tokenizers.vocabulary import bytes_of_ids, model_vocabulary, named_tokenizer, tokenizer_of_text, with_chat
+
+MOCK_TRAINING_SAMPLES = 1 << 40
+MOCK_EVALUATION_SAMPLES = 1024
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains and evaluates on.
+
+    Attributes:
+        tokenizer: text to token ids, saved with every checkpoint.
+        vocab_size: vocabulary of the model: the tokenizer's, or `model.override_vocab_size`.
+        train: training samples, endless.
+        validation: held-out samples that end, or None where the split is empty.
+        test: the same, of the third split.
+        fingerprint: SHA-256 of the text (or a name for mock data): equal data have equal fingerprints. Of tokenized
+            data only places spread over them are read for it.
+        description: one paragraph for the reader of a log.
+        token_bytes: UTF-8 bytes each token id stands for, int64 [vocab_size]: what turns nats per token into bits per
+            byte.
+        corpus: the text itself, by split; None for tokenized, mock and installed data, and for pairs.
+        pairs: pairs of texts for an encoder and a decoder, by split; None for everything else.
+        examples: what a GPT is fine-tuned on, by split; None for everything else.
+        has_own_splits: the pairs or examples say themselves what is held out, not `model.data.splits_string`.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    train: AnySamples
+    validation: AnySamples | None
+    test: AnySamples | None
+    fingerprint: str
+    description: str
+    token_bytes: NDArray[np.int64]
+    corpus: Corpus | None
+    pairs: TextPairs | None = None
+    examples: Mapping[Split, Sequence[Examples]] | None = None
+    has_own_splits: bool = False
+
+    @property
+    def validation_bytes(self) -> int:
+        """UTF-8 bytes of the validation text; 0 where there is none."""
+        return len(self.corpus.text("validation")) if self.corpus else 0
+
+    def split(self, name: Split) -> AnySamples | None:
+        """The samples of a split by name."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}[name]
+
+
+def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
+    """Read the text, tokenize it and cut it into samples.
+
+    Batches are what the task of the run needs (`model.data.dataset_type`); with `reset_position_ids` or
+    `reset_attention_mask` those of a GPT tell which document each token belongs to.
+
+    Args:
+        root: the configuration.
+        tokenizer: the one of a checkpoint, to go on with; None builds what `model.tokenizer` asks for.
+
+    Raises:
+        UserError: text that cannot be read or tokenized, a split too short for the sequence length, a vocabulary too
+            small for the tokenizer, or a tokenizer without a token that the task needs.
+    """
+    task = task_of(root)
+    keys = root.model
+    if keys.data.data_impl in PAIR_SOURCES:
+        found = with_chat(root, tokenizer or named_tokenizer(root) or ByteTokenizer())
+        return _exemplary(root, task, found) if task.name == "sft" else _paired(root, task, found)
+    data = _of_text(root, task, tokenizer)
+    with_chat(root, data.tokenizer)
+    return data
+
+
+def _of_text(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
+    keys = root.model
+    if keys.data.data_impl == "mock":
+        return _mock(root, task, tokenizer or ByteTokenizer())
+    if keys.data.data_impl == "mmap":
+        return _mapped(root, task, tokenizer)
+    if keys.data.data_impl not in BUILT_IN:
+        return _installed(root, task, tokenizer or named_tokenizer(root) or ByteTokenizer())
+    return _text(root, task, tokenizer)
+
+
+def _text(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
+    """The text of files; `tokenizer` is that of a checkpoint."""
+    keys = root.model
+    corpus = read_corpus(root)
+    tokenizer = tokenizer_of_task(root, task, tokenizer or tokenizer_of_text(root, corpus))
+    vocab_size = model_vocabulary(root, tokenizer)
+    samples, tokens = _text_samples(root, TaskSamples(root, task, tokenizer), corpus, tokenizer)
+    if samples["validation"] is None and root.trainer.limit_val_batches:
+        raise UserError(
+            f"the validation split of {corpus.name} is empty: {corpus.files} file(s), "
+            f"`model.data.splits_string={keys.data.splits_string}`; give it more files or a larger share, or set "
+            "`trainer.limit_val_batches=0`"
+        )
+    held: Any = samples
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        **held,
+        fingerprint=corpus.fingerprint,
+        description=_describe(corpus, tokens, tokenizer, task),
+        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        corpus=corpus,
+    )
+
+
+def _text_samples(
+    root: RootBlock, make: TaskSamples, corpus: Corpus, tokenizer: Tokenizer
+) -> tuple[dict[Split, AnySamples | None], dict[Split, int]]:
+    """The samples and the number of tokens of each split.
+
+    Raises:
+        UserError: the training split is too short for one.
+    """
+    samples: dict[Split, AnySamples | None] = {}
+    if make.takes_documents:
+        documents: dict[Split, list[TokenIds]] = {split: token_documents(corpus, split, tokenizer) for split in SPLITS}
+        for split, ids in documents.items():
+            samples[split] = make.of_documents(TokenDocuments(ids), training=split == "train")
+        if samples["train"] is None:
+            raise UserError(f"no document of the training split of {corpus.name} has two tokens; use more text")
+        return samples, {split: sum(map(len, ids)) for split, ids in documents.items()}
+    streams: dict[Split, NDArray[Any]] = {split: token_stream(corpus, split, tokenizer) for split in SPLITS}
+    tokens: dict[Split, int] = {split: len(stream) for split, stream in streams.items()}
+    length = make.task.window
+    if tokens["train"] < length + 1:
+        raise UserError(_too_short(root, make.task, corpus, tokens["train"]))
+    samples["train"] = make.of_windows(TrainingWindows(streams["train"], length, root.model.seed), training=True)
+    for split in SPLITS[1:]:
+        windows = evaluation_windows(streams[split], length, tokenizer)
+        samples[split] = windows and make.of_windows(windows, training=False)
+    return samples, tokens
+
+
+def sequence_length(root: RootBlock) -> int:
+    """Tokens in a sample, of the encoder where there are two sides: `model.data.seq_length`, or the model's length."""
+    return length_of(root.model)
+
+
+def _length_key(root: RootBlock) -> str:
+    """The key that says how long the samples are."""
+    if root.model.data.seq_length is not None:
+        return "model.data.seq_length"
+    return "model.seq_length" if root.model.family == "t5" else "model.encoder_seq_length"
+
+
+def _too_short(root: RootBlock, task: Task, corpus: Corpus, tokens: int) -> str:
+    """What to do about a training split that has no room for one window."""
+    data = root.model.data
+    key = _length_key(root)
+    text = f"{tokens:,} tokens of the training split of {corpus.name} (`model.data.splits_string={data.splits_string}`)"
+    if task.window > task.length:
+        return f"`{key}` ({task.length}) takes {task.window + 1:,} tokens of text, but there are {text}; use more text"
+    way_out = f"use at most {tokens - 1}, or more text" if tokens > 1 else "use more text"
+    return f"`{key}` ({task.length}) must be below the {text}; {way_out}"
+
+
+def _mapped(root: RootBlock, task: Task, kept: Tokenizer | None) -> Data:
+    """Tokenized data; `kept` is the tokenizer of a checkpoint."""
+    splits = open_splits(root)
+    named_by = "the tokenizer of the checkpoint" if kept else f"`model.tokenizer` ({root.model.tokenizer.library})"
+
+    def extended(tokenizer: Tokenizer) -> Tokenizer:
+        return tokenizer_of_task(root, task, tokenizer)
+
+    tokenizer = choose_tokenizer(splits, kept or named_tokenizer(root), named_by, extended)
+    tokenizer = tokenizer or extended(ByteTokenizer())
+    make = TaskSamples(root, task, tokenizer)
+    samples, tokens = split_samples(root, splits, tokenizer, make)
+    prefix = root.model.data.data_prefix
+    if samples["validation"] is None and root.trainer.limit_val_batches:
+        raise UserError(
+            f"`model.data.data_prefix`: the validation split is empty (`model.data.splits_string="
+            f"{root.model.data.splits_string}` cuts between documents); give it a larger share or a set of its own "
+            "(data_prefix.validation), or set `trainer.limit_val_batches=0`"
+        )
+    vocab_size = model_vocabulary(root, tokenizer)
+    documents = sum(found.reader.documents for found in splits.sets.values())
+    held: Any = samples
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        **held,
+        fingerprint=splits.fingerprint,
+        description=(
+            f"{prefix if isinstance(prefix, str) else counted(len(splits.sets), 'set')}: "
+            f"{counted(documents, 'document')}; "
+            + ", ".join(f"{split} {counted(tokens[split], 'token')}" for split in SPLITS)
+            + f"; {tokenizer.to_document()['tokenizer']} tokenizer"
+            + (" (taken for that of the data, which do not say)" if splits.document() is None else "")
+            + f", vocabulary {tokenizer.vocab_size}; {_sequences(task)}; fingerprint {splits.fingerprint[:12]}"
+        ),
+        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        corpus=None,
+    )
+
+
+def _installed(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+    """The data set of another package."""
+    tokenizer = tokenizer_of_task(root, task, tokenizer)
+    keys = root.model.data.model_dump(mode="json")
+    name = root.model.data.data_impl
+    make = TaskSamples(root, task, tokenizer)
+    windows = {split: installed_samples(keys, split, task.window, tokenizer, root.model.seed) for split in SPLITS}
+    samples: Any = {
+        split: found and make.of_windows(found, training=split == "train") for split, found in windows.items()
+    }
+    if samples["validation"] is None and root.trainer.limit_val_batches:
+        raise UserError(f"`model.data.data_impl` ({name}) has no validation split; set `trainer.limit_val_batches=0`")
+    source = installed_datasets()[name]
+    version = source.dist.version if source.dist else ""
+    told = json.dumps([source.value, version, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
+    vocab_size = model_vocabulary(root, tokenizer)
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        **samples,
+        fingerprint=hashlib.sha256(told.encode()).hexdigest(),
+        description=f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequences(task)}",
+        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        corpus=None,
+    )
+
+
+def read_pairs(root: RootBlock) -> TextPairs:
+    """The pairs of texts that `model.data` names, split."""
+    data = root.model.data
+    if data.data_impl == "pystd_docstring":
+        return read_docstrings(parse_proportions(data.splits_string))
+    source = read_source(data, pair_reader(data.context_key, data.label_key), lambda pair: pair.input)
+    pairs = source.together()
+    return TextPairs(source.name, pairs, fingerprint_of(pairs), source.has_own_splits)
+
+
+def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+    """Pairs of texts."""
+    texts = read_pairs(root)
+    tokenizer = tokenizer_of_task(root, task, tokenizer)
+    vocab_size = model_vocabulary(root, tokenizer)
+    make = TaskSamples(root, task, tokenizer)
+    found = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
+    samples: Any = {split: make.of_pairs(pairs, training=split == "train") for split, pairs in found.items()}
+    _check_splits(root, texts.name, samples, texts.inputs)
+    cut = [sum(pairs.cut[side] for pairs in found.values()) for side in range(2)]
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        **samples,
+        fingerprint=texts.fingerprint,
+        description=(
+            f"{texts.name}: "
+            + ", ".join(f"{split} {len(pairs):,} pair{'s' * (len(pairs) != 1)}" for split, pairs in texts.pairs.items())
+            + f"; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
+            f"{_sequences(task)}; cut to these: inputs {cut[0]:,}, targets {cut[1]:,}; fingerprint "
+            f"{texts.fingerprint[:12]}"
+        ),
+        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        corpus=None,
+        pairs=texts,
+        has_own_splits=texts.has_own_splits,
+    )
+
+
+def _needed_splits(root: RootBlock) -> tuple[Split, ...]:
+    """Those that a run cannot do without."""
+    return ("train", "validation") if root.trainer.limit_val_batches else ("train",)
+
+
+def _check_splits(
+    root: RootBlock, name: str, samples: Mapping[Split, AnySamples | None], inputs: Callable[[], list[str]]
+) -> None:
+    """Find out whether there is something to train on, and to validate on where that is asked for.
+
+    Args:
+        root: the configuration.
+        name: of the data, for messages.
+        samples: of each split.
+        inputs: gives what the examples of all splits begin with: equal ones are in one split.
+
+    Raises:
+        UserError: there is not.
+    """
+    data = root.model.data
+    for split in _needed_splits(root):
+        if samples[split] is not None:
+            continue
+        without = ", or set `trainer.limit_val_batches=0`" if split == "validation" else ""
+        if data.train_ds.file_names is not None:
+            key = f"model.data.{split}_ds.file_names"
+            raise UserError(f"the {split} split is empty: the files of `{key}` hold no example; name others{without}")
+        count, distinct = len(inputs()), len(set(inputs()))
+        raise UserError(
+            f"the {split} split of {name} is empty: {count:,} example{'s' * (count != 1)}, {distinct:,} "
+            f"distinct input{'s' * (distinct != 1)}, and equal inputs stay together (`model.data.splits_string="
+            f"{data.splits_string}`, or {split}.jsonl of a folder that holds train.jsonl); give it more examples or a "
+            f"larger share{without}"
+        )
+
+
+def _exemplary(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+    """Prompts with answers, or conversations, for a GPT."""
+    vocab_size = model_vocabulary(root, tokenizer)
+    made = fine_tuning(root, task, tokenizer)
+    samples: Any = made.samples
+    for split in _needed_splits(root):
+        made.check(split, task.length, _length_key(root))
+    _check_splits(root, made.records.name, samples, made.records.inputs)
+    fingerprint = made.records.fingerprint()
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        **samples,
+        fingerprint=fingerprint,
+        description=(
+            f"{made.records.name}: {made.describe()}; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary "
+            f"{tokenizer.vocab_size}; {'packed ' * task.packed}{_sequences(task)}; fingerprint {fingerprint[:12]}"
+        ),
+        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        corpus=None,
+        examples=made.examples,
+        has_own_splits=made.records.has_own_splits,
+    )
+
+
+def _mock(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+    tokenizer = tokenizer_of_task(root, task, tokenizer)
+    vocab_size = model_vocabulary(root, tokenizer)
+    make = TaskSamples(root, task, tokenizer)
+    train, validation, test = (
+        make.mock(vocab_size, samples, part)
+        for part, samples in enumerate([MOCK_TRAINING_SAMPLES, MOCK_EVALUATION_SAMPLES, MOCK_EVALUATION_SAMPLES])
+    )
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        train=train,
+        validation=validation,
+        test=test,
+        fingerprint=f"mock-{vocab_size}",
+        description=f"mock: random tokens out of {vocab_size:,}, {_sequences(task)}; there is nothing to learn",
+        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        corpus=None,
+    )
+
+
+def _sequences(task: Task) -> str:
+    """How long the samples are, in words."""
+    if not task.has_two_sides:
+        return f"sequences of {task.length:,}"
+    return f"sequences of {task.length:,} and {task.decoder_length:,} (encoder, decoder)"
+
+
+def _describe(corpus: Corpus, tokens: dict[Split, int], tokenizer: Tokenizer, task: Task) -> str:
+    parts = ", ".join(
+        f"{split} {tokens[split]:,} tokens in {len(texts):,} document{'s' * (len(texts) != 1)}"
+        for split, texts in corpus.documents.items()
+    )
+    return (
+        f"{corpus.name}: {corpus.files:,} file{'s' * (corpus.files != 1)}"
+        f"{f' ({corpus.left_out})' if corpus.left_out else ''}; {parts}; "
+        f"{tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
+        f"{_sequences(task)}; fingerprint {corpus.fingerprint[:12]}"
+    )

@@ -1,0 +1,1 @@
+"""From tokens to samples: shuffling, packing, blending."""

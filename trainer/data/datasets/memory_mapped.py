@@ -1,0 +1,276 @@
+"""Samples from memory-mapped tokens: documents in a new order every epoch, cut into sequences across their borders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...utils.errors import UserError
+from ..sources.index_cache import Arrays, IndexCache
+from ..sources.indexed_tokens import IndexedReader
+from .samples import IGNORED_LABEL, Batch, philox, positions_of, shifted
+from .shuffle import in_order, shuffled
+
+_EPOCHS_KEPT = 2
+"""A sample at the end of an epoch goes on into the next."""
+
+
+class TokenRange:
+    """Documents `first` to `last - 1` of an indexed set, which lie in one piece.
+
+    Args:
+        reader: the set.
+        first, last: documents.
+        vocab_size: ids must be below it; they are checked as they are read, so that a wrong tokenizer never trains.
+
+    Attributes:
+        begin, tokens: where the documents begin in `reader.ids`, and how many tokens they have.
+    """
+
+    def __init__(self, reader: IndexedReader, first: int, last: int, vocab_size: int) -> None:
+        self.reader = reader
+        self.first = first
+        self.documents = last - first
+        self.vocab_size = vocab_size
+        if self.documents:
+            self.begin = int(reader.document_starts(first, first)[0])
+            self.tokens = int(reader.document_starts(last, last)[0]) - self.begin
+        else:
+            self.begin = self.tokens = 0
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Ids `begin` to `end - 1`, counted from the beginning of the set.
+
+        Raises:
+            UserError: one is not in the vocabulary.
+        """
+        ids = self.reader.ids[begin:end]
+        check_ids(ids, self.vocab_size, self.reader, begin)
+        return ids
+
+
+def check_ids(ids: NDArray[Any], vocab_size: int, reader: IndexedReader, begin: int) -> None:
+    """Refuse ids that the vocabulary does not have; `begin` is the position of the first one in the set.
+
+    Raises:
+        UserError: one line with the set, the id and its position.
+    """
+    unsigned = ids.dtype.kind == "u"
+    if len(ids) and not (ids.max() < vocab_size and (unsigned or ids.min() >= 0)):
+        wrong = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        raise UserError(
+            f"{reader.prefix}.bin holds token id {int(ids[wrong])} at position {begin + wrong:,}, but the tokenizer "
+            f"has {vocab_size:,} tokens; `model.tokenizer` must be the one that made the data"
+        )
+
+
+class MappedTraining:
+    """Endless samples of a range of documents, by position.
+
+    The epochs lie one behind the other in one endless row of tokens, each with its documents in an order of its own.
+    The row is cut into windows of s tokens whose labels are the tokens one further on, so each token is a label exactly
+    once per epoch (but for the very first). A window belongs to the epoch in which it begins; the windows of an epoch
+    are visited in random order. Position p is of epoch p * s // tokens.
+
+    Args:
+        source: the documents; at least one token.
+        sequence_length: s, tokens in a sample.
+        seed: chooses the orders.
+        part: keeps the sets of a blend apart.
+        shuffle_documents: False keeps the order of the file; the windows are still visited in random order.
+        cache: keeps the orders.
+        cache_key: what names the tokens, such as their hash.
+    """
+
+    def __init__(
+        self,
+        source: TokenRange,
+        sequence_length: int,
+        seed: int,
+        *,
+        part: int = 0,
+        shuffle_documents: bool = True,
+        cache: IndexCache | None = None,
+        cache_key: str = "",
+    ) -> None:
+        if source.tokens < 1:
+            raise ValueError("`source` (0 tokens) must hold at least one token")
+        self.source = source
+        self.sequence_length = sequence_length
+        self.samples = -(-source.tokens // sequence_length)
+        self._seed = seed
+        self._part = part
+        self._shuffles = shuffle_documents
+        self._cache = cache or IndexCache(None)
+        self._cache_key = cache_key
+        self._epochs: dict[int, Arrays] = {}
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The samples at positions `first` to `first + count - 1` of training, counted from 0."""
+        windows = np.empty((count, self.sequence_length + 1), np.int64)
+        for row, position in enumerate(positions_of(first, count)):
+            self._fill(windows[row], int(position))
+        return shifted(windows)
+
+    def _fill(self, window: NDArray[np.int64], position: int) -> None:
+        epoch = position * self.sequence_length // self.source.tokens
+        index = self._epoch(epoch)
+        rank, offset = map(int, index["starts"][index["visit"][position - self._first_window(epoch)]])
+        filled = 0
+        while filled < len(window):
+            if rank == self.source.documents:
+                epoch, rank = epoch + 1, 0
+                index = self._epoch(epoch)
+            document = self.source.first + int(index["order"][rank])
+            begin, end = self.source.reader.document_span(document)
+            ids = self.source.read(begin + offset, min(end, begin + offset + len(window) - filled))
+            window[filled : filled + len(ids)] = ids
+            filled += len(ids)
+            rank, offset = rank + 1, 0
+
+    def _first_window(self, epoch: int) -> int:
+        return -(-epoch * self.source.tokens // self.sequence_length)
+
+    def _epoch(self, epoch: int) -> Arrays:
+        """What says where the windows of an epoch lie.
+
+        `order`: the documents, [documents]. `starts`: rank in that order of the document in which each window begins,
+        and the offset in it, int64 [windows, 2]. `visit`: the windows in the order of visit, [windows].
+        """
+        if epoch not in self._epochs:
+            windows = self._first_window(epoch + 1) - self._first_window(epoch)
+            key = {
+                "format": 2,
+                "data": self._cache_key,
+                "documents": [self.source.first, self.source.documents],
+                "sequence_length": self.sequence_length,
+                "seed": self._seed,
+                "part": self._part,
+                "shuffle_documents": self._shuffles,
+                "epoch": epoch,
+            }
+            layout = {
+                "order": (_number_dtype(self.source.documents), (self.source.documents,)),
+                "starts": (np.dtype(np.int64), (windows, 2)),
+                "visit": (_number_dtype(windows), (windows,)),
+            }
+            arrays = self._cache.arrays(key, layout, lambda: self._make_epoch(epoch, windows))
+            while len(self._epochs) >= _EPOCHS_KEPT:
+                del self._epochs[min(self._epochs)]
+            self._epochs[epoch] = arrays
+        return self._epochs[epoch]
+
+    def _make_epoch(self, epoch: int, windows: int) -> Iterator[tuple[str, NDArray[Any]]]:
+        """The rows of the arrays of an epoch, piece by piece."""
+        documents = self.source.documents
+        if self._shuffles:
+            orders = shuffled(lambda: philox(self._seed, epoch, 2 * self._part), documents)
+        else:
+            orders = in_order(documents)
+        rank, begin, window = 0, epoch * self.source.tokens, self._first_window(epoch)
+        for order in orders:
+            yield "order", order
+            lengths = self.source.reader.document_lengths(order + self.source.first)
+            ends = begin + np.cumsum(lengths)
+            end = int(ends[-1]) if len(ends) else begin
+            last = -(-end // self.sequence_length)
+            offsets = np.arange(window, last) * self.sequence_length
+            ranks = np.searchsorted(ends, offsets, side="right")
+            yield "starts", np.stack([rank + ranks, offsets - (ends - lengths)[ranks]], axis=1)
+            rank, begin, window = rank + len(order), end, last
+        for visit in shuffled(lambda: philox(self._seed, epoch, 2 * self._part + 1), windows):
+            yield "visit", visit
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker makes the orders again, or maps them from the cache: they may be larger than everything else.
+        return {**self.__dict__, "_epochs": {}}
+
+
+class MappedEvaluation:
+    """Ranges of tokens cut into consecutive windows: each token but the first of a range is a label exactly once.
+
+    As with `EvaluationWindows` the order of all windows is shuffled once and for all, whatever the seed of the run, so
+    that the first k are a fair sample of everything.
+
+    Args:
+        sources: what to evaluate on; ranges of fewer than two tokens have nothing to predict.
+        sequence_length: s, tokens in a sample.
+        pad_id: fills the last window of each range; its labels are ignored.
+
+    Raises:
+        ValueError: no range has two tokens.
+    """
+
+    def __init__(self, sources: Sequence[TokenRange], sequence_length: int, pad_id: int = 0) -> None:
+        self.sources = [source for source in sources if source.tokens > 1]
+        if not self.sources:
+            raise ValueError("`sources` must have a range of at least 2 tokens")
+        self.sequence_length = sequence_length
+        counts = [-(-(source.tokens - 1) // sequence_length) for source in self.sources]
+        self._ends = np.cumsum(counts)
+        self.samples = int(self._ends[-1])
+        self._pad_id = pad_id
+        self._order: NDArray[np.int64] | None = None
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The windows `first` to `first + count - 1`; positions past the end give rows of ignored padding."""
+        if self._order is None:
+            self._order = np.argsort(philox(0, 0).random_raw(self.samples), kind="stable")
+        positions = positions_of(first, count)
+        tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
+        labels = np.full((count, self.sequence_length), IGNORED_LABEL, np.int64)
+        for row, position in enumerate(positions[positions < self.samples]):
+            number = int(self._order[position])
+            which = int(np.searchsorted(self._ends, number, side="right"))
+            source = self.sources[which]
+            within = number - (int(self._ends[which - 1]) if which else 0)
+            begin = source.begin + within * self.sequence_length
+            window = source.read(begin, min(begin + self.sequence_length + 1, source.begin + source.tokens))
+            tokens[row, : len(window) - 1] = window[:-1]
+            labels[row, : len(window) - 1] = window[1:]
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_order": None}
+
+
+class MappedDocuments:
+    """The documents of some ranges, one after the other, without their end tokens: `pieces.Documents`.
+
+    Args:
+        sources: the ranges.
+        eos_id: the end token.
+    """
+
+    def __init__(self, sources: Sequence[TokenRange], eos_id: int | None) -> None:
+        self._sources = [source for source in sources if source.documents]
+        self._eos_id = eos_id
+        self._ends = np.cumsum([source.documents for source in self._sources])
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, without an end token."""
+        lengths: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+        for source in self._sources:
+            reader = source.reader
+            starts = reader.document_starts(source.first, source.first + source.documents)
+            of_source = np.diff(starts)
+            filled = np.flatnonzero(of_source)
+            of_source[filled] -= reader.ids[starts[1:][filled] - 1] == self._eos_id
+            lengths.append(of_source)
+        return np.concatenate(lengths)
+
+    def read(self, document: int, begin: int, end: int) -> NDArray[Any]:
+        """Tokens `begin` to `end - 1` of a document."""
+        which = int(np.searchsorted(self._ends, document, side="right"))
+        source = self._sources[which]
+        within = document - (int(self._ends[which - 1]) if which else 0)
+        start = source.reader.document_span(source.first + within)[0]
+        return source.read(start + begin, start + end)
+
+
+def _number_dtype(count: int) -> np.dtype[Any]:
+    return np.dtype(np.int32 if count < 1 << 31 else np.int64)

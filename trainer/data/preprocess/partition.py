@@ -1,0 +1,99 @@
+"""Cutting the inputs into parts, the unit of work: the same parts in the same order whatever the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .inputs import Source
+from .read_documents import Reading, open_parquet
+
+_SMALLEST_PART, _SMALLEST_CHUNK, _LARGEST_CHUNK = 32 << 20, 16 << 20, 256 << 20
+_PARTS = 4096
+_MOST_SPANS = 10_000
+_COMPRESSED = ("jsonl.gz", "jsonl.zst", "hf")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of one input.
+
+    Attributes:
+        source: its number among the inputs.
+        start, end: bytes of a file, or row groups of a parquet file.
+        weight: bytes of the file it stands for, for progress.
+    """
+
+    source: int
+    start: int
+    end: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One part that a worker reads by itself, or one input that has to be read from its beginning.
+
+    Attributes:
+        spans: what the worker reads, in order; empty for an input that is read in the main process.
+        stream: the number of that input; -1 where there are spans.
+    """
+
+    spans: tuple[Span, ...] = ()
+    stream: int = -1
+
+
+def part_bytes(sources: Sequence[Source]) -> tuple[int, int]:
+    """Bytes of a part of a plain file and of a chunk of a compressed one: about 4,096 parts of large inputs."""
+    share = sum(source.size for source in sources if source.kind != "hf") // _PARTS
+    return max(_SMALLEST_PART, share), min(max(_SMALLEST_CHUNK, share), _LARGEST_CHUNK)
+
+
+def make_units(sources: Sequence[Source], reading: Reading, size: int) -> list[Unit]:
+    """All the work, in the order of the documents.
+
+    Args:
+        sources: the inputs.
+        reading: how documents are written.
+        size: bytes of a part; small files share one.
+
+    Raises:
+        UserError: a parquet file cannot be read.
+    """
+    units: list[Unit] = []
+    gathered: list[Span] = []
+    weight = 0
+
+    def close() -> None:
+        nonlocal weight
+        if gathered:
+            units.append(Unit(tuple(gathered)))
+            gathered.clear()
+            weight = 0
+
+    for number, source in enumerate(sources):
+        if source.kind in _COMPRESSED:
+            close()
+            units.append(Unit(stream=number))
+            continue
+        for span in _spans(number, source, reading, size):
+            gathered.append(span)
+            weight += span.weight
+            if weight >= size or len(gathered) >= _MOST_SPANS:
+                close()
+    close()
+    return units
+
+
+def _spans(number: int, source: Source, reading: Reading, size: int) -> Iterator[Span]:
+    if source.kind == "parquet":
+        groups = open_parquet(Path(source.path), reading.json_key).metadata.num_row_groups
+        for group in range(groups):
+            yield Span(number, group, group + 1, source.size // groups)
+    elif source.kind == "text" and not reading.text_lines:
+        yield Span(number, 0, source.size, source.size)
+    else:
+        for start in range(0, source.size, size):
+            end = min(start + size, source.size)
+            yield Span(number, start, end, end - start)

@@ -1,0 +1,181 @@
+"""A worker process: it gets one part after the other, tokenizes it and writes it as indexed data of its own.
+
+Main process and worker talk over a pipe in JSON; the bytes of a compressed input follow their message.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...utils.environment import use_one_core
+from ...utils.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_IO, UserError
+from ..sources.indexed_tokens import IndexedWriter, token_dtype
+from ..tokenizers.tokenizer import Tokenizer, from_document
+from .read_documents import Reading, Reject, document_of_file, documents_of_lines, documents_of_row_groups
+
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 20
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+
+
+class StoppedError(Exception):
+    """A reject under `--on-error stop`."""
+
+    def __init__(self, source: int, reject: Reject) -> None:
+        super().__init__(reject.kind)
+        self.source = source
+        self.reject = reject
+
+
+@dataclass
+class Tally:
+    """What a part gave.
+
+    Attributes:
+        documents, tokens, bytes: what was written, and the UTF-8 bytes of its text.
+        skipped: kind of reject to [count, [source, place, place is an offset, note] of the first].
+        sources: number of an input (as text, for JSON) to its [documents, rejects].
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    skipped: dict[str, list[Any]] = field(default_factory=dict)
+    sources: dict[str, list[int]] = field(default_factory=dict)
+
+    def count(self, source: int, reject: Reject | None) -> None:
+        """One document, or one reject, of an input."""
+        counts = self.sources.setdefault(str(source), [0, 0])
+        counts[reject is not None] += 1
+        if reject is not None:
+            entry = self.skipped.setdefault(reject.kind, [0, [source, reject.place, reject.is_offset, reject.note]])
+            entry[0] += 1
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        """The tally of the next part, in the order of the documents."""
+        self.documents += other["documents"]
+        self.tokens += other["tokens"]
+        self.bytes += other["bytes"]
+        for kind, (count, first) in other["skipped"].items():
+            self.skipped.setdefault(kind, [0, first])[0] += count
+        for source, (documents, rejects) in other["sources"].items():
+            counts = self.sources.setdefault(source, [0, 0])
+            counts[0] += documents
+            counts[1] += rejects
+
+
+def work(connection: Any) -> None:
+    """Take parts until the main process closes the pipe, a `multiprocessing` Connection; settings come first.
+
+    A worker whose main process was killed ends at once, in the middle of its part.
+    """
+    threading.Thread(target=_end_with_main, name="main", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main one ends the workers
+    use_one_core()
+    try:
+        settings = json.loads(connection.recv_bytes())
+        tokenizer = from_document(settings["tokenizer"])
+        while True:
+            task = json.loads(connection.recv_bytes())
+            data = connection.recv_bytes() if task["has_data"] else None
+            connection.send_bytes(json.dumps(_answer(task, data, settings, tokenizer)).encode())
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _end_with_main() -> None:
+    main = multiprocessing.parent_process()
+    if main is not None:
+        main.join()
+        os._exit(EXIT_BUG)
+
+
+def _answer(task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any], tokenizer: Tokenizer) -> Any:
+    try:
+        return {"done": vars(_do_part(task, data, settings, tokenizer))}
+    except StoppedError as stop:
+        reject = stop.reject
+        return {"stopped": [stop.source, reject.kind, reject.place, reject.is_offset, reject.note]}
+    except UserError as error:
+        return {"refused": error.lines, "exit_code": error.exit_code}
+    except MemoryError:
+        return {"refused": ["out of memory; use fewer --workers"], "exit_code": EXIT_BAD_INPUT}
+    except OSError as error:
+        code = EXIT_IO if error.errno in _DISK else EXIT_BAD_INPUT
+        return {"refused": [f"{error.filename or 'a file'}: {error.strerror or error}"], "exit_code": code}
+    except Exception:
+        return {"bug": traceback.format_exc()}
+
+
+def _do_part(task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any], tokenizer: Tokenizer) -> Tally:
+    tally = Tally()
+    end = np.array([] if settings["eod_id"] is None else [settings["eod_id"]], np.int64)
+    texts: list[str] = []
+    characters = 0
+    with IndexedWriter(Path(task["prefix"]), token_dtype(tokenizer.vocab_size)) as writer:
+
+        def flush() -> None:
+            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                writer.add_document(np.concatenate([ids, end.astype(ids.dtype)]))
+                tally.bytes += len(text) if text.isascii() else len(text.encode())
+            texts.clear()
+
+        for source, found in _documents(task, data, settings):
+            if isinstance(found, Reject):
+                if settings["stop"]:
+                    raise StoppedError(source, found)
+                tally.count(source, found)
+                continue
+            tally.count(source, None)
+            texts.append(found)
+            characters += len(found)
+            if len(texts) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+                flush()
+                characters = 0
+        flush()
+        writer.finish()
+        tally.documents, tally.tokens = writer.documents, writer.tokens
+    return tally
+
+
+def _documents(
+    task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any]
+) -> Iterator[tuple[int, str | Reject]]:
+    reading = Reading(**settings["reading"])
+    if data is not None:
+        lines = documents_of_lines(io.BytesIO(data), 0, len(data), reading, is_json=True, first_line=task["first_line"])
+        for found in lines:
+            yield task["source"], found
+        return
+    for span in task["spans"]:
+        for found in documents_of_span(
+            Path(settings["paths"][span["source"]]),
+            settings["kinds"][span["source"]],
+            span["start"],
+            span["end"],
+            reading,
+        ):
+            yield span["source"], found
+
+
+def documents_of_span(path: Path, kind: str, start: int, end: int, reading: Reading) -> Iterator[str | Reject]:
+    """Documents of a piece of one file that need not be read from its beginning."""
+    if kind == "parquet":
+        yield from documents_of_row_groups(path, start, end, reading)
+    elif kind == "text" and not reading.text_lines:
+        yield document_of_file(path)
+    else:
+        with path.open("rb") as file:
+            yield from documents_of_lines(file, start, end, reading, is_json=kind == "jsonl")

@@ -1,0 +1,1 @@
+"""Where text and records come from: files, indexed tokens, Hugging Face datasets."""

@@ -1,0 +1,157 @@
+"""Index arrays that are made once and kept as plain .npy files, checked whenever they are read.
+
+A name is the hash of everything the arrays depend on, so an entry is never out of date. Several processes may make the
+same entry at once: they write the same bytes, each under a name of its own, and the last rename wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...utils.errors import EXIT_IO, UserError
+
+Pieces = Iterator[tuple[str, NDArray[Any]]]
+"""Name of an array and its next rows."""
+Arrays = Mapping[str, NDArray[Any]]
+Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
+"""Dtype and shape of each array."""
+
+_LARGEST_RECORD = 1 << 16
+
+
+class IndexCache:
+    """A folder of index arrays.
+
+    Args:
+        folder: where they are kept; None keeps nothing.
+        required: whether a folder that cannot be written is an error; otherwise arrays are then made in memory.
+    """
+
+    def __init__(self, folder: Path | None, *, required: bool = False) -> None:
+        self.folder = folder
+        self.required = required
+
+    def arrays(self, key: Mapping[str, Any], layout: Layout, make: Callable[[], Pieces]) -> Arrays:
+        """The arrays of `key`, memory-mapped from the folder, or made now.
+
+        Args:
+            key: everything they depend on, as plain data.
+            layout: what they must look like.
+            make: makes them, piece by piece; what goes to files is never held in memory as a whole.
+
+        Raises:
+            UserError: the folder is required and cannot be written (exit code 74).
+        """
+        if self.folder is None:
+            return _in_memory(layout, make())
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+        found = self._read(self.folder, name, layout)
+        if found is not None:
+            return found
+        try:
+            self._write(self.folder, name, layout, make())
+        except OSError as error:
+            if self.required:
+                raise UserError(
+                    f"`model.data.index_mapping_dir`: cannot write to {self.folder}: {error.strerror or error}", EXIT_IO
+                ) from None
+            return _in_memory(layout, make())
+        return self._read(self.folder, name, layout) or _in_memory(layout, make())
+
+    def _read(self, folder: Path, name: str, layout: Layout) -> Arrays | None:
+        """The arrays, or None where they are missing or not as they were written."""
+        try:
+            with (folder / f"{name}.json").open("rb") as file:
+                record = json.loads(file.read(_LARGEST_RECORD))
+            arrays: dict[str, NDArray[Any]] = {}
+            for part, (dtype, shape) in layout.items():
+                path = folder / f"{name}-{part}.npy"
+                with path.open("rb") as file:  # before any of it is parsed
+                    if hashlib.file_digest(file, "sha256").hexdigest() != record[part]:
+                        return None
+                array = np.lib.format.open_memmap(path, mode="r")
+                if array.dtype != dtype or array.shape != shape:
+                    return None
+                arrays[part] = array.view(np.ndarray)
+        except (OSError, ValueError, KeyError, TypeError, EOFError):
+            return None
+        return arrays
+
+    def _write(self, folder: Path, name: str, layout: Layout, pieces: Pieces) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            files = {
+                part: stack.enter_context(_Replacing(folder / f"{name}-{part}.npy", _npy_header(dtype, shape)))
+                for part, (dtype, shape) in layout.items()
+            }
+            for part, rows in pieces:
+                files[part].write(np.ascontiguousarray(rows, layout[part][0]).tobytes())
+        record = {part: file.digest for part, file in files.items()}
+        with _Replacing(folder / f"{name}.json", json.dumps(record).encode()):
+            pass
+
+
+def _in_memory(layout: Layout, pieces: Pieces) -> Arrays:
+    arrays = {part: np.empty(shape, dtype) for part, (dtype, shape) in layout.items()}
+    filled = dict.fromkeys(arrays, 0)
+    for part, rows in pieces:
+        arrays[part][filled[part] : filled[part] + len(rows)] = rows
+        filled[part] += len(rows)
+    return arrays
+
+
+def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    header = io.BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, described)
+    return header.getvalue()
+
+
+class _Replacing:
+    """A temporary file beside `path` that takes its name when the block ends well, and goes when it does not.
+
+    Args:
+        path: the name it takes.
+        head: its first bytes.
+    """
+
+    def __init__(self, path: Path, head: bytes) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        self._hash = hashlib.sha256()
+        self._file = self._temporary.open("xb")
+        self.write(head)
+
+    def write(self, data: bytes) -> None:
+        self._hash.update(data)
+        self._file.write(data)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that was written, in hexadecimal."""
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> _Replacing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._temporary.replace(self._path)
+        finally:
+            with contextlib.suppress(OSError):  # a full disk refuses the last flush too
+                self._file.close()
+            self._temporary.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Training tasks: span corruption, masked and prefix LM, supervised fine-tuning, chat."""

@@ -1,0 +1,117 @@
+"""The chat template in the files of a tokenizer, or in the key that names one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...utils.environment import user_path
+from ...utils.errors import UserError
+from ..tokenizers.tokenizer import Tokenizer
+from .chat_template import MAX_TEMPLATE_BYTES, TOKEN_NAMES, ChatTemplate, default_template
+
+TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+_MAX_SETTINGS_BYTES = 32 << 20
+_KEY = "model.tokenizer.chat_template"
+
+
+def template_beside(folder: Path, named_by: str) -> ChatTemplate | None:
+    """The template of a tokenizer of Hugging Face's: `chat_template.jinja`, or in its `tokenizer_config.json`.
+
+    Args:
+        folder: of its files.
+        named_by: the option that named it, for messages.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    settings: Any = {}
+    if (folder / SETTINGS).is_file():
+        try:
+            settings = json.loads(_text(folder / SETTINGS, _MAX_SETTINGS_BYTES, named_by))
+        except (ValueError, RecursionError):
+            raise UserError(f"`{named_by}`: {folder / SETTINGS} is not JSON; mend it or take it away") from None
+    settings = settings if isinstance(settings, dict) else {}
+    if (folder / TEMPLATE).is_file():
+        source = _text(folder / TEMPLATE, MAX_TEMPLATE_BYTES, named_by)
+    else:
+        source = _named_default(settings.get("chat_template"))
+    if source is None:
+        return None
+    tokens = {name: _token(settings.get(name)) for name in TOKEN_NAMES}
+    return ChatTemplate(source, {name: token for name, token in tokens.items() if token})
+
+
+def _named_default(found: object) -> str | None:
+    """The template of a configuration; of a list of named ones that which is called `default`."""
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) and len(found) <= MAX_TEMPLATE_BYTES else None
+
+
+def _token(found: object) -> str:
+    found = found.get("content") if isinstance(found, dict) else found
+    return found if isinstance(found, str) else ""
+
+
+def template_of_key(text: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template that `model.tokenizer.chat_template` gives: its text, or the path of a file.
+
+    Args:
+        text: the value of the key.
+        tokenizer: names the special tokens.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read.
+    """
+    source = text if is_template(text) else _text(user_path(text, _KEY), MAX_TEMPLATE_BYTES, _KEY)
+    return ChatTemplate(source, special_names(tokenizer))
+
+
+def is_template(text: str) -> bool:
+    """Whether a value is a template itself, and not the path of one."""
+    return "{%" in text or "{{" in text
+
+
+def special_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """What templates call the special tokens, and their texts; of those that the tokenizer names."""
+    if tokenizer.chat is not None and tokenizer.chat.tokens:
+        return dict(tokenizer.chat.tokens)
+    special = getattr(tokenizer, "special", None)
+    ids = {f"{kind}_token": getattr(special, kind, None) for kind in ("bos", "unk")}
+    ids |= {"eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    names = {name: None if id_ is None else tokenizer.token_name(id_) for name, id_ in ids.items()}
+    return {name: text for name, text in names.items() if text is not None}
+
+
+def chat_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of a tokenizer, or stoker's own where it has none.
+
+    Raises:
+        UserError: it has none, and no token that could end an answer.
+    """
+    if tokenizer.chat is not None:
+        return tokenizer.chat
+    eos = None if tokenizer.eos_id is None else tokenizer.token_name(tokenizer.eos_id)
+    if eos is None:
+        raise UserError(
+            "chat needs a tokenizer with a token that ends an answer, and this one has none; use tokenizer=byte, or "
+            "name a template with model.tokenizer.chat_template"
+        )
+    return default_template(eos)
+
+
+def _text(path: Path, limit: int, named_by: str) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"`{named_by}`: cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"`{named_by}`: {path} is not UTF-8 text: bad byte at offset {error.start}") from None
+    if len(data) > limit:
+        raise UserError(f"`{named_by}`: {path} has more than {limit:,} bytes")
+    return text

@@ -1,0 +1,196 @@
+"""From windows of text, or documents, to the samples of a task."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...config.data_task import Task
+from ...config.schema.root import RootBlock
+from ...utils.errors import UserError
+from ..datasets.document_chunks import CorruptedPieces, Documents
+from ..datasets.document_ids import NumberedDocuments
+from ..datasets.pair_samples import Pairs, PairSamples
+from ..datasets.samples import EndOfDocumentMasked, MockSamples, Samples
+from ..datasets.seq2seq import AnySamples, DividedWindows, MockPairs, Shape
+from ..tokenizers.tokenizer import Tokenizer
+from .masked_lm import MaskedWindows, MaskTokens
+from .noise_spans import SpanLengths, word_edges
+from .prefix_lm import PrefixCut
+from .sentinels import mask_id, sentinel_ids, with_sentinels
+from .span_corruption import CorruptedWindows, Corruptor, NgramSpans
+
+_EVALUATION_SEED = 0
+"""Evaluation draws the same in all runs, so that they can be compared."""
+
+
+def tokenizer_of_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with the sentinels that the task needs.
+
+    Raises:
+        UserError: it has no token that ends a text, which the task needs.
+    """
+    count = root.model.tokenizer.num_sentinel_tokens
+    if task.name in ("gpt", "sft"):
+        return tokenizer
+    has_a_mask = task.name == "bert" and mask_id(tokenizer, _mask_name(root)) is not None
+    extended = tokenizer if has_a_mask and count is None else with_sentinels(tokenizer, count)
+    if extended.eos_id is None:
+        raise UserError(
+            f"`model.data.dataset_type` ({task.name}) needs a tokenizer with a token that ends texts; name one with "
+            "`model.tokenizer.special_tokens.eos_token`"
+        )
+    return extended
+
+
+def _mask_name(root: RootBlock) -> str | None:
+    """The token that is named to hide others; bytes have tokens of their own, and naming others changes nothing."""
+    keys = root.model.tokenizer
+    return None if keys.library == "byte-level" else keys.special_tokens.mask_token
+
+
+class TaskSamples:
+    """Makes the samples of a task.
+
+    Args:
+        root: the configuration.
+        task: what is to be learnt.
+        tokenizer: what `tokenizer_of_task` gave.
+    """
+
+    def __init__(self, root: RootBlock, task: Task, tokenizer: Tokenizer) -> None:
+        self.task = task
+        self._keys = root.model.data
+        self._mask_token = _mask_name(root)
+        self._seed = root.model.seed
+        self._tokenizer = tokenizer
+        self.shape = Shape(task.length, task.decoder_length, tokenizer.pad_id)
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether samples are made of documents, not of windows across them."""
+        return self.task.name == "t5" and self._keys.respect_document_boundaries
+
+    def of_windows(self, windows: Samples, *, training: bool) -> AnySamples:
+        """The samples of windows of `task.window` tokens.
+
+        Raises:
+            UserError: the tokenizer lacks a token that the task needs.
+        """
+        seed = self._seed if training else _EVALUATION_SEED
+        match self.task.name:
+            case "gpt":
+                return self._numbered(self._masked(windows))
+            case "sft" if self._keys.data_impl == "mock":
+                return windows
+            case "t5":
+                corruptor = self._corruptor()
+                if corruptor.ngrams is None:
+                    return CorruptedWindows(windows, corruptor, self.shape, seed)
+                return DividedWindows(windows, corruptor.pair, self.shape, seed)
+            case "t5_prefix_lm":
+                cut = PrefixCut(self.shape.encoder, self.shape.decoder)
+                return DividedWindows(windows, cut.pair, self.shape, seed)
+            case "bert":
+                assert self.task.corruption is not None
+                return MaskedWindows(
+                    windows,
+                    self.task.corruption.density,
+                    self._ngrams(),
+                    self._mask_tokens(),
+                    seed,
+                    numbers=self._keys.reset_attention_mask or self._keys.reset_position_ids,
+                )
+            case "sft" | "seq2seq":
+                raise UserError(
+                    f"`model.data.dataset_type` ({self.task.name}) needs pairs, which `model.data.data_impl` "
+                    f"({self._keys.data_impl}) has none of"
+                )
+
+    def of_documents(self, documents: Documents, *, training: bool, part: int = 0) -> PairSamples | None:
+        """The samples of documents, or None where they are too short; `part` keeps the sets of a blend apart."""
+        pieces = CorruptedPieces(documents, self._corruptor(), self.task.window, self._keys.short_seq_prob)
+        return self.of_pairs(pieces, training=training, part=part)
+
+    def of_pairs(self, pairs: Pairs, *, training: bool, part: int = 0) -> PairSamples | None:
+        """The samples of pairs, or None where there are none."""
+        if not len(pairs):
+            return None
+        seed = self._seed if training else None
+        return PairSamples(pairs, self.shape, seed, packs=self.task.packed, part=part)
+
+    def mock(self, vocab_size: int, samples: int, part: int) -> AnySamples:
+        """Random samples; `part` keeps the splits apart (0 train, 1 validation, 2 test)."""
+        if self.task.has_two_sides:
+            return MockPairs(vocab_size, self.shape, self._seed, samples, part)
+        windows = MockSamples(vocab_size, self.task.window, self._seed, samples, part)
+        return self.of_windows(windows, training=part == 0)
+
+    def _corruptor(self) -> Corruptor:
+        assert self.task.corruption is not None
+        assert self._tokenizer.eos_id is not None
+        return Corruptor(
+            self.task.corruption,
+            self._ngrams(),
+            sentinel_ids(self._tokenizer),
+            self._tokenizer.eos_id,
+            self.task.window,
+            self.shape.decoder,
+        )
+
+    def _ngrams(self) -> NgramSpans | None:
+        keys = self._keys
+        if keys.geometric_dist is None:
+            return None
+        assert self.task.corruption is not None
+        if keys.geometric_dist:
+            lengths = SpanLengths.geometric(keys.max_ngram_size, self.task.corruption.mean_span)
+        else:
+            lengths = SpanLengths.harmonic(keys.max_ngram_size, longer_first=keys.favor_longer_ngrams)
+        if not keys.whole_word_masking:
+            return NgramSpans(lengths, None)
+        tokenizer = self._tokenizer
+        pieces = [tokenizer.decode_bytes([id_]) for id_ in range(tokenizer.vocab_size)]
+        return NgramSpans(lengths, word_edges(pieces))
+
+    def _mask_tokens(self) -> MaskTokens:
+        tokenizer = self._tokenizer
+        hidden = mask_id(tokenizer, self._mask_token)
+        assert tokenizer.eos_id is not None
+        if hidden is None and self._mask_token is not None:
+            raise UserError(
+                f"`model.tokenizer.special_tokens.mask_token` ({self._mask_token}) is not a token of the tokenizer"
+            )
+        if hidden is None:
+            raise UserError(
+                "`model.data.dataset_type` (bert) needs a token that hides others: [MASK], <mask> or a sentinel; set "
+                "`model.tokenizer.num_sentinel_tokens=1`"
+            )
+        with_text = np.flatnonzero(tokenizer.token_bytes() > 0)
+        others = with_text if len(with_text) else np.arange(tokenizer.vocab_size)
+        special = [hidden, tokenizer.eos_id, tokenizer.pad_id, *sentinel_ids(tokenizer)]
+        return MaskTokens(hidden, tokenizer.eos_id, tokenizer.pad_id, np.setdiff1d(others, special))
+
+    def _masked(self, samples: Samples) -> Samples:
+        """The samples without the labels that `model.data.eod_mask_loss` leaves out.
+
+        Raises:
+            UserError: labels are to be left out after the end of a document, and the tokenizer has no such token.
+        """
+        return EndOfDocumentMasked(samples, self._eos("eod_mask_loss")) if self._keys.eod_mask_loss else samples
+
+    def _numbered(self, samples: Samples) -> Samples:
+        """The samples, with the number of each token's document where the model is to keep documents apart.
+
+        Raises:
+            UserError: the tokenizer has no token that ends documents.
+        """
+        names = [name for name in ("reset_position_ids", "reset_attention_mask") if getattr(self._keys, name)]
+        return NumberedDocuments(samples, self._eos(names[0])) if names else samples
+
+    def _eos(self, key: str) -> int:
+        if self._tokenizer.eos_id is None:
+            raise UserError(
+                f"`model.data.{key}` (true) needs a tokenizer with an end-of-document token, which the "
+                f"{self._tokenizer.to_document()['tokenizer']} tokenizer has not; set it to false"
+            )
+        return self._tokenizer.eos_id

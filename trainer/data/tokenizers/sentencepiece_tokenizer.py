@@ -1,0 +1,264 @@
+"""Tokenizers of SentencePiece's `.model` files (Kudo and Richardson 2018, arXiv 1808.06226): Llama, Mistral, T5, Gemma.
+
+The ids are SentencePiece's own, without bos and eos. Control symbols (`</s>`) written in a text stay text, as they do
+there; the tokens that the user adds are control symbols too, with the ids after the vocabulary.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...utils.errors import UserError
+from ..tasks.chat_template import ChatTemplate
+from .special_tokens import SpecialIds, find_special, special_from_document
+from .token_bytes import exact_lengths
+from .tokenizer import TokenIds, ids_of, text_of, utf8
+
+MAX_MODEL_BYTES = 32 << 20
+"""Of a model file; T5's multilingual one of 250,100 pieces has 4.3 MB."""
+MAX_ADDED = 1 << 16
+
+_BYTE_FALLBACK = 35
+_SPACE_AS_SUFFIX = 24
+"""Fields of TrainerSpec in sentencepiece_model.proto."""
+
+
+class SentencePieceTokenizer:
+    """A tokenizer that a SentencePiece model defines; `define` finds its special tokens.
+
+    Args:
+        model: the bytes of the file.
+        added: tokens beyond the model's own, with the ids after them.
+        special: ids that stand for no text.
+
+    Raises:
+        ValueError: `model` is not a SentencePiece model, or a token of `added` is in it already.
+        UserError: the sentencepiece package is not installed.
+    """
+
+    def __init__(self, model: bytes, added: Sequence[str], special: SpecialIds) -> None:
+        processor = _processor(model)
+        pieces = processor.get_piece_size()
+        known = {processor.id_to_piece(id_): id_ for id_ in range(pieces)}
+        if len(added) > MAX_ADDED or len(set(added)) < len(added) or known.keys() & set(added):
+            raise ValueError(f"`added` ({len(added)} tokens) must be at most {MAX_ADDED} new tokens, each once")
+        self._processor = processor
+        self._model = model
+        self._added = tuple(added)
+        self._ids = known | {token: pieces + number for number, token in enumerate(added)}
+        silent = special.ids()
+        own = (b"" if id_ in silent else _piece(processor, id_) for id_ in range(pieces))
+        self._pieces = [*own, *(b"" for _ in added)]
+        normalizer = _Normalizer(model)
+        self._space_first = normalizer.space_first
+        self._space_last = normalizer.space_last
+        self._lossless = normalizer.keeps_text and normalizer.byte_fallback
+        self._dtype = np.uint16 if len(self._pieces) <= 1 << 16 else np.int32
+        self.special = special
+        self.chat: ChatTemplate | None = None
+        self._names = {id_: token for token, id_ in self._ids.items() if id_ in special.ids()}
+        self.vocab_size = len(self._pieces)
+        self.eos_id = special.eos
+        self.pad_id = special.fill
+        special.check(self.vocab_size)
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids of `text`, [n].
+
+        Raises:
+            UserError: `text` has a lone surrogate.
+        """
+        utf8(text)
+        return np.array(self._processor.encode(text, out_type=int), self._dtype)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Token ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def encode_bytes(self, data: bytes) -> TokenIds:
+        """Token ids of UTF-8 encoded text.
+
+        Raises:
+            UserError: `data` is no UTF-8.
+        """
+        return self.encode(text_of(data))
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """The text of a document's ids, without the space the model puts before it; bad bytes become U+FFFD."""
+        text = self.decode_bytes(ids).decode("utf-8", errors="replace")
+        text = text.removeprefix(" ") if self._space_first else text
+        return text.removesuffix(" ") if self._space_last else text
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        """The bytes of `ids`, one token after the other; control symbols and unknown ids give nothing."""
+        return b"".join(self._pieces[id_] for id_ in ids_of(ids).tolist() if id_ < self.vocab_size)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a piece, or of an added token, by its text."""
+        return self._ids.get(token)
+
+    def token_name(self, id_: int) -> str | None:
+        """The name of a special token."""
+        return self._names.get(id_)
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """UTF-8 bytes of text each id stands for, int64 [vocab_size], or zeros where ids do not tell.
+
+        They tell for models with bytes for unknown characters that do not normalize text (Llama, Mistral, Gemma). The
+        space before every text is taken back by eos, see `exact_lengths`; a "▁" written in a text counts as a space.
+        """
+        if not self._lossless:
+            return np.zeros(self.vocab_size, np.int64)
+        return exact_lengths(self._pieces, self.eos_id, space_first=self._space_first or self._space_last)
+
+    def to_document(self) -> dict[str, Any]:
+        """The model in base64, the added tokens, and the ids that stand for no text."""
+        return {
+            "tokenizer": "sentencepiece",
+            "model": base64.b64encode(self._model).decode("ascii"),
+            "added": list(self._added),
+            "special": self.special.to_document(),
+        }
+
+
+def define(model: bytes, named: Mapping[str, str], added: Sequence[str] = ()) -> SentencePieceTokenizer:
+    """A tokenizer with its special tokens.
+
+    Args:
+        model: the bytes of the file.
+        named: special token by kind (`eos`, `bos`, `pad`, `unk`); one that the model lacks is added.
+        added: further tokens to add, unless the model has them.
+
+    Raises:
+        ValueError: see `SentencePieceTokenizer`.
+        UserError: the sentencepiece package is not installed.
+    """
+    processor = _processor(model)
+    ids = {processor.id_to_piece(id_): id_ for id_ in range(processor.get_piece_size())}
+    new = [token for token in dict.fromkeys([*named.values(), *added]) if token not in ids]
+    ids |= {token: len(ids) + n for n, token in enumerate(new)}
+    special = find_special(named, ids.get)
+    own = {"eos": processor.eos_id(), "bos": processor.bos_id(), "pad": processor.pad_id(), "unk": processor.unk_id()}
+    # The model names its own control symbols, whatever they are called; -1: it has none.
+    chosen = {kind: id_ if kind not in named and id_ >= 0 else getattr(special, kind) for kind, id_ in own.items()}
+    return SentencePieceTokenizer(model, new, SpecialIds(**chosen))
+
+
+def sentencepiece_from_document(document: Mapping[str, Any]) -> SentencePieceTokenizer:
+    """The tokenizer that `SentencePieceTokenizer.to_document` describes, read back from JSON.
+
+    Raises:
+        ValueError: it is not such a document.
+        UserError: the sentencepiece package is not installed.
+    """
+    if set(document) != {"tokenizer", "model", "added", "special"}:
+        raise ValueError("a sentencepiece tokenizer document has `model`, `added` and `special`, nothing else")
+    text, added = document["model"], document["added"]
+    if not isinstance(added, list) or not all(isinstance(token, str) and token for token in added):
+        raise ValueError("`added` must be a list of tokens")
+    if not isinstance(text, str) or len(text) > MAX_MODEL_BYTES * 4 // 3 + 4:
+        raise ValueError(f"`model` must be base64 of at most {MAX_MODEL_BYTES >> 20} MiB")
+    try:
+        model = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise ValueError("`model` must be base64") from None
+    return SentencePieceTokenizer(model, added, special_from_document(document["special"]))
+
+
+def _processor(model: bytes) -> Any:
+    try:
+        sentencepiece: Any = importlib.import_module("sentencepiece")
+    except ImportError:
+        raise UserError(
+            "SentencePiece models need the sentencepiece package: pip install 'sentencepiece>=0.2.1'"
+        ) from None
+    if not 0 < len(model) <= MAX_MODEL_BYTES:
+        raise ValueError(
+            f"a SentencePiece model ({len(model):,} bytes) must have 1 byte to {MAX_MODEL_BYTES >> 20} MiB"
+        )
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        loaded = processor.load_from_serialized_proto(model)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"it is not a SentencePiece model: {' '.join(str(error).split())[:200]}") from None
+    if not loaded or processor.get_piece_size() == 0:
+        raise ValueError("it is not a SentencePiece model")
+    return processor
+
+
+def _piece(processor: Any, id_: int) -> bytes:
+    piece = processor.id_to_piece(id_)
+    if processor.is_control(id_) or processor.is_unknown(id_) or processor.is_unused(id_):
+        return b""
+    if processor.is_byte(id_):
+        return bytes([int(piece[1:-1], 16)])
+    return piece.replace("▁", " ").encode()
+
+
+class _Normalizer:
+    """What a model does to text before it cuts it, read from the file: the library does not tell.
+
+    Attributes:
+        byte_fallback: characters outside the vocabulary become bytes.
+        space_first: a space is put before every text.
+        space_last: or behind it.
+        keeps_text: nothing else is changed.
+    """
+
+    def __init__(self, model: bytes) -> None:
+        training: dict[int, int | bytes] = {}
+        rules: dict[int, int | bytes] = {}
+        for field, value in _fields(model):
+            if field == 2 and isinstance(value, bytes):
+                training.update(_fields(value))
+            elif field == 3 and isinstance(value, bytes):
+                rules.update(_fields(value))
+        # Defaults of NormalizerSpec: 3 add_dummy_prefix, 4 remove_extra_whitespaces, 5 escape_whitespaces are true.
+        added = bool(rules.get(3, 1))
+        self.byte_fallback = bool(training.get(_BYTE_FALLBACK, 0))
+        self.space_last = added and bool(training.get(_SPACE_AS_SUFFIX, 0))
+        self.space_first = added and not self.space_last
+        self.keeps_text = not rules.get(2) and not rules.get(4, 1) and bool(rules.get(5, 1))
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Field numbers and values of a protocol buffer (https://protobuf.dev/programming-guides/encoding).
+
+    Raises:
+        ValueError: it is not one.
+    """
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        match key & 7:
+            case 0:
+                value, at = _varint(message, at)
+                yield key >> 3, value
+            case 2:
+                length, at = _varint(message, at)
+                if at + length > len(message):
+                    raise ValueError("it is not a SentencePiece model: a field is cut off")
+                yield key >> 3, message[at : at + length]
+                at += length
+            case 1 | 5 as kind:
+                at += 8 if kind == 1 else 4
+            case _:
+                raise ValueError("it is not a SentencePiece model: no protocol buffer")
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(message):
+            break
+        value |= (message[at] & 0x7F) << shift
+        at += 1
+        if message[at - 1] < 0x80:
+            return value, at
+    raise ValueError("it is not a SentencePiece model: a number is cut off")

@@ -1,0 +1,364 @@
+"""What a tokenizer is, and the two that need no file: bytes (ByT5's scheme) and characters.
+
+Those that come in files are in `tokenizer_json.py` and `tokenizer_sentencepiece.py`; `tokenizer_files.py` opens them.
+A tokenizer travels inside every checkpoint as a small JSON document (`to_document`), which is checked when it is read
+back (`from_document`): a checkpoint may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...utils.errors import UserError
+from ..tasks.chat_template import ChatTemplate
+
+TokenIds = NDArray[np.uint16 | np.int32]
+
+MOST_SENTINELS = 10_000
+_UNICODE_CHARACTERS = 0x110000 - 0x800
+"""Code points that UTF-8 can hold: all but the surrogates."""
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: number of token ids; ids are 0 to vocab_size - 1.
+        eos_id: the token that separates documents, or None where the vocabulary has none.
+        pad_id: the token that fills up short sequences; its labels are masked, so any id does.
+        chat: how a conversation is written, where the tokenizer's files say so or the user does.
+    """
+
+    chat: ChatTemplate | None
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def eos_id(self) -> int | None: ...  # noqa: D102
+    @property
+    def pad_id(self) -> int: ...  # noqa: D102
+
+    def encode(self, text: str) -> TokenIds:
+        """The token ids of `text`, [n], as uint16 where the vocabulary fits and int32 otherwise."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """The token ids of each text: `encode` for many."""
+        ...
+
+    def encode_bytes(self, data: bytes) -> TokenIds:
+        """The token ids of UTF-8 encoded text."""
+        ...
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD, ids without text give nothing."""
+        ...
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        """The UTF-8 bytes of token ids, exactly as they are."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that stands for no text, such as a sentinel, by its name; None where there is none."""
+        ...
+
+    def token_name(self, id_: int) -> str | None:
+        """The name of a token that stands for no text, such as eos; None where there is none."""
+        ...
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """UTF-8 bytes that each token id stands for, int64 [vocab_size]; 0 for eos, padding and unknown.
+
+        All are 0 where the tokens of a text do not add up to its bytes: then no bits per byte are claimed. -1 for eos
+        takes back a space that the tokenizer puts before every document.
+        """
+        ...
+
+    def to_document(self) -> dict[str, Any]:
+        """A JSON document from which `from_document` rebuilds the tokenizer."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes in ByT5's scheme (Xue et al. 2021, arXiv 2105.13626): pad 0, eos 1, unk 2, byte b is b + 3.
+
+    Args:
+        sentinels: tokens `<extra_id_0>`, `<extra_id_1>`, ... with the ids from 259 on, as Hugging Face's ByT5 has them.
+
+    Raises:
+        ValueError: a negative number of them, or too many.
+    """
+
+    eos_id = 1
+    pad_id = 0
+    chat: ChatTemplate | None = None
+    _FIRST_BYTE = 3
+    _FIRST_SENTINEL = 259
+    _NAMES = ("<pad>", "</s>", "<unk>")
+
+    def __init__(self, sentinels: int = 0) -> None:
+        if type(sentinels) is not int or not 0 <= sentinels <= MOST_SENTINELS:
+            raise ValueError(f"`sentinels` ({str(sentinels)[:40]}) must be 0 to {MOST_SENTINELS}")
+        self.sentinels = sentinels
+
+    @property
+    def vocab_size(self) -> int:
+        """The bytes, three special tokens and the sentinels."""
+        return self._FIRST_SENTINEL + self.sentinels
+
+    def encode(self, text: str) -> NDArray[np.uint16]:
+        """Token ids of the UTF-8 bytes of `text`, uint16 [bytes]."""
+        return self.encode_bytes(utf8(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Token ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def encode_bytes(self, data: bytes) -> NDArray[np.uint16]:
+        """Token ids of `data`, uint16 [len(data)]; any bytes are accepted."""
+        return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(self._FIRST_BYTE)
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        """The bytes of `ids`; pad, eos, unk and ids past the vocabulary give nothing."""
+        array = ids_of(ids) - self._FIRST_BYTE
+        return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """1 for each byte, 0 for the special tokens; int64 [vocab_size]."""
+        lengths = np.zeros(self.vocab_size, np.int64)
+        lengths[self._FIRST_BYTE : self._FIRST_SENTINEL] = 1
+        return lengths
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a sentinel."""
+        number = token.removeprefix("<extra_id_").removesuffix(">")
+        if not (number.isdecimal() and len(number) < 6 and token == f"<extra_id_{int(number)}>"):
+            return None
+        return self._FIRST_SENTINEL + int(number) if int(number) < self.sentinels else None
+
+    def token_name(self, id_: int) -> str | None:
+        """As Hugging Face's ByT5 names them."""
+        if 0 <= id_ < len(self._NAMES):
+            return self._NAMES[id_]
+        return f"<extra_id_{id_ - self._FIRST_SENTINEL}>" if self._FIRST_SENTINEL <= id_ < self.vocab_size else None
+
+    def to_document(self) -> dict[str, Any]:
+        """The scheme's name, and the number of sentinels where there are any."""
+        return {"tokenizer": "byte-level", **({"sentinels": self.sentinels} if self.sentinels else {})}
+
+
+class CharTokenizer:
+    """One token per character; the vocabulary is the sorted set of characters of a text.
+
+    Args:
+        characters: the vocabulary, sorted by code point without repetition.
+
+    Raises:
+        ValueError: `characters` is empty, unsorted, repeats a character or holds a surrogate.
+    """
+
+    eos_id = None
+    pad_id = 0
+    chat: ChatTemplate | None = None
+
+    def __init__(self, characters: str) -> None:
+        if not 1 <= len(characters) <= _UNICODE_CHARACTERS:
+            raise ValueError(f"`characters` ({len(characters)}) must be 1 to {_UNICODE_CHARACTERS} characters")
+        try:
+            self._codes = _code_points(characters)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"`characters` must not hold surrogates (position {error.start})") from None
+        if np.any(self._codes[1:] <= self._codes[:-1]):
+            raise ValueError("`characters` must be sorted by code point, each once")
+        self.characters = characters
+        self._dtype = np.uint16 if len(characters) <= 1 << 16 else np.int32
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[str]) -> CharTokenizer:
+        """The tokenizer whose vocabulary is every character of `texts`."""
+        return cls("".join(sorted(set().union(*texts))))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of characters."""
+        return len(self.characters)
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids of `text`, [characters].
+
+        Raises:
+            UserError: a character is not in the vocabulary; the line names it and its position.
+        """
+        try:
+            codes = _code_points(text)
+        except UnicodeEncodeError as error:
+            raise UserError(_surrogate(error.start)) from None
+        ids = np.searchsorted(self._codes, codes)
+        known = self._codes[np.minimum(ids, self.vocab_size - 1)] == codes
+        if not known.all():
+            position = int(np.argmin(known))
+            character = text[position]
+            raise UserError(
+                f"character {character!r} (U+{ord(character):04X}) at position {position} is not among the "
+                f"{self.vocab_size} characters of the training text; leave it out, or train with "
+                "`model.tokenizer.library=byte-level`, which knows every character"
+            )
+        return ids.astype(self._dtype)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Token ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def encode_bytes(self, data: bytes) -> TokenIds:
+        """Token ids of UTF-8 encoded text.
+
+        Raises:
+            UserError: `data` is no UTF-8, or holds a character outside the vocabulary.
+        """
+        return self.encode(text_of(data))
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """The text of `ids`; ids past the vocabulary give nothing."""
+        array = ids_of(ids)
+        return "".join(self.characters[i] for i in array[array < self.vocab_size])
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        """The UTF-8 bytes of `ids`."""
+        return self.decode(ids).encode("utf-8")
+
+    def token_id(self, token: str) -> int | None:
+        """There are characters only."""
+        return None
+
+    def token_name(self, id_: int) -> str | None:
+        """There are characters only."""
+        return None
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """Length of each character in UTF-8; int64 [vocab_size]."""
+        return np.array([len(character.encode("utf-8")) for character in self.characters], np.int64)
+
+    def to_document(self) -> dict[str, Any]:
+        """The name of the scheme and the vocabulary as one string."""
+        return {"tokenizer": "char", "characters": self.characters}
+
+
+def saved_document(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a checkpoint keeps of a tokenizer: the document that makes its tokens, and its chat template."""
+    chat = {} if tokenizer.chat is None else {"chat": tokenizer.chat.to_document()}
+    return {**tokenizer.to_document(), **chat}
+
+
+def makes_same_tokens(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two documents, from anywhere, give every text the same ids.
+
+    What Hugging Face's would put around a text is left out. Documents that are none are the same if they are equal.
+    """
+    return _without_surroundings(one) == _without_surroundings(other)
+
+
+def _without_surroundings(document: Mapping[str, Any]) -> dict[str, Any]:
+    if document.get("tokenizer") != "huggingface":
+        return dict(document)
+    try:
+        definition = json.loads(document["definition"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return dict(document)
+    if not isinstance(definition, dict):
+        return dict(document)
+    return {**document, "definition": definition | {"post_processor": None}}
+
+
+def from_document(document: object) -> Tokenizer:
+    """The tokenizer a document describes.
+
+    Args:
+        document: what `to_document` or `saved_document` gave, read back from JSON; nothing about it is taken on trust.
+
+    Raises:
+        ValueError: it is not such a document; the message says what is wrong with it.
+    """
+    if not isinstance(document, dict):
+        raise ValueError(f"a tokenizer document must be an object, not {type(document).__name__}")
+    tokenizer = _of_tokens({name: value for name, value in document.items() if name != "chat"})
+    if "chat" in document:
+        tokenizer.chat = ChatTemplate.from_document(document["chat"])
+    return tokenizer
+
+
+def _of_tokens(document: dict[str, Any]) -> Tokenizer:
+    match document.get("tokenizer"), set(document):
+        case "byte-level", keys if keys <= {"tokenizer", "sentinels"}:
+            return ByteTokenizer(document.get("sentinels", 0))
+        case "char", keys if keys == {"tokenizer", "characters"}:
+            characters = document["characters"]
+            if not isinstance(characters, str):
+                raise ValueError(f"`characters` must be a string, not {type(characters).__name__}")
+            return CharTokenizer(characters)
+        case "byte-level" | "char", keys:
+            raise ValueError(f"unexpected keys in a tokenizer document: {', '.join(sorted(map(repr, keys)))[:200]}")
+        case "huggingface", _:
+            from .tokenizer_json import json_from_document
+
+            return json_from_document(document)
+        case "sentencepiece", _:
+            from .sentencepiece_tokenizer import sentencepiece_from_document
+
+            return sentencepiece_from_document(document)
+        case name, _:
+            known = "byte-level, char, huggingface and sentencepiece"
+            raise ValueError(f"unknown tokenizer {str(name)[:40]!r}; known are {known}")
+
+
+def ids_of(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """Token ids in one row, int64 [n].
+
+    Raises:
+        ValueError: a negative one.
+    """
+    array = np.asarray(ids, np.int64).reshape(-1)
+    if array.size and array.min() < 0:
+        raise ValueError(f"token ids ({int(array.min())}) must not be negative")
+    return array
+
+
+def text_of(data: bytes) -> str:
+    """UTF-8 bytes as text.
+
+    Raises:
+        UserError: they are no UTF-8.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 text: bad byte at offset {error.start}") from None
+
+
+def utf8(text: str) -> bytes:
+    """The UTF-8 bytes of a text.
+
+    Raises:
+        UserError: it holds a lone surrogate.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(_surrogate(error.start)) from None
+
+
+def _surrogate(position: int) -> str:
+    return f"the text is not valid Unicode: lone surrogate at position {position}"
+
+
+def _code_points(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le"), np.dtype("<u4"))

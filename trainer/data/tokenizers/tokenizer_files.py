@@ -1,0 +1,190 @@
+"""Opening tokenizers that come in files: tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece models.
+
+Files are read from the disk only: nothing is downloaded, and no code comes with a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...config.schema.trainer_and_data import TokenizerBlock
+from ...utils.environment import user_path
+from ...utils.errors import UserError
+from ..tasks.chat_files import SETTINGS, template_beside
+from . import sentencepiece_tokenizer, tokenizer_json
+from .gpt2_files import gpt2_definition
+from .sentencepiece_tokenizer import MAX_MODEL_BYTES
+from .tokenizer import ByteTokenizer, Tokenizer
+
+DESCRIPTION, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
+_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_MAX_TEXT_BYTES = 128 << 20
+_MAX_SETTINGS_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Which tokens have a part to play.
+
+    Attributes:
+        eos: the token between documents; None finds it by the tokenizer's own settings, or by its usual names.
+        pad: the token that fills up sequences; None finds it likewise, or takes eos.
+        more: tokens that are added to the vocabulary where it does not have them.
+    """
+
+    eos: str | None = None
+    pad: str | None = None
+    more: Sequence[str] = ()
+
+    def named(self) -> dict[str, str]:
+        """Token by kind, of those that are named."""
+        return {kind: token for kind, token in (("eos", self.eos), ("pad", self.pad)) if token is not None}
+
+
+def tokenizer_of_keys(keys: TokenizerBlock) -> Tokenizer:
+    """The tokenizer that `model.tokenizer` names, for the libraries that read files.
+
+    Raises:
+        UserError: a file is missing, cannot be read, or is no tokenizer; a token that is named is not in it.
+    """
+    at = "model.tokenizer"
+    named = keys.special_tokens
+    hides = [] if named.mask_token is None else [named.mask_token]
+    special = SpecialTokens(named.eos_token, named.pad_token, [*keys.additional_special_tokens, *hides])
+    match keys.library:
+        case "huggingface":
+            name = "type" if keys.type else "model"
+            return open_description(_path(keys.type or keys.model, f"{at}.{name}"), f"{at}.{name}", special)
+        case "megatron":
+            vocabulary = _path(keys.vocab_file, f"{at}.vocab_file")
+            return open_gpt2(vocabulary, _path(keys.merge_file, f"{at}.merge_file"), at, special)
+        case "sentencepiece":
+            return open_sentencepiece(_path(keys.model, f"{at}.model"), f"{at}.model", special)
+        case library:
+            raise ValueError(f"`library` ({library}) must be one that reads files")
+
+
+def open_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenizer:
+    """The tokenizer of a file or folder, whatever its kind.
+
+    Args:
+        name: `byte-level`, a tokenizer.json, a SentencePiece .model, or a folder that holds one of them or GPT-2's
+            vocab.json and merges.txt.
+        named_by: the option that gave the name, for messages.
+        special: tokens with a part to play.
+
+    Raises:
+        UserError: as `tokenizer_of_keys`.
+    """
+    if name == "byte-level":
+        if special != SpecialTokens():
+            raise UserError(f"{named_by} byte-level has its own end-of-document token (id 1); name no other")
+        return ByteTokenizer()
+    path = _path(name, named_by)
+    if path.is_dir():
+        if (path / DESCRIPTION).is_file():
+            return open_description(path, named_by, special)
+        for model in _MODELS:
+            if (path / model).is_file():
+                return open_sentencepiece(path / model, named_by, special)
+        if (path / VOCABULARY).is_file():
+            return open_gpt2(path / VOCABULARY, path / MERGES, named_by, special)
+        found = f"{DESCRIPTION}, {', '.join(_MODELS)}, or {VOCABULARY} with {MERGES}"
+        raise UserError(f"{named_by}: the folder {path} holds no tokenizer ({found})")
+    if path.suffix == ".model":
+        return open_sentencepiece(path, named_by, special)
+    return open_description(path, named_by, special)
+
+
+def open_description(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
+    """A tokenizer.json, or the folder of one; a tokenizer_config.json beside it names its eos, bos and padding."""
+    file = path / DESCRIPTION if path.is_dir() else path
+    if not os.path.lexists(file):
+        kind = f"the folder {path} holds no {DESCRIPTION}" if path.is_dir() else f"there is no file {path}"
+        raise UserError(
+            f"`{named_by}`: {kind}; stoker downloads no tokenizers: give the path of a {DESCRIPTION}, or of its folder"
+        )
+    named = {**_settings(file.parent / SETTINGS, named_by), **special.named()}
+    tokenizer = _defined(_text(file, _MAX_TEXT_BYTES, named_by), named, special, f"`{named_by}`: {file}")
+    tokenizer.chat = template_beside(file.parent, named_by)
+    return tokenizer
+
+
+def open_gpt2(vocab_file: Path, merge_file: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
+    """GPT-2's byte-level BPE from its two files."""
+    vocabulary = _text(vocab_file, _MAX_TEXT_BYTES, named_by)
+    merges = _text(merge_file, _MAX_TEXT_BYTES, named_by)
+    where = f"`{named_by}`: {vocab_file} and {merge_file}"
+    try:
+        definition = gpt2_definition(vocabulary, merges)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+    tokenizer = _defined(definition, special.named(), special, where)
+    tokenizer.chat = template_beside(vocab_file.parent, named_by)
+    return tokenizer
+
+
+def open_sentencepiece(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
+    """A SentencePiece .model file; tokens that it lacks get the ids after its last."""
+    data = _bytes(path, MAX_MODEL_BYTES, named_by)
+    try:
+        tokenizer = sentencepiece_tokenizer.define(data, special.named(), special.more)
+    except ValueError as error:
+        raise UserError(f"`{named_by}`: {path}: {error}") from None
+    tokenizer.chat = template_beside(path.parent, named_by)
+    return tokenizer
+
+
+def _defined(definition: str, named: Mapping[str, str], special: SpecialTokens, where: str) -> Tokenizer:
+    try:
+        return tokenizer_json.define(tokenizer_json.canonical(definition), named, special.more)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: parts of the wrong shape
+        raise UserError(f"{where}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+
+
+def _settings(path: Path, named_by: str) -> dict[str, str]:
+    """The eos, bos and padding tokens that a tokenizer_config.json names; an empty one where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(_text(path, _MAX_SETTINGS_BYTES, named_by))
+    except (ValueError, RecursionError):
+        raise UserError(f"`{named_by}`: {path} is not JSON; mend it or take it away") from None
+    tokens: dict[str, str] = {}
+    for name in ("eos", "bos", "pad"):
+        token = settings.get(f"{name}_token") if isinstance(settings, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token:
+            tokens[name] = token
+    return tokens
+
+
+def _path(text: str | None, named_by: str) -> Path:
+    if not text:
+        raise UserError(f"`{named_by}` must name a file")
+    return user_path(text, named_by)
+
+
+def _text(path: Path, limit: int, named_by: str) -> str:
+    try:
+        return _bytes(path, limit, named_by).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"`{named_by}`: {path} is not UTF-8 text: bad byte at offset {error.start}") from None
+
+
+def _bytes(path: Path, limit: int, named_by: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UserError(f"`{named_by}`: {path} is not a regular file")
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise UserError(f"`{named_by}`: cannot read {path}: {error.strerror}") from None
+    if len(data) > limit:
+        raise UserError(f"`{named_by}`: {path} has more than {limit:,} bytes: it is no tokenizer")
+    return data

@@ -1,0 +1,1 @@
+"""The device of a run: precision, determinism, CUDA graph support, attention software."""

@@ -1,0 +1,1 @@
+"""Evaluation: held-out loss, answer scores, lm-evaluation-harness."""

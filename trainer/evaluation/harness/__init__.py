@@ -1,0 +1,1 @@
+"""Models and tasks for the lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness)."""

@@ -1,0 +1,1 @@
+"""Text generation: sampling, beam search, the decode loop."""

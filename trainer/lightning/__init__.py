@@ -1,0 +1,1 @@
+"""The LightningModule, its Trainer, and CUDA graphs of a micro batch."""

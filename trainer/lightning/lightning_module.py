@@ -1,0 +1,175 @@
+"""The LightningModule: one `training_step` is one global batch and one optimizer step.
+
+Every micro batch's loss is divided by the number of target tokens of the whole global batch, over all ranks, so
+accumulation and data parallelism are exact however labels are distributed. The random generators are seeded anew before
+every micro batch from (seed, step, number of the micro batch), so a resumed run draws the same dropout masks without
+any saved state, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...models.memory.offload_weights import weight_offloads
+from ..config.lr_schedule import Schedule
+from ..data.dataloader import BatchFeed, GlobalBatch
+from ..device.precision import PrecisionPlan
+from ..distributed.data_parallel import DataParallel
+from ..distributed.process_group import Ranks
+from ..optim.base_optimizer import Optimizer
+from ..utils.async_host_copy import LateValues
+from .cuda_graph import Fields, RunMicroBatch
+from .expert_balance import ExpertBalance
+from .lightning_imports import pl
+
+
+class LanguageModule(pl.LightningModule):
+    """Trains a language model by manual optimization.
+
+    Args:
+        model: has `batch_loss(fields, denominator)`, as the models of all families do.
+        optimizer: over the parameters of `model`.
+        schedule: completed steps to learning rate.
+        feed: the global batches, from `step` on.
+        precision: autocast of the forward pass.
+        seed: seeds dropout, with step and micro batch.
+        step: completed optimizer steps.
+        ranks: the processes of the run.
+        data_parallel: what cut the model over them; None for one process.
+        recorder: makes of what runs micro batches another that does, see `cuda_graph.py`; None to run them as they are.
+        experts: goes with the steps of a model with experts.
+
+    Attributes:
+        optimizer_state: the optimizer itself; Lightning keeps a wrapper of its own.
+        step: completed optimizer steps.
+        lr: learning rate of the last step.
+        unread: loss and gradient norm of each step since they were last read, as tensors on the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        feed: BatchFeed,
+        precision: PrecisionPlan,
+        *,
+        seed: int,
+        step: int = 0,
+        ranks: Ranks | None = None,
+        data_parallel: DataParallel | None = None,
+        recorder: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
+        experts: ExpertBalance | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model: Any = model
+        self.optimizer_state = optimizer
+        self.schedule = schedule
+        self.feed = feed
+        self.precision = precision
+        self.seed = seed
+        self.step = step
+        self.ranks = ranks or Ranks()
+        self.data_parallel = data_parallel
+        if data_parallel is not None:
+            data_parallel.attach(self.model, optimizer)
+        self._run: RunMicroBatch = self._loss_and_gradients if recorder is None else recorder(self._loss_and_gradients)
+        self.experts = experts
+        self._weight_offloads = weight_offloads(model)
+        self.lr = schedule(step)
+        self.unread: list[tuple[Tensor, Tensor]] = []
+
+    def configure_optimizers(self) -> Optimizer:
+        """One optimizer, so that Lightning's global step counts once per global batch."""
+        return self.optimizer_state
+
+    def train_dataloader(self) -> BatchFeed:
+        """Endless; the step count ends a run."""
+        return self.feed
+
+    def transfer_batch_to_device(self, batch: GlobalBatch, device: torch.device, dataloader_idx: int) -> GlobalBatch:
+        """Nothing to do: the feed has copied it ahead."""
+        return batch
+
+    def training_step(self, batch: GlobalBatch, batch_idx: int) -> None:
+        """Forward and backward of every micro batch, then clip, update and advance the schedule; no host sync."""
+        optimizer: Any = self.optimizers()
+        state = self.optimizer_state
+        device = batch.labels.device
+        targets = self.ranks.sum_(batch.targets).clamp(min=1)
+        if self.experts is not None:
+            self.experts.before_step(self.step)
+        losses: list[Tensor] = []
+        first, last = min(batch.numbers), max(batch.numbers)
+        accumulates = len(batch.numbers) > 1 and not (self.data_parallel and self.data_parallel.takes_gradients)
+        for number, fields in batch.micro_batches():
+            seed_generators(micro_batch_seed(self.seed, self.step, number), device)
+            if self.data_parallel is not None:
+                self.data_parallel.before_micro_batch(first=number == first, last=number == last)
+            losses.append(self._run(fields, targets))
+            if accumulates:
+                state.accumulate()
+        self.lr = self.schedule(self.step)
+        state.set_lr(self.lr)
+        if self.data_parallel is not None:
+            self.data_parallel.before_update()
+        for offload in self._weight_offloads:  # a layer that no gradient went through has not fetched them
+            offload.to_device()
+        optimizer.step()
+        if self.data_parallel is not None:
+            self.data_parallel.after_update()
+        self.step += 1
+        assert state.grad_norm is not None
+        if self.experts is not None:
+            self.experts.after_update(state.grad_norm)
+        self.unread.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))
+
+    def _loss_and_gradients(self, fields: Fields, targets: Tensor) -> Tensor:
+        """Forward and backward of one micro batch, without a wait: its loss; gradients are added to `.grad`."""
+        with self.precision.context(targets.device):
+            loss = self.model.batch_loss(fields, targets)
+        # Not `manual_backward`: its hooks and scaling do nothing here, and cost as much as a small kernel's work.
+        loss.backward()
+        return loss.detach()
+
+    def take_unread(self) -> Callable[[], list[tuple[float, float]]]:
+        """Send loss and gradient norm of the steps since the last call to the host, oldest first, without a wait.
+
+        Returns:
+            What gives them and waits for them: with `ExpertLoad.take`, the one place the host waits.
+        """
+        if not self.unread:
+            return list
+        # Every rank has its own part of the loss, and the norm of the gradients of all.
+        losses = self.ranks.sum_(torch.stack([loss.float() for loss, _ in self.unread]))
+        norms = torch.stack([norm.float() for _, norm in self.unread])
+        self.unread.clear()
+        values = LateValues(torch.stack([losses, norms]))
+        return lambda: list(zip(*values.get().tolist(), strict=True))
+
+    def read_unread(self) -> list[tuple[float, float]]:
+        """Loss and gradient norm of the steps since the last call, oldest first; waits for the device."""
+        return self.take_unread()()
+
+
+def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
+    """A 63-bit seed for the random generators, a pure function of its arguments."""
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed % (1 << 64), step, micro_batch), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the default generators of the CPU and of `device`."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)

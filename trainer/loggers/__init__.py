@@ -1,0 +1,1 @@
+"""Metric loggers, the run log and the progress bar."""

@@ -1,0 +1,156 @@
+"""The terminal: a live panel where there is one, plain aligned lines everywhere else."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .run_logger import StepReport
+
+_REDRAW_SECONDS = 0.2
+
+
+class Panel:
+    """Shows where a run stands.
+
+    Args:
+        max_steps: steps of the whole run.
+        live: show the panel; it still falls back to lines when the output is not a terminal.
+        title: heading of the panel.
+    """
+
+    def __init__(self, max_steps: int, *, live: bool, title: str = "stoker") -> None:
+        from rich.console import Console
+
+        self._console = Console(soft_wrap=True, highlight=False)
+        self._max_steps = max_steps
+        self._title = title
+        self._live: Any = None
+        self._wants_live = live and self._console.is_terminal
+        self._report: StepReport | None = None
+        self._val_loss: float | None = None
+        self._step_seconds: float | None = None
+        self._drawn = 0.0
+
+    def say(self, line: str) -> None:
+        """Print a line, above the panel where there is one."""
+        console = self._live.console if self._live is not None else self._console
+        console.print(line, markup=False)
+
+    def show_step(self, report: StepReport) -> None:
+        """Show the figures of a step."""
+        self._report = report
+        self._step_seconds = report.step_seconds or self._step_seconds
+        if self._wants_live:
+            self._draw()
+        else:
+            self.say(step_line(report, self._max_steps, self.remaining_seconds()))
+
+    def show_validation(self, step: int, figures: dict[str, float]) -> None:
+        """Show the result of a validation."""
+        self._val_loss = figures["val_loss"]
+        if self._wants_live and self._live is not None:
+            self._draw(force=True)
+        else:
+            self.say(validation_line(step, self._max_steps, figures))
+
+    def remaining_seconds(self) -> float | None:
+        """Estimated time to the last step, without validation and checkpoints."""
+        if self._report is None or self._step_seconds is None:
+            return None
+        return (self._max_steps - self._report.step) * self._step_seconds
+
+    def close(self) -> None:
+        """Leave the last state of the panel on the screen."""
+        if self._live is not None:
+            self._draw(force=True)
+            self._live.stop()
+            self._live = None
+
+    def _draw(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and self._live is not None and now - self._drawn < _REDRAW_SECONDS:
+            return
+        self._drawn = now
+        if self._live is None:
+            from rich.live import Live
+
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(self._render(), refresh=True)
+
+    def _render(self) -> Any:
+        from rich.panel import Panel as Frame
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        report = self._report
+        if report is None:
+            return ""
+        grid = Table.grid(padding=(0, 3))
+        for _ in range(4):
+            grid.add_column()
+        cells = [
+            f"step {report.step:,} / {self._max_steps:,}",
+            f"loss {report.loss:.4f}",
+            f"val loss {_optional(self._val_loss, '.4f')}",
+            f"lr {report.lr:.3g}",
+            f"grad norm {report.grad_norm:.3g}",
+            f"{_optional(report.tokens_per_second, ',.0f')} tokens/s",
+            "" if report.mfu is None else f"MFU {report.mfu:.1%}",
+            f"memory {_optional(report.memory_gib, '.2f')} GiB",
+        ]
+        if "load_cv" in report.experts:
+            cells.append(f"load CV {report.experts['load_cv']:.2f}")
+        for first in range(0, len(cells), 4):
+            grid.add_row(*cells[first : first + 4])
+        outer = Table.grid()
+        outer.add_row(grid)
+        outer.add_row(ProgressBar(total=self._max_steps, completed=report.step))
+        remaining = self.remaining_seconds()
+        eta = f"{duration(remaining)} left" if remaining is not None else ""
+        return Frame(outer, title=self._title, subtitle=eta, expand=False)
+
+
+def step_line(report: StepReport, max_steps: int, remaining: float | None) -> str:
+    """One aligned line; figures that were not measured are left out."""
+    parts = [
+        f"step {report.step:>{len(str(max_steps))}}/{max_steps}",
+        f"loss {report.loss:7.4f}",
+        f"lr {report.lr:.2e}",
+        f"grad norm {report.grad_norm:6.3f}",
+    ]
+    if "load_cv" in report.experts:
+        parts.append(f"load CV {report.experts['load_cv']:5.2f}")
+    if report.step_seconds is not None:
+        parts.append(f"{report.step_seconds * 1e3:7.1f} ms/step")
+    if report.tokens_per_second is not None:
+        parts.append(f"{report.tokens_per_second:9,.0f} tokens/s")
+    if report.mfu is not None:
+        parts.append(f"MFU {report.mfu:5.1%}")
+    if report.memory_gib is not None:
+        parts.append(f"{report.memory_gib:5.2f} GiB")
+    if remaining is not None:
+        parts.append(f"{duration(remaining)} left")
+    return "  ".join(parts)
+
+
+def validation_line(step: int, max_steps: int, figures: dict[str, float]) -> str:
+    """One aligned line with the validation loss and whatever was measured with it."""
+    others = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items() if name != "val_loss")
+    return f"step {step:>{len(str(max_steps))}}/{max_steps}  val loss {figures['val_loss']:.4f}  {others}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as short as they can be: `45 s`, `3:07`, `2:03:00`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

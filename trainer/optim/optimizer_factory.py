@@ -1,0 +1,138 @@
+"""The optimizer of a run from its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...models.config.batch_shape import SampleForm
+from ...models.config.families import family_slice, sample_length_of
+from ...models.config.parameter_count import count_parameters, count_stack
+from ...models.config.slices import StackSlice
+from ...models.config.t5_slice import T5Slice
+from ...models.memory.host_copies import Copies
+from ..config.lr_schedule import build_schedule
+from ..config.schema.optim import OptimBlock, optimizer_kind, optimizer_settings
+from ..config.schema.root import AnyModelBlock
+from .adafactor import Adafactor
+from .adamw import AdamW
+from .base_optimizer import Optimizer
+from .muon import Muon
+from .pinned_memory import PinnedState
+from .sgd import SGD
+
+_KINDS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor, "muon": Muon, "sgd": SGD}
+
+
+def build_optimizer(
+    keys: AnyModelBlock, named_parameters: Iterable[tuple[str, nn.Parameter]], **common: Any
+) -> Optimizer:
+    """The optimizer of `model.optim` over the parameters of the model.
+
+    Args:
+        keys: the configuration of the model; `optim` is read, and the geometry of fused weights.
+        named_parameters: name and parameter.
+        common: arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, `host`, and how to
+            reach the rows of other ranks.
+    """
+    optim = keys.optim
+    kind = optimizer_kind(optim.name)
+    settings = optimizer_settings(optim)
+    if kind == "muon" or (kind == "adamw" and settings["scale_parameter"]):
+        settings["fused"] = fused_rows(keys)
+    build: Any = _KINDS[kind]
+    return build(
+        named_parameters,
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        norms_decay=keys.do_layer_norm_weight_decay,
+        **settings,
+        **common,
+    )
+
+
+def is_state_on_host(keys: AnyModelBlock, device: torch.device) -> bool:
+    """Whether main weights and state are kept in host memory: `cpu_offloading_optimizer`, on a CUDA device."""
+    return keys.cpu_offloading_optimizer and device.type == "cuda"
+
+
+def host_copies(keys: AnyModelBlock, device: torch.device) -> Copies | None:
+    """The argument `host` of `Optimizer`; None where the state stays on the device."""
+    return PinnedState(device) if is_state_on_host(keys, device) else None
+
+
+def fused_rows(keys: AnyModelBlock) -> dict[str, tuple[int, ...]]:
+    """The weights that hold several projections one below the other: end of their names to the rows of each part."""
+    model = family_slice(keys, vocab_size=1, form=SampleForm(length=sample_length_of(keys)))
+    if not isinstance(model, T5Slice):
+        return _fused_rows("", model.stack)
+    rows: dict[str, tuple[int, ...]] = {}
+    for name, stack in zip(("encoder", "decoder"), model.stacks, strict=True):
+        for layer in range(stack.num_layers):  # each stack has heads of its own, so whole names
+            rows |= _fused_rows(f"{name}.layers.{layer}.", stack)
+    key_rows = model.cross_attention.groups * model.cross_attention.head_dim
+    return rows | {"cross_attention.kv.weight": (key_rows, key_rows)}
+
+
+def _fused_rows(prefix: str, stack: StackSlice) -> dict[str, tuple[int, ...]]:
+    attention, mlp, moe = stack.attention, stack.mlp, stack.moe
+    key_rows = attention.groups * attention.head_dim
+    rows: dict[str, tuple[int, ...]] = {
+        f"{prefix}attention.qkv.weight": (attention.heads * attention.head_dim, key_rows, key_rows)
+    }
+    if mlp.gated:
+        rows[f"{prefix}mlp.up.weight"] = (mlp.ffn_hidden_size, mlp.ffn_hidden_size)
+    if mlp.gated and moe is not None:
+        rows[f"{prefix}mlp.experts.up"] = (moe.ffn_hidden_size, moe.ffn_hidden_size)
+        if moe.shared_ffn_hidden_size is not None:
+            rows[f"{prefix}mlp.shared.up.weight"] = (moe.shared_ffn_hidden_size, moe.shared_ffn_hidden_size)
+    return rows
+
+
+def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float | None]:
+    """What a checkpoint records of optimizer and schedule: the keys that act, below `model`, with their values.
+
+    Args:
+        optim: the keys.
+        max_steps: of the trainer.
+    """
+    found: dict[str, Any] = {"optim.name": optimizer_kind(optim.name), "optim.weight_decay": optim.weight_decay}
+    found |= {f"optim.{key}": value for key, value in optimizer_settings(optim).items()}
+    if found["optim.name"] == "adamw" and not found["optim.scale_parameter"]:
+        del found["optim.scale_parameter"]  # checkpoints from before there was this choice do not name it
+    schedule = build_schedule(optim, max_steps)
+    for field in fields(schedule):
+        below = "optim" if field.name == "lr" or hasattr(schedule, "warmup_init") else "optim.sched"
+        found[f"{below}.{field.name}"] = getattr(schedule, field.name)
+    if hasattr(schedule, "warmup_init"):
+        found["optim.relative_step"] = True
+    else:
+        found["optim.sched.name"] = optim.sched.name
+    return {key: str(value) if isinstance(value, list | bool) else value for key, value in found.items()}
+
+
+def count_state(keys: AnyModelBlock, vocab_size: int, trained: int | None = None) -> int:
+    """Numbers an optimizer keeps for a model besides main weights, at least: its small vectors are left out.
+
+    Args:
+        keys: the configuration of the model.
+        vocab_size: tokens of the tokenizer.
+        trained: parameters that are trained where others are frozen; None: all are.
+    """
+    parameters = count_parameters(keys, vocab_size) if trained is None else trained
+    kind, chosen = optimizer_kind(keys.optim.name), optimizer_settings(keys.optim)
+    if kind == "adamw":
+        return 2 * parameters
+    if kind == "muon" and trained is not None:
+        return parameters  # its matrices have one number for each
+    if kind == "muon":
+        model = family_slice(keys, vocab_size=vocab_size, form=SampleForm(length=sample_length_of(keys)))
+        cross = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)
+        stacks = sum(count_stack(stack, each) for stack, each in zip(model.stacks, cross, strict=True))
+        return parameters + parameters - stacks
+    kept = chosen["momentum"] if kind == "sgd" else chosen["beta1"] is not None
+    return parameters if kept else 0

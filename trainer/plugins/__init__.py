@@ -1,0 +1,1 @@
+"""Ways in for the user's own code: entry points and `--import`."""

@@ -1,0 +1,137 @@
+"""Data sets of other packages: entry points of what is installed, and what modules of `--import` register.
+
+A package offers one in its pyproject.toml:
+
+    [project.entry-points."stoker.datasets"]
+    my_data = "my_package.data:samples"
+
+and `model.data.data_impl=my_data` trains on it. Looking for names imports nothing; the one that is named is imported
+when its samples are needed. Without a package, `stoker train --import my_data model.data.data_impl=my_data` and
+
+    @register_dataset("my_data")
+    def samples(data, split, sequence_length, tokenizer, seed): ...
+
+in my_data.py do the same. What a configuration names is thus always code that was installed, or named, on purpose.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ..utils.errors import UserError
+
+if TYPE_CHECKING:
+    from ..data.datasets.samples import Samples
+    from ..data.sources.text_sources import Split
+    from ..data.tokenizers.tokenizer import Tokenizer
+
+GROUP = "stoker.datasets"
+PAIR_SOURCES = ("jsonl", "huggingface", "pystd_docstring")
+"""Values of `model.data.data_impl` that hold an input and a target each."""
+BUILT_IN = ("mmap", "pystd", "text", "mock", *PAIR_SOURCES)
+"""Values of `model.data.data_impl` that need no other package."""
+_registered: dict[str, importlib.metadata.EntryPoint] = {}
+
+
+class InstalledDataset(Protocol):
+    """What an entry point of the group `stoker.datasets` must be: a function that makes the samples of a split."""
+
+    def __call__(
+        self, data: Mapping[str, Any], split: Split, sequence_length: int, tokenizer: Tokenizer, seed: int
+    ) -> Samples | None:
+        """Samples of a split.
+
+        The samples must be pure functions of their position: a resumed run, another rank or a loader process asks a
+        new copy for a position and must get the same tokens. They are pickled into loader processes. Token ids must
+        be below `tokenizer.vocab_size`.
+
+        Args:
+            data: all keys below `model.data` and their values; `dataset_kwargs` is for you alone.
+            split: `train`, whose samples must never end; `validation` or `test`, which have `samples` of them and
+                give rows of ignored labels past the end.
+            sequence_length: s, tokens in a sample.
+            tokenizer: the one of `model.tokenizer`.
+            seed: `model.seed`, to be followed in training.
+
+        Returns:
+            An object like `stoker.trainer.data.datasets.samples.Samples`; None for a validation or
+            test split there is not.
+
+        Raises:
+            UserError, OSError, ValueError: what is wrong, told in one line.
+        """
+        ...
+
+
+Make = TypeVar("Make", bound=InstalledDataset)
+
+
+def register_dataset(name: str) -> Callable[[Make], Make]:
+    """Offer a data set under a name, as an entry point does: for a module that is given with `--import`.
+
+    Args:
+        name: a value of `model.data.data_impl`.
+
+    Returns:
+        A decorator for an `InstalledDataset`: a function at the top of its module.
+
+    Raises:
+        ValueError: (from the decorator) the name is taken, or the function could not be found again in its module.
+    """
+
+    def register(make: Make) -> Make:
+        place = f"{make.__module__}:{make.__qualname__}"  # type: ignore[attr-defined]
+        known = installed_datasets().get(name)
+        if name in BUILT_IN or (known is not None and known.value != place):
+            raise ValueError(f"the data set {name!r} is {known.value if known else 'stoker'}'s; choose another name")
+        if "<" in place:
+            raise ValueError(f"the data set {name!r} must be a function at the top of its module, not {place}")
+        _registered[name] = importlib.metadata.EntryPoint(name, place, GROUP)
+        return make
+
+    return register
+
+
+def installed_datasets() -> Mapping[str, importlib.metadata.EntryPoint]:
+    """The entry points by name, and what was registered; nothing is imported."""
+    points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+    return MappingProxyType(points | _registered)
+
+
+def is_installed(data_impl: str) -> bool:
+    """Whether a value of `model.data.data_impl` is another package's."""
+    return data_impl not in BUILT_IN and data_impl in installed_datasets()
+
+
+def installed_samples(
+    data: Mapping[str, Any], split: Split, sequence_length: int, tokenizer: Tokenizer, seed: int
+) -> Samples | None:
+    """The samples of `data["data_impl"]`, which another package makes.
+
+    Raises:
+        UserError: it is not installed, cannot be imported, or makes no samples of this length.
+    """
+    name = str(data["data_impl"])
+    point = installed_datasets().get(name)
+    if point is None:
+        raise UserError(f"`model.data.data_impl` ({name}): no installed package has a data set of this name")
+    try:
+        make: InstalledDataset = point.load()
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"`model.data.data_impl` ({name}): {point.value} cannot be imported: {error}") from None
+    try:
+        samples = make(data, split, sequence_length, tokenizer, seed)
+    except (OSError, ValueError) as error:
+        raise UserError(f"`model.data.data_impl` ({name}), {split}: {error}") from error
+    if samples is None and split != "train":
+        return None
+    found = getattr(samples, "sequence_length", None)
+    if samples is None or found != sequence_length or not callable(getattr(samples, "batch", None)):
+        raise UserError(
+            f"`model.data.data_impl` ({name}): {point.value} made {type(samples).__name__} for {split}, which is not "
+            f"samples of `sequence_length` {sequence_length}"
+        )
+    return samples

@@ -1,0 +1,386 @@
+"""The whole of a training run, from a validated configuration to the last checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..kernels.attention.dispatch import tables
+from ..models.build import LanguageModel
+from ..models.memory.host_copies import HostMemoryError
+from .callbacks.early_stopping import EARLY_STOPPING, ways_on
+from .callbacks.expert_load import build_expert_load
+from .callbacks.preemption import StopRequest
+from .callbacks.profiler import build_observers, check_profiling
+from .callbacks.train_loop import RunLoop
+from .checkpoint.async_saver import Saver
+from .checkpoint.reader import BaseRecord, Checkpoint, checkpoint_paths, open_checkpoint
+from .checkpoint.run_directory import RunDirectory, open_run_directory, record_start
+from .config.lr_schedule import build_schedule
+from .config.run_config import RunConfig
+from .config.schema.root import RootBlock
+from .conversion.pretrained import BaseWeights, base_of_run
+from .conversion.warm_start import load_initial_weights
+from .core.debug_runs import overfitted, trial_of
+from .core.factory import (
+    build_average,
+    build_clean,
+    build_data_parallel,
+    build_model,
+    build_optimizer,
+    build_rates,
+    build_recorder,
+    build_save,
+    build_validation,
+    check_attention,
+    check_metrics,
+    check_splits,
+    choose_device,
+)
+from .core.resume import check_resumed, describe_run, find_resumed, load_resumed
+from .core.run_summary import describe, describe_host_state, describe_moved
+from .data.batch_sampler import BatchPlan, RankBatches, ramp_up_of
+from .data.build_datasets import Data, build_data
+from .data.dataloader import BatchFeed
+from .device.cuda_graph_support import uses_cuda_graph
+from .device.determinism import attention_flags, determinism
+from .device.precision import PrecisionPlan, plan_precision
+from .distributed.layout_from_config import layout_of
+from .distributed.process_group import Ranks, describe_process
+from .evaluation.held_out_loss import EvaluationResult
+from .lightning.expert_balance import build_expert_balance
+from .lightning.lightning_module import LanguageModule
+from .lightning.lightning_trainer import fit
+from .loggers.logger_backends import check_loggers
+from .loggers.progress_bar import Panel
+from .loggers.run_logger import Journal
+from .plan.fit_advice import out_of_memory_lines, plan_here
+from .plan.memory_check import check_memory, is_out_of_host_memory, is_out_of_memory
+from .plan.report import comparison, summary
+from .plan.run_plan import Plan
+from .utils.environment import set_variables
+from .utils.errors import EXIT_DONE, UserError
+from .utils.text import counted
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a run ended.
+
+    Attributes:
+        directory: the run directory.
+        checkpoint: the newest checkpoint of this process, or the one it started from; None where none was written.
+        step: completed optimizer steps.
+        validation: the last validation of this process, or None.
+        stopped_by: why it ended before its last step (a signal's name, `trainer.max_time=...`), or None.
+        exit_code: 0, 130 after SIGINT, 143 after SIGTERM.
+        model: the trained model, on its device.
+        data: what it was trained on.
+    """
+
+    directory: Path
+    checkpoint: Path | None
+    step: int
+    validation: EvaluationResult | None
+    stopped_by: str | None
+    exit_code: int
+    model: LanguageModel
+    data: Data
+
+
+def train(config: RunConfig) -> int:
+    """Train as configured; returns the exit code."""
+    return run_training(config).exit_code
+
+
+def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResult:
+    """Train as configured, from scratch or from a checkpoint.
+
+    Args:
+        config: the same on every rank.
+        ranks: the processes of the run, which have met; None: this one alone.
+
+    Raises:
+        UserError: what the configuration asks for cannot be done here, training diverged, or the disk is full.
+    """
+    config = trial_of(config)
+    root = config.root
+    set_variables(root.env_vars)  # for whoever trains from Python; the command has set them before torch was imported
+    ranks = ranks or Ranks()
+    if len(set(ranks.gather(config.digest))) > 1:
+        raise UserError("the ranks have different configurations; start them with the same files and overrides")
+    device = choose_device(root, ranks)
+    precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
+    check_loggers(root.exp_manager)
+    check_profiling(root, device)
+    _forget_earlier_runs(device)
+    with determinism(root.trainer.deterministic), _memory_told(root, device):
+        check_memory(root, precision, device, layout_of(root, ranks.world_size))
+        uses_cuda_graph(root, device, ranks.world_size, check_attention(root, precision, device))
+        return _prepare_and_train(config, device, precision, ranks)
+
+
+def _forget_earlier_runs(device: torch.device) -> None:
+    """Free the device of what earlier runs in this process held, and measure its peak anew.
+
+    Lightning's loop and its module hold each other, and with them the model, until Python looks for such cycles.
+    """
+    if device.type == "cuda" and torch.cuda.is_initialized():  # the allocator has no figures before
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def _memory_told(root: RootBlock, device: torch.device, plan: Plan | None = None) -> Iterator[None]:
+    """Turn an allocation that failed into lines for the user, with the keys that would help where there is a plan."""
+    try:
+        yield
+    except HostMemoryError as error:
+        raise UserError(f"out of host memory: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = " ".join(str(error).split())[:200]
+        of_host = device.type != "cpu" and is_out_of_host_memory(error)
+        where = "out of host memory" if of_host else f"out of memory on {device.type}"
+        way_out = ["keep less in host memory, or prepare fewer batches"] if of_host else out_of_memory_lines(root, plan)
+        raise UserError([where + (f": {said}" if said else ""), *way_out]) from error
+
+
+def _prepare_and_train(
+    config: RunConfig, device: torch.device, precision: PrecisionPlan, ranks: Ranks
+) -> TrainingResult:
+    root = config.root
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(root.trainer.max_time, root.exp_manager.max_time_per_run))
+        data = _data_of_all(root, ranks)  # before the run directory: text that cannot be read leaves nothing behind
+        warnings = check_metrics(root, data) + check_splits(root, data)
+        directory, resumed, lines = _first_then_others(config, ranks, stack)
+        step = resumed.state.step if resumed else 0
+        if ranks.is_first:
+            panel = Panel(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
+            again = resumed is not None and resumed.state.loop.validation_due
+            journal = Journal.open(config, directory.path, panel, resumed_at=step, validates_again=again)
+        else:
+            journal = Journal.silent()
+        with journal:
+            for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
+                journal.say(line)
+            plan = plan_here(root, device, world_size=ranks.world_size, vocab_size=data.vocab_size)
+            for line in summary(plan) if plan is not None else ():
+                journal.say(line)
+            try:
+                with _memory_told(root, device, plan):
+                    result = _train(config, device, precision, data, directory, resumed, journal, stop, ranks)
+                if plan is not None and device.type == "cuda" and result.step > (resumed.state.step if resumed else 0):
+                    allocated = torch.cuda.max_memory_allocated(device)
+                    journal.say(comparison(plan, allocated, torch.cuda.max_memory_reserved(device)))
+                for line in describe_moved(result.model):
+                    journal.say(line)
+                return result
+            except UserError as error:
+                with suppress(UserError):  # a disk that takes no log line either: the first error says more
+                    journal.note("\n".join(error.lines))
+                raise
+
+
+def _data_of_all(root: RootBlock, ranks: Ranks) -> Data:
+    """The data, read by the first process of each machine before the others, which find its index files then."""
+    data, problem = None, None
+    for turn in (ranks.local_rank == 0, ranks.local_rank != 0):
+        if turn:
+            try:
+                data = overfitted(build_data(root), root)
+                if ranks.world_size > 1 and ranks.local_rank == 0:
+                    data.train.batch(0, 1)  # makes the index of the first epoch, where it is kept in files
+            except UserError as error:
+                problem = error
+        ranks.raise_together(problem)
+    assert data is not None
+    return data
+
+
+def _first_then_others(
+    config: RunConfig, ranks: Ranks, stack: ExitStack
+) -> tuple[RunDirectory, Checkpoint | None, list[str]]:
+    """The run directory and the checkpoint to go on from, both chosen and verified by the first rank."""
+    directory, resumed, lines, problem = None, None, [], None
+    if ranks.is_first:
+        try:
+            directory = stack.enter_context(open_run_directory(config))
+            resumed, lines = find_resumed(config.root.exp_manager, directory)
+        except UserError as error:
+            problem = error
+    ranks.raise_together(problem)
+    told = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
+    path, checkpoints, start = json.loads(ranks.from_first(json.dumps(told)))
+    if directory is None:
+        directory = RunDirectory(Path(path), Path(checkpoints))
+        resumed = open_checkpoint(Path(start), verify=False) if start else None
+    return directory, resumed, lines
+
+
+def _train(
+    config: RunConfig,
+    device: torch.device,
+    precision: PrecisionPlan,
+    data: Data,
+    directory: RunDirectory,
+    resumed: Checkpoint | None,
+    journal: Journal,
+    stop: StopRequest,
+    ranks: Ranks,
+) -> TrainingResult:
+    root, keys = config.root, config.root.model
+    base = base_of_run(keys.restore_from_path)
+    start = describe_run(root, data, precision, _base_record(root, base, ranks))
+
+    data_parallel = build_data_parallel(root, precision, device, ranks)
+    model = build_model(root, data, precision, device, data_parallel)
+    if resumed is None:
+        for line in load_initial_weights(root, model, data.tokenizer, base):
+            journal.say(line)
+    optimizer = build_optimizer(root, model, precision, data_parallel)
+    if resumed is not None:
+        changes = check_resumed(resumed, start, data.tokenizer.to_document(), root)
+        load_resumed(resumed, model, base, root)
+        for warning in changes:  # of a run that goes on
+            journal.say(f"warning: {warning}")
+        resumed.load_optimizer(optimizer)
+        journal.say(f"going on from {resumed.path}, {counted(resumed.state.consumed_samples, 'sample')} seen")
+        start = start.model_copy(
+            update={
+                "step": resumed.state.step,
+                "consumed_samples": resumed.state.consumed_samples,
+                "loop": resumed.state.loop,
+                "metrics": resumed.state.metrics,
+            }
+        )
+    average = build_average(root, model, optimizer, data_parallel)
+    if average is not None and resumed is not None:
+        if resumed.has_average:
+            resumed.load_average(average.pieces())
+        else:
+            journal.say(f"warning: {resumed.path} holds no average of the weights; it starts from the weights")
+    processes = [json.loads(text) for text in ranks.gather(json.dumps(describe_process(ranks, device, config.digest)))]
+    if ranks.is_first:
+        record_start(config, directory, device, processes)
+    for line in describe(root, model, data, precision, device, data_parallel.layout if data_parallel else None):
+        journal.say(line)
+    for line in describe_host_state(root, optimizer, device):
+        journal.say(line)
+    flags = attention_flags(root)
+    tell = journal.say if flags.debug else journal.note
+    for text in (*flags.notes(), *tables(model.attention_decisions)):
+        tell(text)
+
+    plan = BatchPlan(
+        keys.global_batch_size,
+        first_step=start.step,
+        consumed=start.consumed_samples,
+        ramp_up=ramp_up_of(keys.rampup_batch_size, keys.global_batch_size),
+    )
+    parts = RankBatches(plan, keys.micro_batch_size, ranks.rank, ranks.world_size)
+    feed = BatchFeed(data.train, parts, device, keys.data.num_workers)
+    module = LanguageModule(
+        model,
+        optimizer,
+        build_schedule(keys.optim, root.trainer.max_steps),
+        feed,
+        precision,
+        seed=keys.seed,
+        step=start.step,
+        ranks=ranks,
+        data_parallel=data_parallel,
+        recorder=build_recorder(root, model, device, ranks.world_size, journal.say),
+        experts=build_expert_balance(root, model, lambda step: plan.size(step) // keys.micro_batch_size, ranks),
+    )
+    params = root.exp_manager.checkpoint_callback_params
+    clean = build_clean(root, directory.checkpoints, stop)
+    saver = Saver(directory.checkpoints, ranks, clean, beside=params.async_save)
+    observers = build_observers(root, directory.path, device, journal.say, ranks.rank, start.step)
+    loop = RunLoop(
+        root,
+        journal,
+        stop,
+        build_rates(root, model, device, ranks.world_size),
+        validate=build_validation(root, model, data, precision, device, ranks, data_parallel),
+        save=build_save(config, data, start, module, plan, saver, average),
+        checkpoints=directory.checkpoints,
+        consumed_samples=plan.consumed,
+        state=start.loop,
+        figures=start.metrics,
+        agree=ranks.agree,
+        answers_late=ranks.world_size > 1,
+        average=average,
+        observers=observers,
+        expert_load=build_expert_load(
+            root,
+            model,
+            directory.path,
+            ranks,
+            resumed_at=start.step,
+            state=start.loop.expert_load,
+            say=journal.say,
+        ),
+    )
+    if start.step >= root.trainer.max_steps and not loop.owes_validation:
+        journal.say(
+            f"this run is finished: step {start.step:,} of `trainer.max_steps` ({root.trainer.max_steps:,}); raise it "
+            "to train on"
+        )
+    try:
+        if loop.owes_validation:
+            loop.catch_up(module)
+        stopped_by = loop.stopped_by
+        if start.step < root.trainer.max_steps and stopped_by is None:
+            stopped_by = stop.adopt(ranks.agree_now(stop.flags))  # what came while the parts were made
+        if start.step < root.trainer.max_steps and stopped_by is None:
+            with closing(feed):
+                fit(module, loop, root.trainer.max_steps, device, ranks)
+    finally:
+        observers.close()
+        saver.finish()
+    is_done = module.step >= root.trainer.max_steps and not loop.owes_validation
+    stopped_by = None if is_done else loop.stopped_by or stopped_by or stop.reason
+    if stopped_by is not None and module.step == start.step and stop.signal is None and loop.stopped_by is None:
+        journal.say(f"warning: {stopped_by} was over before the first step, and would be again; raise it")
+    # Not `loop.checkpoint` itself: of the best that are kept it may not be one.
+    written = next(reversed(checkpoint_paths(directory.checkpoints)), None) if loop.checkpoint else None
+    journal.say(_last_line(root, directory, module.step, written, stopped_by))
+    return TrainingResult(
+        directory=directory.path,
+        checkpoint=written or (resumed.path if resumed else None),
+        step=module.step,
+        validation=loop.validation,
+        stopped_by=stopped_by,
+        exit_code=stop.exit_code if stopped_by else EXIT_DONE,
+        model=model,
+        data=data,
+    )
+
+
+def _base_record(root: RootBlock, base: BaseWeights | None, ranks: Ranks) -> BaseRecord | None:
+    """What checkpoints of an adapter say of the frozen weights, which the first rank has hashed."""
+    if base is None or not root.model.peft.is_on:
+        return None
+    text = base.record().model_dump_json() if ranks.is_first else ""
+    return BaseRecord.model_validate_json(ranks.from_first(text))
+
+
+def _last_line(
+    root: RootBlock, directory: RunDirectory, step: int, checkpoint: Path | None, stopped_by: str | None
+) -> str:
+    where = f"; checkpoint {checkpoint}" if checkpoint else ""
+    if stopped_by is None:
+        return f"done after step {step:,}{where}"
+    again = f"exp_manager.explicit_log_dir={directory.path} exp_manager.resume_if_exists=True"
+    if stopped_by.startswith(EARLY_STOPPING):  # what it waited for is in the checkpoint, so it would stop again
+        again += f" and {ways_on(root.exp_manager.early_stopping_callback_params)}"
+    return f"stopped by {stopped_by} after step {step:,}{where}; go on with {again}"

@@ -1,0 +1,245 @@
+"""Reading and writing the files of a checkpoint: bounded JSON and safetensors, hashed when written, never pickle.
+
+Files that come from outside are opened without following links, must be regular files, and are bounded before they are
+parsed. Files we write are flushed to the disk (fsync) before anything counts on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .durable_files import sync_directory as sync_directory
+
+MAX_JSON_BYTES = 64 << 20
+MAX_JSON_DEPTH = 64
+_CHUNK = 16 << 20
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TENSOR_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+"""Names of dtypes in safetensors files."""
+
+
+class DamagedFileError(Exception):
+    """A file that is not what it should be; the message names it and says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size in bytes and SHA-256 (hex) of a file."""
+
+    size: int
+    sha256: str
+
+
+class _HashingFile:
+    """An exclusively created file that knows the hash of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data).cast("B")
+        self._hash.update(rest)
+        self._size += len(rest)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+
+    def finish(self) -> FileRecord:
+        os.fsync(self._descriptor)
+        return FileRecord(self._size, self._hash.hexdigest())
+
+    def __enter__(self) -> _HashingFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._descriptor)
+
+
+def write_json(path: Path, document: Any) -> FileRecord:
+    """Write a new JSON file, flushed to the disk. NaN and infinity, which are not JSON, raise ValueError."""
+    with _HashingFile(path) as file:
+        file.write(_encode(document))
+        return file.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What the header of a file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
+    """Write a new safetensors file, flushed to the disk; one tensor at a time is copied to the host."""
+    facts = {name: TensorFacts(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_tensor_stream(path, facts, tensors.__getitem__, metadata)
+
+
+def write_tensor_stream(
+    path: Path,
+    facts: Mapping[str, TensorFacts],
+    tensor_of: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> FileRecord:
+    """Write a new safetensors file of tensors that are made one after the other, flushed to the disk.
+
+    The format (https://github.com/huggingface/safetensors, "Format"): eight bytes of little-endian header length, a
+    JSON header of name, dtype, shape and offsets, then the raw tensors without gaps. Wider dtypes come first, so that
+    every tensor is aligned.
+
+    Args:
+        path: the file, which must not be there yet.
+        facts: name to dtype and shape.
+        tensor_of: gives the tensor of a name, which must be as `facts` say; called once for each.
+        metadata: texts for the header.
+    """
+    order = sorted(facts, key=lambda name: (-facts[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in order:
+        of = facts[name]
+        end = offset + of.bytes
+        header[name] = {"dtype": _DTYPE_NAMES[of.dtype], "shape": list(of.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with _HashingFile(path) as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in order:
+            tensor = tensor_of(name)
+            assert TensorFacts(tensor.dtype, tuple(tensor.shape)) == facts[name], name
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            if flat.numel():
+                file.write(flat.view(torch.uint8).numpy().data)
+        return file.finish()
+
+
+def read_json(path: Path, *, as_written: bool = False, largest: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file of at most 64 levels; NaN and infinity are refused.
+
+    Args:
+        path: the file.
+        as_written: insist on the very bytes that `write_json` writes, so that no changed bit goes unnoticed.
+        largest: bytes that it may have.
+
+    Raises:
+        DamagedFileError: missing, not a regular file, too large, not JSON, or not as written.
+    """
+    with _open_regular(path) as file:
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise DamagedFileError(f"{path.name} is larger than {largest >> 20} MiB")
+    try:
+        document = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{path.name} is not JSON: {_one_line(error)}") from None
+    if _depth_exceeds(document, MAX_JSON_DEPTH):
+        raise DamagedFileError(f"{path.name} is nested deeper than {MAX_JSON_DEPTH} levels")
+    if as_written and _encode(document) != data:
+        raise DamagedFileError(f"{path.name} was changed after it was written")
+    return document
+
+
+def check_file(path: Path, record: FileRecord) -> None:
+    """Compare a file with its recorded size and hash.
+
+    Raises:
+        DamagedFileError: missing, not a regular file, or different.
+    """
+    with _open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != record.size:
+            raise DamagedFileError(f"{path.name} has {size:,} bytes instead of {record.size:,}")
+        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+            raise DamagedFileError(f"{path.name} does not have the SHA-256 that was recorded when it was written")
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for reading by name; the library checks that its header fits its data.
+
+    Raises:
+        DamagedFileError: missing, not a regular file, or not a safetensors file.
+    """
+    _open_regular(path).close()
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except SafetensorError as error:
+        raise DamagedFileError(f"{path.name} is not a safetensors file: {_one_line(error)}") from None
+
+
+def tensor_dtype_name(tensor: Tensor) -> str:
+    """The name of a tensor's dtype in a safetensors file."""
+    return _DTYPE_NAMES[tensor.dtype]
+
+
+def _open_regular(path: Path) -> Any:
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path.name} is missing") from None
+    except OSError as error:
+        raise DamagedFileError(f"{path.name} cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedFileError(f"{path.name} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _encode(document: Any) -> bytes:
+    return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not allowed")
+
+
+def _depth_exceeds(document: Any, limit: int) -> bool:
+    level = [document]
+    for _ in range(limit):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
