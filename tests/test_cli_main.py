@@ -192,7 +192,7 @@ def test_a_bug_leaves_a_file_and_one_line(capsys: Captured, tmp_path: Path, monk
     (file,) = tmp_path.glob("stoker-crash-*.txt")
     err = capsys.readouterr().err
     assert err.splitlines() == [
-        f"stoker stopped on an error of its own: RuntimeError: broken in two lines; the traceback is in {file.name}"
+        f"internal error in stoker: RuntimeError: broken in two lines; the traceback is in {file.name}"
     ]
     assert "Traceback" in file.read_text()
     assert "stoker config model=x" in file.read_text()

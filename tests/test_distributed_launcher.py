@@ -202,7 +202,7 @@ def test_a_killed_rank_ends_the_run(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("act", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_ends_the_run(tmp_path, act, rank, layout):
-    words = "was killed by SIGKILL" if act is signal.SIGKILL else "was stopped (SIGSTOP) and did not answer"
+    words = "was killed by SIGKILL" if act is signal.SIGKILL else "was stopped (SIGSTOP) and did not respond"
     check_lost(job(tmp_path, **layout, model__data__num_workers=2), rank, act, words)
 
 
@@ -211,7 +211,7 @@ def test_a_stopped_rank_of_a_hybrid_layout_ends_the_run(tmp_path):
     """There every rank waits in a group of some of the ranks."""
     keys = {"trainer__devices": 4, "model__fsdp_sharding_strategy": "hybrid", "model__fsdp_shard_size": 2}
     run = job(tmp_path, model__fsdp=True, **keys)
-    check_lost(run, 1, signal.SIGSTOP, "was stopped (SIGSTOP) and did not answer")
+    check_lost(run, 1, signal.SIGSTOP, "was stopped (SIGSTOP) and did not respond")
 
 
 @pytest.mark.full
@@ -618,7 +618,7 @@ def test_a_supervised_run_goes_on_after_a_killed_rank(tmp_path, launched, rank):
         run.until_step(6)
         os.kill(run.ranks()[rank], signal.SIGKILL)
         assert run.end(90) == 0, run.error
-        assert "starting again from the newest checkpoint" in run.error, "it was too late to kill it"
+        assert "restarting from the newest checkpoint" in run.error, "it was too late to kill it"
         assert hashes(run.run, 12) == launched
 
 
@@ -631,4 +631,4 @@ def test_a_supervised_run_that_is_told_to_stop_is_not_started_again(tmp_path):
         time.sleep(0.5)
         os.kill(run.ranks()[1], signal.SIGKILL)
         assert run.end() == 143, run.error
-        assert "starting again" not in run.error
+        assert "restarting" not in run.error

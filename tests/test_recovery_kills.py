@@ -113,5 +113,5 @@ def test_a_run_that_is_killed_starts_again_by_itself(tmp_path):
         code, error = command.ended()
     assert code == 0, error
     assert error.count("was killed by SIGKILL") == 2
-    assert error.count("starting again from the newest checkpoint") == 2
+    assert error.count("restarting from the newest checkpoint") == 2
     assert_equal_runs(directory, peaceful_run(tmp_path, 2))

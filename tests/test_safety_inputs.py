@@ -88,7 +88,7 @@ def refused(place: Place, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
             code = main([str(argument) for argument in arguments])
         told = capsys.readouterr().err
         assert code == EXIT_BAD_INPUT, told
-        assert "stopped on an error of its own" not in told
+        assert "internal error in stoker" not in told
         assert "Traceback" not in told
         assert "Re-running" not in told, "torch's advice is to trust the file"
         assert 1 <= len(told.splitlines()) <= LONGEST, told
@@ -180,11 +180,11 @@ def _code_beside(place: Place) -> None:
 WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
     "pickle_in_bin": (
         lambda place: _torch_file(place, {"model.norm.weight": Payload(place.marker)}),
-        "torch reads no tensors from it (UnpicklingError: ",
+        "torch cannot load tensors from it (UnpicklingError: ",
     ),
     "pickle_in_old_bin": (
         lambda place: _torch_file(place, {"model.norm.weight": Payload(place.marker)}, legacy=True),
-        "torch reads no tensors from it (UnpicklingError: ",
+        "torch cannot load tensors from it (UnpicklingError: ",
     ),
     "pickle_in_safetensors": (
         lambda place: (place.folder / "model.safetensors").write_bytes(pickle.dumps(Payload(place.marker))),
@@ -224,7 +224,7 @@ def test_a_gguf_that_claims_more_than_it_has(place: Place, refused: Callable[...
     pytest.importorskip("gguf")
     file = place.folder / "model.gguf"
     file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 62, 1 << 62))
-    assert "is no GGUF file, or damaged" in refused("convert", file, place.target / "converted")
+    assert "is not a GGUF file, or damaged" in refused("convert", file, place.target / "converted")
 
 
 # ---------------------------------------------------------------- adapters in the format of peft

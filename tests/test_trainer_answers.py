@@ -132,7 +132,7 @@ def test_a_prompt_that_a_model_cannot_read_is_told(trained: Path) -> None:
     restored.model.max_positions = (24, None)  # as with learned positions
     generator = Generator.of(restored)
     generator.write([[5] * 24], Limits(2))
-    with pytest.raises(UserError, match="25 tokens with its end, and this T5 reads at most 24"):
+    with pytest.raises(UserError, match="25 tokens including eos, and this T5 supports at most 24"):
         generator.write([[5] * 24, [5] * 25], Limits(2))
 
 

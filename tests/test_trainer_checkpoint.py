@@ -294,8 +294,8 @@ def test_a_checkpoint_is_found_by_run_directory_checkpoints_or_step(tmp_path):
         find_checkpoint(tmp_path / "nowhere")
     for file, said in (
         (None, "give a run directory"),
-        ("model.safetensors", r"a model of Hugging Face's; make a checkpoint of it: stoker convert"),
-        ("adapter_config.json", r"an adapter in peft's format; name it in model\.peft\.restore_from_path"),
+        ("model.safetensors", r"a Hugging Face model; convert it to a checkpoint: stoker convert"),
+        ("adapter_config.json", r"an adapter in peft format; set model\.peft\.restore_from_path to it"),
     ):
         other = tmp_path / f"other-{file}"
         other.mkdir()

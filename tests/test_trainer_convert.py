@@ -165,7 +165,7 @@ def test_weights_that_have_no_place_are_told(tmp_path: Path, capsys: pytest.Capt
     folder = save(random_model("bert"), tmp_path / "bert")
     change_tensors(folder, lambda tensors: tensors.update({"bert.pooler.dense.bias": torch.zeros(36)}))
     convert(folder, tmp_path / "ours", *BYTES)
-    assert "left out, for this model has no place for them: bert.pooler.dense.bias" in capsys.readouterr().out
+    assert "skipped weights that stoker does not support: bert.pooler.dense.bias" in capsys.readouterr().out
 
 
 def test_other_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +207,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture
     other.mkdir()
     (other / "tokenizer.json").write_text((theirs / "tokenizer.json").read_text().replace('"</s>"', '"</t>"'))
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "x"), "--tokenizer", str(other)]) == EXIT_BAD_INPUT
-    assert "makes other tokens than the tokenizer of the checkpoint" in capsys.readouterr().err
+    assert "differs from the tokenizer of the checkpoint" in capsys.readouterr().err
 
     # Where the files are gone, they are written from what the checkpoint knows.
     (tmp_path / "ours" / "tokenizer" / "tokenizer.json").unlink()
@@ -267,8 +267,8 @@ def test_a_folder_is_asked_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "bare" / name).write_bytes((theirs / name).read_bytes())
     for words, says in (
-        ([], "no model is named; give its folder: DIR, or --checkpoint DIR"),
-        ([str(ours), "--checkpoint", str(theirs)], f"{ours} and --checkpoint {theirs} both name the model"),
+        ([], "no model is given; pass its folder as DIR or --checkpoint DIR"),
+        ([str(ours), "--checkpoint", str(theirs)], f"{ours} and --checkpoint {theirs} both give the model"),
         ([str(theirs), "--ema"], f"--ema: {theirs} is a model of Hugging Face's, which holds no moving average"),
         ([str(theirs), "--base", "x"], f"--base x: {theirs} holds a whole model; leave --base out"),
         ([str(ours), "--base", "x"], "step-0 holds a whole model; leave --base out"),
@@ -303,7 +303,9 @@ def test_no_run_goes_on_from_a_converted_model(tmp_path: Path) -> None:
     convert(save(random_model("gpt2"), tmp_path / "theirs"), tmp_path / "ours", *BYTES)
     path = tmp_path / "ours" / "checkpoints" / "step-0"
     assert open_checkpoint(path, with_optimizer=False).state.data_fingerprint == ""
-    with pytest.raises(DamagedFileError, match=r"converted model alone; use model\.restore_from_path"):
+    with pytest.raises(
+        DamagedFileError, match=r"converted model without optimizer state; use model\.restore_from_path"
+    ):
         open_checkpoint(path)
 
 
@@ -311,7 +313,7 @@ def test_a_model_that_none_of_theirs_holds(tmp_path: Path, capsys: pytest.Captur
     convert(save(random_model("llama"), tmp_path / "theirs"), tmp_path / "ours", *BYTES)
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "x"), "--model-type", "qwen3"]) == EXIT_BAD_INPUT
     told = capsys.readouterr().err
-    assert "against Qwen3ForCausalLM" in told
+    assert "problems with Qwen3ForCausalLM" in told
     assert "stack.attention.qk_norm is false, which would become true" in told
     convert(tmp_path / "ours", tmp_path / "mistral", "--model-type", "mistral")
     assert json.loads((tmp_path / "mistral" / "config.json").read_text())["sliding_window"] is None

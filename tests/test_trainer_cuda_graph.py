@@ -236,7 +236,7 @@ def test_gpu_what_waits_for_the_device_is_one_clear_error():
         return fields["x"] * weight.item()
 
     fields, one = {"x": torch.ones(3, device="cuda")}, torch.ones((), device="cuda")
-    with pytest.raises(UserError, match="cannot be recorded"):
+    with pytest.raises(UserError, match="cannot be captured"):
         record(waits, fields, one, [weight])
     assert (torch.ones(2, device="cuda") + 1).sum() == 4  # the device goes on
 

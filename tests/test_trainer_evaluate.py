@@ -300,7 +300,7 @@ def test_empty_split_of_sets_names_the_set_that_it_lacks(tmp_path: Path, text: P
             writer.finish()
     prefixes = {"train": [str(tmp_path / "a")], "validation": [str(tmp_path / "b")]}
     run, _ = _write_run(tmp_path / "run", text, data={"data_impl": "mmap", "data_prefix": prefixes})
-    with pytest.raises(UserError, match=r"names no set for it \(data_prefix\.test\)") as caught:
+    with pytest.raises(UserError, match=r"has no dataset for it \(data_prefix\.test\)") as caught:
         _run(evaluate_command, "--checkpoint", str(run), "--split", "test", "--device", "cpu")
     assert "splits_string" not in str(caught.value)
 

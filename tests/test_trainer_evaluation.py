@@ -69,7 +69,7 @@ class AllIgnored(MockSamples):
 
 def test_data_without_a_label_that_counts_are_refused() -> None:
     samples = AllIgnored(7, 5, seed=0, samples=10)
-    with pytest.raises(UserError, match="not one token of 8 held-out samples counts"):
+    with pytest.raises(UserError, match="all labels of 8 held-out samples are ignored"):
         evaluate(lambda tokens, labels: torch.zeros(()), samples, token_bytes=ONES, batch_size=4, limit_batches=2)
 
 

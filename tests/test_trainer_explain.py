@@ -103,7 +103,7 @@ def test_it_tells_what_computes_the_tokens_after_a_prompt(
     capsys: pytest.CaptureFixture[str], words: list[str], where: set[str], how: str
 ) -> None:
     told = {
-        kind["kind"]: note for kind in explain(capsys, *words)["kinds"] for note in kind["notes"] if "prompts" in note
+        kind["kind"]: note for kind in explain(capsys, *words)["kinds"] for note in kind["notes"] if "prefill" in note
     }
     assert told.keys() == where
     assert all(how in note for note in told.values())

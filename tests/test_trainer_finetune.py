@@ -272,7 +272,7 @@ def test_the_verb(
     assert main.main(["finetune", f"model.restore_from_path={tmp_path}", "peft=lora"]) == EXIT_BAD_INPUT
     assert "give a run directory" in capsys.readouterr().err
     assert main.main(["finetune", "model.restore_from_path=org/name", "peft=lora"]) == EXIT_BAD_INPUT
-    assert "there is no such folder; a model of the hub comes in by `stoker convert" in capsys.readouterr().err
+    assert "there is no such folder; import a Hugging Face hub model with `stoker convert" in capsys.readouterr().err
     assert main.main(["config", "--finetune", f"model.restore_from_path={theirs}", "data=mock"]) == EXIT_DONE
     assert "hidden_size: 36" in capsys.readouterr().out
 
@@ -281,7 +281,7 @@ def test_convert_merges_what_was_trained(ours: Path, tmp_path: Path, capsys: pyt
     adapter = peft_run(ours, tmp_path / "adapter", "lora", trainer__max_steps=2).directory
     merged = tmp_path / "merged"
     assert main.main(["convert", "--merge", "--to", "stoker", str(adapter), str(merged)]) == EXIT_DONE
-    assert f"{merged}: one model of" in capsys.readouterr().out
+    assert " merged into " in capsys.readouterr().out
     whole, with_base = (restore(place, "cpu") for place in (merged, adapter))
     assert whole.state.base is None
     assert whole.config.root.model.restore_from_path is None
@@ -290,7 +290,7 @@ def test_convert_merges_what_was_trained(ours: Path, tmp_path: Path, capsys: pyt
     again = ["convert", "--merge", "--base", str(tmp_path / "nowhere"), str(adapter), str(tmp_path / "other")]
     for arguments, said in (
         (["convert", "--merge", str(ours), str(tmp_path / "x")], "is not an adapter"),
-        (["convert", "--to", "stoker", str(adapter), str(tmp_path / "x")], "of that kind already"),
+        (["convert", "--to", "stoker", str(adapter), str(tmp_path / "x")], "already has that format"),
         (again, "no usable checkpoint"),
     ):
         assert main.main(arguments) == EXIT_BAD_INPUT

@@ -191,7 +191,7 @@ def test_keys_and_values_that_do_not_fit_are_told(window: list[int] | None, monk
     held = [tensor for layer in decoder._cache.layers for tensor in layer[:2]]
     assert need == 3 * (20 if window is None else 8) * 384 == sum(tensor.nbytes for tensor in held)
     monkeypatch.setattr(text_generator, "host_memory", lambda: need - 1)
-    with pytest.raises(UserError, match=r"3 texts of up to 20 tokens need 0.0 GiB"):
+    with pytest.raises(UserError, match=r"3 sequences of up to 20 tokens needs 0.0 GiB"):
         generator(model).write([[5]] * 3, Limits(19))
     monkeypatch.setattr(text_generator, "host_memory", lambda: need)
     generator(model).write([[5]] * 3, Limits(19))
@@ -331,7 +331,7 @@ def test_options_that_would_do_nothing_are_refused(trained: Path, capsys: pytest
     assert generate(trained, "--num-beams", "2", "--temperature", "0.5", "--top-k", "3", "--chat") == 2
     told = capsys.readouterr().err
     assert "--temperature, --top-k" in told
-    assert "--chat answers a user" in told
+    assert "--chat needs a user message" in told
     assert generate(trained, "--length-penalty", "2", "--early-stopping") == 2
     told = capsys.readouterr().err
     assert "--length-penalty has no effect" in told
@@ -352,10 +352,10 @@ def test_a_prompt_longer_than_the_context_is_told(
     assert capsys.readouterr().err == ""
     assert generate(trained, "--prompt", "ab", "--prompt", "a" * 20) == 0
     told = capsys.readouterr().err
-    assert told == "note: prompt 2 has 21 tokens, the model reads 16: the first 5 are left out\n"
+    assert told == "note: prompt 2 has 21 tokens, the context is 16: the first 5 are dropped\n"
     assert generate(trained, "--prompt", "ab", "--prompt", "a" * 15, "--num-beams", "2") == 2
     said = capsys.readouterr()
-    assert "prompt 2 has 16 tokens and fills the 16 that the model reads" in said.err
+    assert "prompt 2 has 16 tokens and fills the context of 16" in said.err
     assert said.out == ""
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "a" * 20}) + "\n")
@@ -385,7 +385,7 @@ def test_a_conversation_goes_through_the_template(
     file.write_text(json.dumps({"messages": messages}) + '\n{"prompt": "hello"}\n')
     assert generate(trained, "--prompts-file", str(file), "--chat") == 0
     said = capsys.readouterr()
-    assert "note: the model has no chat template of its own; ChatML is used" in said.err
+    assert "note: the model has no chat template; using ChatML" in said.err
     rows = [json.loads(line) for line in said.out.splitlines()]
     assert rows[0]["messages"] == messages
     tokenizer = restore(trained, "cpu").tokenizer

@@ -221,7 +221,7 @@ def test_generation_keys_that_do_not_act_are_refused(models: tuple[Path, Path]) 
     from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM
 
     model = StokerLM(models[1], "cpu")
-    with pytest.raises(UserError, match=r"ask for it without a name \(other\)"):
+    with pytest.raises(UserError, match=r"select it without a name \(other\)"):
         model.chat_template("other")
     with pytest.raises(UserError, match="gen_prefix"):
         model.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=False)
@@ -257,7 +257,7 @@ def test_evaluate_runs_tasks(
 def test_options_that_do_not_act_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for options, says in (
         (["--limit-docs", "3", "--num-fewshot", "1"], "--num-fewshot, --limit-docs needs --tasks"),
-        (["--tasks", "a", "--data-path", "b"], "--data-path is about the run's own data"),
+        (["--tasks", "a", "--data-path", "b"], "--data-path applies to the run's own data"),
         (["--tasks", "a", "--tasks-dir", str(tmp_path / "none")], "there is no such folder"),
         (["--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot -1 must be at least 0"),
     ):

@@ -159,9 +159,9 @@ def test_logits_are_made_of_scored_tokens_only(tmp_path: Path, monkeypatch: pyte
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
     _, restored = both("llama", tmp_path)
     for request, says in (
-        (Request([], [3]), "must have a token each"),
-        (Request([3], []), "must have a token each"),
-        (Request([3], [4] * (TOKENS + 1)), f"has {TOKENS + 1} tokens, and the model reads {TOKENS}"),
+        (Request([], [3]), "must have at least one token each"),
+        (Request([3], []), "must have at least one token each"),
+        (Request([3], [4] * (TOKENS + 1)), f"has {TOKENS + 1} tokens, more than the context length {TOKENS}"),
     ):
         with pytest.raises(ValueError, match=says):
             scorer(restored).score([request])

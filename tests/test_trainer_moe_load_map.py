@@ -156,12 +156,12 @@ def test_a_picture_that_fails_is_told_once_and_stops_nothing(tmp_path, monkeypat
     monkeypatch.setattr(LoadMap, "draw", lambda self: 1 / 0)
     load.keep(draw=True, last=True)
     load.keep(draw=True, last=True)
-    assert said == ["warning: no picture of the load of the experts: ZeroDivisionError: division by zero"]
+    assert said == ["warning: the expert load cannot be plotted: ZeroDivisionError: division by zero"]
 
 
 def test_a_full_disk_ends_the_run_with_its_code(tmp_path, monkeypatch):
     load = ExpertLoad({}, ranks=None, load_map=filled(tmp_path / "gone" / "x.json", 3))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="cannot write the load of the experts") as error:
+    with pytest.raises(UserError, match="cannot write the expert load") as error:
         load.keep(draw=False)
     assert error.value.exit_code == EXIT_IO
 

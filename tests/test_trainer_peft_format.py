@@ -174,13 +174,13 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="do not fit a layer of 36 to 60"):
         convert(folder, tmp_path / "ours", base=base)
     save_file({key.replace("q_proj", "x_proj"): tensor for key, tensor in tensors.items()}, file)
-    with pytest.raises(UserError, match="x_proj is no linear layer of a layer of this model"):
+    with pytest.raises(UserError, match="x_proj is not a linear layer of this model"):
         convert(folder, tmp_path / "ours", base=base)
     save_file({**tensors, first: tensors[first].to(torch.int32)}, file)
     with pytest.raises(UserError, match="lora_A"):
         convert(folder, tmp_path / "ours", base=base)
     save_file({}, file)
-    with pytest.raises(UserError, match="any tensor is not there"):
+    with pytest.raises(UserError, match="any tensor is missing"):
         convert(folder, tmp_path / "ours", base=base)
     save_file({key: tensor for key, tensor in tensors.items() if key != first}, file)
     with pytest.raises(UserError, match="lora_A"):
@@ -194,7 +194,7 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path: Path) -> None:
     original = weights.read_bytes()
     save_file({key: tensor + 1 for key, tensor in tensors.items()}, weights)
     for act in (lambda: restore(run, "cpu"), lambda: convert(run, tmp_path / "merged", merge=True)):
-        with pytest.raises(UserError, match=r"the weights in .* are others"):
+        with pytest.raises(UserError, match=r"the weights in .* differ from those"):
             act()
     base.rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="which is not there; put it back, or name the place it has now: --base FOLDER"):

@@ -1,6 +1,6 @@
-"""Early stopping: whether a metric has stopped getting better. Lightning's rules (`EarlyStopping`), without its state.
+"""Early stopping with the rules of Lightning's `EarlyStopping`.
 
-What it remembers is in every checkpoint (`loop_state.Patience`), so a resumed run stops where the unbroken one would.
+Its state is saved in every checkpoint (`loop_state.Patience`), so a resumed run stops at the same step.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from ..checkpoint.loop_state import Patience
 from ..config.schema.exp_manager import EarlyStoppingParams, logged_name
 
 EARLY_STOPPING = "early stopping"
-"""What the reason for which a run has stopped begins with, where it is this one."""
+"""Prefix of the stop reason of a run that was stopped early."""
 
 
 def ways_on(params: EarlyStoppingParams) -> str:
-    """The keys with which a run goes on that was stopped by these, in words."""
+    """Return a phrase listing the overrides that let an early-stopped run continue."""
     block = "exp_manager.early_stopping_callback_params"
     ways = [
         "exp_manager.create_early_stopping_callback=False",
@@ -30,15 +30,15 @@ def ways_on(params: EarlyStoppingParams) -> str:
 
 
 class EarlyStopping:
-    """Checks a metric.
+    """Monitor a metric and decide when to stop.
 
     Args:
-        params: which metric, and when it counts as no better.
-        state: where an earlier process left off.
+        params: metric, mode, patience and thresholds.
+        state: state to resume from.
 
     Attributes:
-        metric: the name the metric is logged under.
-        state: what is remembered.
+        metric: name the metric is logged under.
+        state: current state, saved in checkpoints.
     """
 
     def __init__(self, params: EarlyStoppingParams, state: Patience) -> None:
@@ -47,10 +47,10 @@ class EarlyStopping:
         self.state = state
 
     def check(self, value: float) -> tuple[str | None, str]:
-        """Take a new value of the metric.
+        """Update the state with a new value of the metric.
 
         Returns:
-            Why the run should stop, or None; and a line about this check.
+            The reason to stop, or None; and a log line about this check.
         """
         best, waited = self.state.best, self.state.waited
         if not math.isfinite(value):
@@ -67,7 +67,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """Why a run in this state should stop, or None. A finished run that is started again learns of it at once."""
+        """Reason to stop in this state, or None; a finished run that is started again thus stops immediately."""
         params, state = self._params, self.state
         if state.last is not None:
             stopping, divergence = params.stopping_threshold, params.divergence_threshold

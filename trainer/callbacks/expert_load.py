@@ -1,6 +1,6 @@
-"""How the experts of a model are loaded, for the logs: what the layers counted since the last report.
+"""Expert load metrics: statistics accumulated by the MoE layers since the last report.
 
-The layers add up in training alone (`models.moe.layer.MoE.statistics`), so validation does not count.
+The layers accumulate them in training mode only (`models.moe.layer.MoE.statistics`); validation is not included.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from ..loggers.expert_load_map import LoadMap, can_draw, variation
 from ..utils.async_host_copy import LateValues
 from ..utils.errors import EXIT_IO, UserError
 
-_PART_FOR_PICTURES = 0.02
-"""Of the time of a run: a picture takes a second."""
+_MAX_PLOT_FRACTION = 0.02
+"""Maximum fraction of the run time spent on plotting; one plot takes a second."""
 _NAME = re.compile(r"(?P<stack>\w+)\.layers\.(?P<number>\d+)\.mlp")
 
 Sums = tuple[tuple[float, ...], ...]
-"""For each layer what `MoE.statistics` holds, added up over reports and ranks."""
+"""`MoE.statistics` of each layer, summed over reports and ranks."""
 
 
 class ExpertLoad:
-    """Reads the counters of all layers at the reports of a run.
+    """Collect the statistics of all MoE layers for the reports of a run.
 
     Args:
-        layers: the layers with experts by name (`decoder.layers.3.mlp`).
-        ranks: the processes of the run, which report together.
-        per_layer: names of the layers whose own figures are logged too.
-        load_map: where the load is kept, of the process that writes for all.
-        state: `sums` of an earlier process, to go on from.
-        say: takes a line for the user.
+        layers: MoE layers by name (`decoder.layers.3.mlp`).
+        ranks: ranks of the run; the statistics are summed over them.
+        per_layer: names of the layers with per-layer metrics.
+        load_map: load history file, on rank 0 only.
+        state: `sums` to resume from.
+        say: prints a message.
 
     Attributes:
-        sums: what was counted since the last regular report; empty right after one. Part of every checkpoint, so that
-            a resumed run reports, but for rounding, what the unbroken one does.
+        sums: statistics since the last regular report; empty right after one. Saved in every checkpoint, so that a
+            resumed run reports the same values up to rounding.
     """
 
     def __init__(
@@ -65,66 +65,66 @@ class ExpertLoad:
         self._experts = [len(layer.router.weight) for layer in layers.values()]
         self._load_map = load_map
         self._say = say
-        self._draws = load_map is not None and can_draw()
-        self._next_picture = 0.0
+        self._can_plot = load_map is not None and can_draw()
+        self._next_plot = 0.0
         self._logged = {index: _label(name, layers) for index, name in enumerate(layers) if name in per_layer}
         sizes = [experts + len(SUMS) for experts in self._experts]
         self.sums: Sums = state if [len(sums) for sums in state] == sizes else ()
 
     def take(self, step: int, *, restart: bool) -> Callable[[], dict[str, float]]:
-        """Send what was counted to the host and begin to count anew, without a wait for the device.
+        """Start an asynchronous copy of the statistics to the host and reset them.
 
         Args:
             step: completed steps.
-            restart: this is a regular report: begin a new mean.
+            restart: this is a regular report: start new averages.
 
         Returns:
-            What waits for it and gives the figures since the last regular report; to be called once, before the next
-            call of this.
+            A function that waits for the copy and returns the metrics since the last regular report; call it exactly
+            once, before the next `take`.
         """
         counted = self._send()
         return lambda: self._add(counted.get(), step, restart=restart)
 
     def keep(self, *, draw: bool, last: bool = False) -> None:
-        """Write the load over all steps to its files.
+        """Write the load history file and plot.
 
         Args:
-            draw: the picture too, where it can be had; not so often that it takes more than `_PART_FOR_PICTURES`.
-            last: nothing comes after this: draw in any case.
+            draw: update the plot too, if matplotlib is installed, within the time limit `_MAX_PLOT_FRACTION`.
+            last: final call: plot regardless of the time limit.
 
         Raises:
-            UserError: the disk is full or not ours (exit code 74).
+            UserError: disk full or no permission (exit code 74).
         """
         if self._load_map is None:
             return
         try:
             self._load_map.write()
             begin = time.monotonic()
-            if draw and self._draws and (last or begin >= self._next_picture):
+            if draw and self._can_plot and (last or begin >= self._next_plot):
                 self._load_map.draw()
-                self._next_picture = begin + (time.monotonic() - begin) / _PART_FOR_PICTURES
+                self._next_plot = begin + (time.monotonic() - begin) / _MAX_PLOT_FRACTION
         except OSError as error:
             where = f"{error.filename or ''} {error.strerror or error}".strip()
-            raise UserError(f"cannot write the load of the experts: {where}", EXIT_IO) from error
-        except Exception as error:  # of another package, for a picture: a run is worth more
-            self._draws = False
-            self._say(f"warning: no picture of the load of the experts: {type(error).__name__}: {error}")
+            raise UserError(f"cannot write the expert load: {where}", EXIT_IO) from error
+        except Exception as error:  # an error of the plotting library must not end the run
+            self._can_plot = False
+            self._say(f"warning: the expert load cannot be plotted: {type(error).__name__}: {error}")
 
     @torch.no_grad()
     def _send(self) -> LateValues:
-        """What all ranks have counted since the last call, one layer after the other: one message and one copy."""
+        """Start copying the concatenated statistics of all layers, summed over ranks; one all-reduce and one copy."""
         statistics = [layer.statistics for layer in self._layers.values()]
-        together = torch.cat(statistics)
-        if together.device.type != "mps":
-            together = together.double()  # counts of all ranks may be beyond the integers of fp32
-        counted = LateValues(self._ranks.sum_(together))
+        merged = torch.cat(statistics)
+        if merged.device.type != "mps":
+            merged = merged.double()  # counts summed over ranks may exceed the exact integers of fp32
+        counted = LateValues(self._ranks.sum_(merged))
         torch._foreach_zero_(statistics)  # pyright: ignore[reportPrivateImportUsage]
         return counted
 
     def _add(self, counted: Tensor, step: int, *, restart: bool) -> dict[str, float]:
-        """Add up what was counted, and give the figures of all.
+        """Accumulate statistics and return the metrics.
 
-        The sums of a layer that are not all finite, of a step that was skipped for it, are left out.
+        Non-finite statistics of a layer, from a step that was skipped because of them, are dropped.
         """
         values = counted.split([experts + len(SUMS) for experts in self._experts])
         fresh = tuple(tuple(layer.tolist()) if layer.isfinite().all() else (0.0,) * len(layer) for layer in values)
@@ -140,7 +140,7 @@ class ExpertLoad:
         layers = {
             index: _figures_of(np.array(sums[:experts]), dict(zip(SUMS, sums[experts:], strict=True)))
             for index, (sums, experts) in enumerate(zip(total, self._experts, strict=True))
-            if any(sums[:experts])  # else nothing but padding came by, or nothing at all
+            if any(sums[:experts])  # otherwise the layer saw only padding, or nothing
         }
         if not layers:
             return {}
@@ -161,11 +161,11 @@ class ExpertLoad:
 
 
 def _figures_of(tokens: np.ndarray, sums: Mapping[str, float]) -> dict[str, float]:
-    """The figures of a layer.
+    """Return the metrics of a layer.
 
     Args:
-        tokens: that chose each expert, before any capacity.
-        sums: the other sums, by name.
+        tokens: [E], tokens routed to each expert, before the capacity limit.
+        sums: other statistics, by name.
     """
     calls = sums["calls"]
     shares = tokens / tokens.sum()
@@ -182,7 +182,7 @@ def _figures_of(tokens: np.ndarray, sums: Mapping[str, float]) -> dict[str, floa
 
 
 def _label(name: str, layers: Collection[str]) -> str:
-    """The end of the name of a figure, as Megatron's tracker has it: `_layer_3`; with two stacks `_encoder_layer_3`."""
+    """Return the suffix of per-layer metric names, as in Megatron: `_layer_3`; with two stacks `_encoder_layer_3`."""
     match = _NAME.fullmatch(name)
     assert match is not None
     several = len({other.partition(".")[0] for other in layers}) > 1
@@ -199,16 +199,16 @@ def build_expert_load(
     state: Sums,
     say: Callable[[str], None],
 ) -> ExpertLoad | None:
-    """What reports the load of a model's experts, or None for one without experts.
+    """Build the `ExpertLoad` of a model, or None without MoE layers.
 
     Args:
         root: the configuration.
         model: the model.
-        directory: of the run.
-        ranks: the processes of the run.
-        resumed_at: the step the run goes on from.
-        state: `ExpertLoad.sums` there.
-        say: takes a line for the user.
+        directory: run directory.
+        ranks: ranks of the run.
+        resumed_at: step the run resumes from.
+        state: `ExpertLoad.sums` at that step.
+        say: prints a message.
     """
     layers = moe_layers(model)
     if not layers:
@@ -218,6 +218,6 @@ def build_expert_load(
         experts = {name: len(layer.router.weight) for name, layer in layers.items()}
         load_map = LoadMap(directory / "expert_load.json", experts, resumed_at=resumed_at)
         if not can_draw():
-            say("expert_load.json will hold the load of the experts; its picture needs pip install 'stoker[plots]'")
+            say("expert_load.json will hold the expert load; to plot it, pip install 'stoker[plots]'")
     per_layer = {name for name in layers if stack_keys_of(root.model, name).moe_per_layer_logging}
     return ExpertLoad(layers, ranks=ranks, per_layer=per_layer, load_map=load_map, state=state, say=say)

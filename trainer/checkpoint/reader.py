@@ -1,21 +1,21 @@
-"""Checkpoints: a directory `step-N` of safetensors and JSON that is there completely or not at all.
+"""Checkpoints: atomic `step-N` directories of safetensors and JSON files.
 
     step-1000/
-        model.safetensors      the parameters and the biases of experts, by name
-        adapter.safetensors    instead, where the model is frozen: the parameters that are trained; `base` in
-                               state.json says which weights they belong to
-        optimizer.safetensors  parameter name + .main (fp32 main weight) and the optimizer's own, as .exp_avg; a
-                               converted model has none, and no run goes on from it
-        ema.safetensors        the moving average of the weights, where there is one
+        model.safetensors      parameters and expert biases, by name
+        adapter.safetensors    for PEFT, instead of model.safetensors: the trainable parameters; `base` in state.json
+                               identifies the base weights
+        optimizer.safetensors  parameter name + .main (fp32 main weight) and optimizer state, as .exp_avg; absent from
+                               converted models, which cannot be resumed
+        ema.safetensors        exponential moving average of the weights, if enabled
         state.json             step, consumed samples, seed, data fingerprint, validation loss, versions
         config.json            the configuration document
         tokenizer.json         the tokenizer document
-        manifest.json          size and SHA-256 of every other file
+        manifest.json          size and SHA-256 of all other files
 
-Several ranks write a file each (`tensor_files`); they load on any other number of ranks.
+Each rank writes its own tensor file (`tensor_files`); a checkpoint loads on any number of ranks.
 
-Reading starts at the manifest: a checkpoint is valid when every file has the recorded size and hash.
-`checkpoint_writing.py` writes them and deletes those that are not kept.
+A checkpoint is valid if every file has the size and hash recorded in the manifest. `checkpoint_writing.py` writes
+checkpoints and applies retention.
 """
 
 from __future__ import annotations
@@ -52,66 +52,66 @@ _NAME = re.compile(r"step-(\d{1,15})")
 
 
 class BaseRecord(Block):
-    """The frozen weights that an adapter belongs to."""
+    """Identity of the base weights of an adapter."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Where they were: a checkpoint, or a folder of Hugging Face's."""
+    """Path at training time: a checkpoint or a Hugging Face model folder."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of the names and hashes of their files; see `base_weights.digest_of`."""
+    """Digest of the names and hashes of the weight files; see `base_weights.digest_of`."""
 
 
 class RunState(Block):
-    """What `state.json` holds: where a run stands, and what must be the same for it to go on exactly."""
+    """Content of `state.json`: training progress, and the settings that must match for an exact resume."""
 
     step: int = Field(ge=0)
     """Completed optimizer steps."""
     updates: Annotated[int, Field(ge=0)] | None = None
-    """Those of them that changed the weights; None in a checkpoint of a version that counted the others too."""
+    """Steps that were not skipped; None in checkpoints of versions that counted skipped steps too."""
     consumed_samples: int = Field(ge=0)
-    """Samples trained on; the position in the data."""
+    """Samples consumed so far; the position in the training data."""
     val_loss: float | None = None
-    """Validation loss at this step, in nats per token; None where it was not measured."""
+    """Validation loss at this step, in nats per token; None if not measured."""
     metrics: dict[str, float] = Field(default={})
-    """The other figures of this step that can rank checkpoints, by the names that `monitor` takes."""
+    """Other metrics of this step that `monitor` can rank checkpoints by."""
     loop: LoopState = LoopState.model_validate({})
-    """What the loop remembers besides."""
+    """State of the training loop and its callbacks."""
     seed: int
     """`model.seed`."""
     global_batch_size: int
     """Samples per step."""
     micro_batch_size: int
-    """Samples per forward pass; dropout masks depend on it."""
+    """Samples per forward pass; it affects dropout masks."""
     sequence_length: int
-    """Tokens per sample, of the encoder in a T5."""
+    """Tokens per sample; encoder tokens for T5."""
     decoder_length: int = 0
-    """Tokens of a T5's decoder per sample."""
+    """Decoder tokens per sample for T5."""
     precision: str
-    """The precision plan, in words."""
+    """Name of the precision plan."""
     optimizer: dict[str, str | int | float | None]
-    """Settings of optimizer and schedule."""
+    """Optimizer and LR schedule settings."""
     data_fingerprint: str
-    """Identity of the training data; empty where nobody knows, in a converted model."""
+    """Fingerprint of the training data; empty in a converted model, where it is unknown."""
     data_keys: dict[str, bool | int | float | str | None] = Field(default={})
-    """Keys of `model.data` that say how samples are made of them; empty in a checkpoint of a version without."""
+    """Keys of `model.data` that define how samples are built; empty in checkpoints of older versions."""
     base: BaseRecord | None = None
-    """What an adapter was trained on top of; None in a checkpoint of a whole model, and where that was random."""
+    """Base weights of an adapter; None for a whole model, or if the base was randomly initialized."""
     versions: dict[str, str]
-    """Versions of what computes: stoker, torch, Python."""
+    """Versions of stoker, torch and Python."""
 
 
 class MisfitError(UserError):
-    """The tensors of a checkpoint do not fit what they are loaded into; its lines list what differs."""
+    """Checkpoint tensors do not match the model or optimizer; the lines list the differences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint directory whose files were verified by `open_checkpoint`.
+    """A checkpoint directory verified by `open_checkpoint`.
 
     Attributes:
-        path: the directory.
-        state: where the run stood.
-        files: names of its files.
-        is_averaged: whether its weights are the moving average of those that were trained, see `averaged`.
+        path: checkpoint directory.
+        state: content of `state.json`.
+        files: names of the files listed in the manifest.
+        is_averaged: load the moving average of the weights instead of the weights, see `averaged`.
     """
 
     path: Path
@@ -121,22 +121,22 @@ class Checkpoint:
 
     @property
     def config_document(self) -> dict[str, Any]:
-        """The configuration document of the run that wrote it."""
+        """Configuration document of the run that wrote the checkpoint."""
         return _object(self.path / CONFIG)
 
     @property
     def tokenizer_document(self) -> dict[str, Any]:
-        """The document its tokens are rebuilt from: equal documents make equal tokens."""
+        """Tokenizer document without the chat template: equal documents encode text identically."""
         return {name: value for name, value in self.saved_tokenizer.items() if name != "chat"}
 
     @property
     def saved_tokenizer(self) -> dict[str, Any]:
-        """The document its tokenizer is rebuilt from, with the chat template that came along."""
+        """Tokenizer document, including the chat template."""
         return _object(self.path / TOKENIZER)
 
     @property
     def has_average(self) -> bool:
-        """Whether it holds a moving average of the weights."""
+        """True if the checkpoint holds a moving average of the weights."""
         return bool(files_of(AVERAGE, self.files))
 
     @property
@@ -145,52 +145,52 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The files of the weights, by rank."""
+        """Model weight files, by rank."""
         return [self.path / name for name in files_of(WEIGHTS, self.files)]
 
     @property
     def adapter_files(self) -> list[Path]:
-        """The files of what was trained beside frozen weights, by rank."""
+        """Adapter files, by rank."""
         return [self.path / name for name in files_of(ADAPTER, self.files)]
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it holds what was trained beside frozen weights, and not these."""
+        """True if the checkpoint holds an adapter without its base weights."""
         return bool(files_of(ADAPTER, self.files))
 
     def averaged(self) -> Checkpoint:
-        """The same checkpoint with the moving average for its weights; what was not trained stays.
+        """Return this checkpoint with the weights replaced by their moving average; untrained weights are unchanged.
 
         Raises:
-            UserError: it holds none.
+            UserError: the checkpoint has no moving average.
         """
         if not self.has_average:
             raise UserError(
-                f"--ema: checkpoint {self.path} holds no moving average of its weights; a run that is trained with "
-                "exp_manager.ema.enable=True has one"
+                f"--ema: checkpoint {self.path} holds no moving average of its weights; "
+                "train with exp_manager.ema.enable=True to save one"
             )
         return replace(self, is_averaged=True)
 
     @contextmanager
     def open_weights(self) -> Iterator[WholeTensors | Overlaid]:
-        """Open the weights, or what was trained beside frozen ones, to read whole tensors one at a time.
+        """Open the weights (for PEFT, the adapter) to read unsharded tensors one at a time.
 
         Raises:
-            DamagedFileError: not safetensors files, or of a dtype that no checkpoint has.
+            DamagedFileError: not safetensors files, or an unsupported dtype.
         """
         with ExitStack() as stack:
-            held = stack.enter_context(open_whole(self.adapter_files if self.is_adapter else self.weight_files))
+            weights = stack.enter_context(open_whole(self.adapter_files if self.is_adapter else self.weight_files))
             if not self.is_averaged:
-                yield held
+                yield weights
             else:
-                yield Overlaid(held, stack.enter_context(open_whole(self._average_files)))
+                yield Overlaid(weights, stack.enter_context(open_whole(self._average_files)))
 
     def load_weights(self, model: nn.Module, *, cast: bool = False) -> None:
-        """Copy the weights into a model of the same geometry.
+        """Load the weights into a model of the same geometry, in place.
 
         Args:
-            model: its `base_of`, or with an adapter its `trained_of`, are filled in place; they may be DTensors.
-            cast: accept other dtypes than the model's, and convert.
+            model: its `base_of` (for an adapter, `trained_of`) tensors are filled; DTensors are supported.
+            cast: convert dtypes that differ from the model's instead of raising.
 
         Raises:
             MisfitError: the weights do not fit the model.
@@ -203,19 +203,19 @@ class Checkpoint:
             self._fill(AVERAGE, {name: pieces[name] for name in self._averaged_names() if name in pieces}, cast=cast)
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
-        """Copy main weights and state into an optimizer over a model with the same parameters.
+        """Load main weights and state into an optimizer of a model with the same parameters.
 
         Raises:
-            UserError: the tensors do not fit the optimizer; lists what differs.
+            UserError: the tensors do not match the optimizer; lists the differences.
         """
         self._fill(OPTIMIZER, optimizer.pieces())
         optimizer.step_count = self.state.step if self.state.updates is None else self.state.updates
 
     def load_average(self, average: Mapping[str, Piece]) -> None:
-        """Copy the moving average of the weights.
+        """Load the moving average of the weights.
 
         Raises:
-            UserError: it does not fit; lists what differs.
+            UserError: the tensors do not match; lists the differences.
         """
         self._fill(AVERAGE, average)
 
@@ -244,28 +244,28 @@ class Checkpoint:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model, by name: its parameters, and the biases on the choice of experts.
+    """Return the tensors of a model that a checkpoint stores, by name: parameters and expert biases.
 
-    Such a bias follows no gradient (`expert_balance`), so it is none of the optimizer's.
+    An expert bias has no gradient (`expert_balance`), so it is a buffer and not a parameter of the optimizer.
     """
     biases = {f"{name}.expert_bias": layer.expert_bias for name, layer in moe_layers(model).items()}
     return dict(model.named_parameters()) | {name: bias for name, bias in biases.items() if bias is not None}
 
 
 def base_of(model: nn.Module) -> dict[str, Tensor]:
-    """Those of `weights_of` that the model has without what fine-tuning added."""
+    """Return `weights_of` without the parameters that PEFT added."""
     added = set(added_parameters(model))
     return {name: tensor for name, tensor in weights_of(model).items() if name not in added}
 
 
 def trained_of(model: nn.Module) -> dict[str, Tensor]:
-    """Those of `weights_of` that training changes: the parameters that are trained, and the biases that move."""
+    """Return the trainable part of `weights_of`: trainable parameters and the expert biases that are updated."""
     biases = {f"{name}.expert_bias": layer.expert_bias for name, layer in moe_layers(model).items() if layer.moves_bias}
     return dict(trained_parameters(model)) | {name: bias for name, bias in biases.items() if bias is not None}
 
 
 def saved_of(model: nn.Module) -> tuple[str, dict[str, Tensor]]:
-    """The kind of file that holds a model, and its tensors: of a frozen one what is trained beside it."""
+    """Return (file kind, tensors by name) to save for a model; for PEFT only the trainable parameters."""
     if all(parameter.requires_grad for parameter in model.parameters()):
         return WEIGHTS, weights_of(model)
     return ADAPTER, trained_of(model)
@@ -276,24 +276,23 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
 
     Args:
         path: a directory `step-N`.
-        with_optimizer: it must be there; verify the optimizer's file too, the largest. False where it is not going to
-            be read.
-        verify: compare hashes; False where another rank has done so.
+        with_optimizer: require optimizer state and verify its files too, the largest ones; False if they are not read.
+        verify: compare hashes; False if another rank has done so.
 
     Raises:
-        DamagedFileError: a file is missing, changed or not what it should be.
+        DamagedFileError: a file is missing, modified or malformed.
     """
     if not path.is_dir():
         raise DamagedFileError(f"{path} is not a directory")
     records = read_manifest(path)
     if with_optimizer and not files_of(OPTIMIZER, records):
-        raise DamagedFileError("it holds the weights of a converted model alone; use model.restore_from_path")
-    unread = () if with_optimizer else files_of(OPTIMIZER, records)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
+        raise DamagedFileError("it holds a converted model without optimizer state; use model.restore_from_path")
+    skipped = () if with_optimizer else files_of(OPTIMIZER, records)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         checks = [
             pool.submit(check_file, path / name, record)
             for name, record in records.items()
-            if verify and name not in unread
+            if verify and name not in skipped
         ]
     for check in checks:
         check.result()
@@ -310,46 +309,46 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
 def newest_checkpoint(
     directory: Path, *, with_optimizer: bool = True, verify: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The valid checkpoint with the most steps in a directory, and one line for each damaged one passed over."""
-    complaints: list[str] = []
+    """Return the newest valid checkpoint in a directory, and one message for each damaged one that was skipped."""
+    warnings: list[str] = []
     for path in reversed(checkpoint_paths(directory)):
         try:
-            return open_checkpoint(path, with_optimizer=with_optimizer, verify=verify), complaints
+            return open_checkpoint(path, with_optimizer=with_optimizer, verify=verify), warnings
         except DamagedFileError as error:
-            complaints.append(f"{path} is damaged ({error}); using the one before it")
-    return None, complaints
+            warnings.append(f"{path} is damaged ({error}); using the one before it")
+    return None, warnings
 
 
 def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = True) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint a user means by a path: a `step-N` directory, a directory of them, or a run directory.
+    """Find the checkpoint at a path: a `step-N` directory, a directory of them, or a run directory.
 
     Args:
-        path: what the user names.
-        with_optimizer: and `verify`: as in `open_checkpoint`.
-        verify: see there.
+        path: path given by the user.
+        with_optimizer: as in `open_checkpoint`.
+        verify: as in `open_checkpoint`.
 
     Returns:
-        The checkpoint and one line for each damaged one that was passed over.
+        The checkpoint, and one message for each damaged one that was skipped.
 
     Raises:
-        UserError: there is none, or the one that was named is damaged.
+        UserError: there is none, or the `step-N` directory given is damaged.
     """
     if _NAME.fullmatch(path.name) or (path / MANIFEST).exists():
         try:
             return open_checkpoint(path, with_optimizer=with_optimizer, verify=verify), []
         except DamagedFileError as error:
             raise UserError(f"checkpoint {path} cannot be used: {error}") from None
-    complaints: list[str] = []
+    warnings: list[str] = []
     for directory in (path, path / "checkpoints"):
         checkpoint, found = newest_checkpoint(directory, with_optimizer=with_optimizer, verify=verify)
-        complaints += found
+        warnings += found
         if checkpoint is not None:
-            return checkpoint, complaints
-    raise UserError([f"no usable checkpoint in {path}: {_cure(path)}", *complaints])
+            return checkpoint, warnings
+    raise UserError([f"no usable checkpoint in {path}: {_hint(path)}", *warnings])
 
 
-def _cure(path: Path) -> str:
-    """What to do where a path holds no checkpoint."""
+def _hint(path: Path) -> str:
+    """Return the hint to show for a path that holds no checkpoint."""
     from ..conversion.from_peft import is_peft_folder
     from ..conversion.pretrained import is_foreign  # both import this module
 
@@ -357,16 +356,16 @@ def _cure(path: Path) -> str:
         return "there is no such folder"
     if is_peft_folder(path):
         return (
-            "it is an adapter in peft's format; name it in model.peft.restore_from_path, or make a checkpoint of it: "
+            "it is an adapter in peft format; set model.peft.restore_from_path to it, or convert it to a checkpoint: "
             f"stoker convert {path} FOLDER"
         )
     if is_foreign(path):
-        return f"it is a model of Hugging Face's; make a checkpoint of it: stoker convert {path} FOLDER"
+        return f"it is a Hugging Face model; convert it to a checkpoint: stoker convert {path} FOLDER"
     return "give a run directory or a `step-N` directory"
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
-    """The `step-N` directories in a directory, valid or not, by ascending step."""
+    """Return the `step-N` directories in a directory, valid or not, by ascending step."""
     try:
         entries = list(directory.iterdir())
     except OSError:
@@ -376,10 +375,10 @@ def checkpoint_paths(directory: Path) -> list[Path]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
-    """The files of a checkpoint directory and what its manifest says of each.
+    """Return the manifest of a checkpoint directory: file name to size and hash.
 
     Raises:
-        DamagedFileError: the manifest is not what it should be.
+        DamagedFileError: the manifest is malformed.
     """
     document = read_json(checkpoint / MANIFEST, as_written=True)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -388,8 +387,8 @@ def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
     if not isinstance(files, dict):
         raise DamagedFileError(f"{MANIFEST} lists no files")
     tensors = [name for kind in (WEIGHTS, ADAPTER, OPTIMIZER, AVERAGE) for name in files_of(kind, files)]
-    held = [kind for kind in (WEIGHTS, ADAPTER) if files_of(kind, files)]
-    if set(files) != {*tensors, STATE, CONFIG, TOKENIZER} or len(held) != 1:
+    weight_kinds = [kind for kind in (WEIGHTS, ADAPTER) if files_of(kind, files)]
+    if set(files) != {*tensors, STATE, CONFIG, TOKENIZER} or len(weight_kinds) != 1:
         raise DamagedFileError(f"{MANIFEST} does not list the files of a checkpoint")
     records: dict[str, FileRecord] = {}
     for name, entry in files.items():

@@ -1,7 +1,7 @@
-"""Writing checkpoints, and deleting those that are not kept: each is there completely or not at all, at any moment.
+"""Write checkpoints atomically, and delete those that retention does not keep.
 
-A checkpoint is written as `step-N.tmp-*` beside its final place, every file flushed to the disk, then renamed. One that
-is deleted loses its name first.
+A checkpoint is written to `step-N.tmp-*` in the same directory, each file is synced to disk, then the directory is
+renamed. Deletion renames the directory first, so a half-deleted checkpoint is never mistaken for a valid one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .sharded_safetensors import file_name, write_pieces
 T = TypeVar("T")
 _TEMPORARY = re.compile(r"step-\d{1,15}\.tmp-.*")
 _DELETED, _REPLACED = "old", "replaced"
-"""What becomes of a checkpoint that is set aside."""
+"""Suffixes of renamed checkpoint directories: to be deleted, or to be replaced by a new one."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint is made of.
+    """Content of a checkpoint.
 
     Attributes:
-        state: where the run stands.
-        tensors: kind of file to name to this rank's rows.
-        config_document: the configuration.
-        tokenizer_document: what the tokenizer is rebuilt from.
+        state: training state.
+        tensors: file kind to tensor name to local shard.
+        config_document: configuration document.
+        tokenizer_document: tokenizer document.
     """
 
     state: RunState
@@ -48,21 +48,21 @@ class Content:
 
 
 def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = None) -> Path:
-    """Write `directory/step-N` so that it exists completely or not at all, whatever happens in between.
+    """Write `directory/step-N` atomically.
 
-    Every rank writes its own files; the first one writes the rest and gives the whole its name.
+    Each rank writes its own tensor file; rank 0 writes the other files and renames the directory.
 
     Returns:
         The path of the new checkpoint.
 
     Raises:
-        UserError: the disk is full, read-only or not ours (exit code 74), on any rank; older checkpoints are untouched.
+        UserError: disk full, read-only or no permission (exit code 74), on any rank; older checkpoints are untouched.
     """
     ranks = ranks or Ranks()
     final = directory / f"step-{content.state.step}"
     temporary = directory / f"{final.name}.tmp-{ranks.from_first(str(os.getpid()))}"
 
-    def together(act: Callable[[], T]) -> T | None:
+    def on_all_ranks(act: Callable[[], T]) -> T | None:
         result, problem = None, None
         try:
             result = act()
@@ -99,18 +99,18 @@ def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = No
     def complete() -> None:
         if not ranks.is_first:
             return
-        files = {name: FileRecord(**entry) for text in texts for name, entry in json.loads(text).items()}
+        files = {name: FileRecord(**entry) for part in manifests for name, entry in json.loads(part).items()}
         seal(temporary, files, content.state, content.config_document, content.tokenizer_document)
-        # Only a damaged or an equal checkpoint of the same step can be in the way: newer valid ones are resumed from.
+        # An existing step-N is damaged or identical: a run would have resumed from a valid one.
         replaced = _set_aside(final, _REPLACED)
         temporary.rename(final)
         sync_directory(directory)
         _remove(replaced)
 
-    together(prepare)
-    records = together(write_own) or {}
-    texts = ranks.gather(json.dumps({name: asdict(record) for name, record in records.items()}))
-    together(complete)
+    on_all_ranks(prepare)
+    records = on_all_ranks(write_own) or {}
+    manifests = ranks.gather(json.dumps({name: asdict(record) for name, record in records.items()}))
+    on_all_ranks(complete)
     return final
 
 
@@ -121,14 +121,14 @@ def seal(
     config_document: Mapping[str, Any],
     tokenizer_document: Mapping[str, Any],
 ) -> None:
-    """Write what a checkpoint has beside its tensors, and the manifest of all.
+    """Write state, configuration, tokenizer and manifest of a checkpoint.
 
     Args:
-        directory: of the checkpoint, not yet under its name.
-        files: the tensor files that are in it.
-        state: and the two documents: as in `Content`.
-        config_document: the configuration.
-        tokenizer_document: what the tokenizer is rebuilt from.
+        directory: checkpoint directory, before it is renamed.
+        files: tensor files already written to it.
+        state: as in `Content`.
+        config_document: as in `Content`.
+        tokenizer_document: as in `Content`.
     """
     records = {name: asdict(record) for name, record in files.items()}
     for name, document in (
@@ -142,12 +142,12 @@ def seal(
 
 
 def remove_leftovers(directory: Path) -> list[Path]:
-    """Remove what interrupted saves left; only while no other process writes there.
+    """Remove temporary directories of interrupted saves; no other process may be writing there.
 
-    A checkpoint that was to be replaced, and was not, gets its name back.
+    A checkpoint whose replacement was interrupted gets its name back.
 
     Returns:
-        The paths that were removed.
+        The removed paths.
     """
     removed: list[Path] = []
     for path in [path for path in directory.glob("step-*") if _TEMPORARY.fullmatch(path.name)]:
@@ -169,17 +169,17 @@ def is_kept(
     monitor: str = "val_loss",
     mode: str = "min",
 ) -> bool:
-    """Whether a checkpoint survives among others: the best `save_top_k` do (-1: all), and the newest with `save_last`.
+    """Return True if retention keeps a checkpoint: one of the `save_top_k` best (-1: all), or the last.
 
-    A checkpoint whose step has no value of the metric ranks last, and a newer one before an older one.
+    A checkpoint without a value of the metric ranks last; on ties the newer one ranks first.
 
     Args:
-        candidate: the checkpoint.
-        others: those beside it.
-        save_top_k: how many of the best are kept.
-        save_last: keep the newest too.
-        monitor: the metric, a name in `RunState.metrics` or `val_loss`.
-        mode: `min` or `max`: which values of it are better.
+        candidate: state of the checkpoint.
+        others: states of the other checkpoints.
+        save_top_k: number of best checkpoints to keep.
+        save_last: keep the newest checkpoint in any case.
+        monitor: metric to rank by, a name in `RunState.metrics` or `val_loss`.
+        mode: `min` or `max`.
     """
     if save_top_k == -1 or (save_last and all(candidate.step >= other.step for other in others)):
         return True
@@ -190,10 +190,10 @@ def is_kept(
 def apply_retention(
     directory: Path, *, save_top_k: int, save_last: bool, monitor: str = "val_loss", mode: str = "min"
 ) -> list[Path]:
-    """Delete the checkpoints that are not kept (see `is_kept`); those whose state cannot be read are left alone.
+    """Delete the checkpoints that `is_kept` rejects; those whose state cannot be read are skipped.
 
     Returns:
-        The paths that were deleted.
+        The deleted paths.
     """
     states: dict[Path, RunState] = {}
     for path in checkpoint_paths(directory):
@@ -201,7 +201,7 @@ def apply_retention(
             states[path] = RunState.model_validate(read_json(path / STATE))
         except (DamagedFileError, ValidationError):
             continue
-    doomed = [
+    expired = [
         path
         for path, state in states.items()
         if not is_kept(
@@ -213,9 +213,9 @@ def apply_retention(
             mode=mode,
         )
     ]
-    for path in doomed:
+    for path in expired:
         _remove(_set_aside(path, _DELETED))
-    return doomed
+    return expired
 
 
 def _rank(state: RunState, monitor: str, mode: str) -> tuple[float, int]:
@@ -225,9 +225,9 @@ def _rank(state: RunState, monitor: str, mode: str) -> tuple[float, int]:
     return (-value if mode == "max" else value, -state.step)
 
 
-def _set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint, if there is one, so that a half-deleted one is never mistaken for one; returns the name."""
-    aside = path.with_name(f"{path.name}.tmp-{why}-{os.getpid()}")
+def _set_aside(path: Path, suffix: str) -> Path:
+    """Rename a checkpoint directory, if it exists, to a temporary name; return that path."""
+    aside = path.with_name(f"{path.name}.tmp-{suffix}-{os.getpid()}")
     if path.exists() or path.is_symlink():
         _remove(aside)
         path.rename(aside)

@@ -1,4 +1,4 @@
-"""Which model a command asks, and on which device: the arguments of those that read a trained one."""
+"""Command-line arguments that select a trained model and the device it runs on."""
 
 from __future__ import annotations
 
@@ -9,36 +9,34 @@ from ..utils.errors import UserError
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what every command that reads a checkpoint needs; `checkpoint_of` reads which."""
+    """Add the arguments common to all verbs that load a checkpoint; see `checkpoint_of`."""
     parser.add_argument(
         "folder",
         metavar="DIR",
         type=Path,
         nargs="?",
-        help="a run directory, its checkpoints directory, or one step in it; or a folder of Hugging Face's "
+        help="a run directory, its checkpoints directory or one step of it; or a Hugging Face model folder "
         "(config.json, weights, tokenizer)",
     )
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="the same, as an option")
     parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="where the model runs (default: auto)"
+        "--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="device of the model (default: auto)"
     )
     parser.add_argument(
-        "--base", metavar="DIR", type=Path, help="where the frozen weights of an adapter are, if they have moved"
+        "--base", metavar="DIR", type=Path, help="path of the base weights of an adapter, if they have moved"
     )
-    parser.add_argument(
-        "--ema", action="store_true", help="take the moving average of the weights (exp_manager.ema) that was trained"
-    )
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (exp_manager.ema)")
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:
-    """The model that the user names, bare or with --checkpoint.
+    """Return the model path, given as the positional argument or with --checkpoint.
 
     Raises:
-        UserError: not once.
+        UserError: neither or both are given.
     """
     if args.folder is not None and args.checkpoint is not None:
-        raise UserError(f"{args.folder} and --checkpoint {args.checkpoint} both name the model; leave one out")
-    named: Path | None = args.folder or args.checkpoint
-    if named is None:
-        raise UserError("no model is named; give its folder: DIR, or --checkpoint DIR")
-    return named
+        raise UserError(f"{args.folder} and --checkpoint {args.checkpoint} both give the model; leave one out")
+    path: Path | None = args.folder or args.checkpoint
+    if path is None:
+        raise UserError("no model is given; pass its folder as DIR or --checkpoint DIR")
+    return path

@@ -1,4 +1,4 @@
-"""`stoker convert`: models of Hugging Face's in, and checkpoints of stoker's out for transformers."""
+"""`stoker convert`: convert Hugging Face models to stoker checkpoints, and checkpoints to Hugging Face models."""
 
 from __future__ import annotations
 
@@ -18,49 +18,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder of Hugging Face's (config.json, weights, tokenizer), its id on the hub (org/name, "
-        "org/name@revision), a GGUF file of a Llama, or a stoker run directory or checkpoint",
+        help="a Hugging Face model folder (config.json, weights, tokenizer), a hub id (org/name, "
+        "org/name@revision), a GGUF file of a Llama model, or a stoker run directory or checkpoint",
     )
     parser.add_argument("target", metavar="TARGET", type=Path, help="the new folder")
-    parser.add_argument(
-        "--merge", action="store_true", help="SOURCE is an adapter: write one model of it and the weights it belongs to"
-    )
+    parser.add_argument("--merge", action="store_true", help="SOURCE is an adapter: merge it into its base weights")
     parser.add_argument(
         "--base",
         metavar="FOLDER",
         type=Path,
-        help="SOURCE is an adapter: where its frozen weights are now (default: where they were in training, or what "
-        "adapter_config.json names)",
+        help="SOURCE is an adapter: path of its base weights (default: their path at training time, or the one in "
+        "adapter_config.json)",
     )
-    parser.add_argument("--ema", action="store_true", help="SOURCE is stoker's: take the moving average of its weights")
     parser.add_argument(
-        "--to", choices=["hf", "stoker"], help="what to write (default: the one that SOURCE is not, as it is found)"
+        "--ema", action="store_true", help="SOURCE is a checkpoint: use the moving average of its weights"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: each as it is)")
+    parser.add_argument("--to", choices=["hf", "stoker"], help="output format (default: the one that SOURCE is not)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: unchanged)")
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        help="the folder of the tokenizer's files, or byte-level (default: the tokenizer of SOURCE)",
+        help="folder with the tokenizer files, or byte-level (default: the tokenizer of SOURCE)",
     )
     parser.add_argument(
         "--model-type",
         metavar="NAME",
-        help="to hf: the architecture, such as llama or mistral (default: the first that holds the model)",
+        help="with --to hf: the architecture, such as llama or mistral (default: the first that supports the model)",
     )
     parser.add_argument(
         "--ignore-field",
         metavar="NAME",
         action="append",
         default=[],
-        help="to stoker: a field of config.json that you know to change no results; may be given several times",
+        help="with --to stoker: a field of config.json to ignore because it does not affect results; may be repeated",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and print what was done.
+    """Convert SOURCE and print a summary.
 
     Raises:
-        UserError: SOURCE is nothing that can be converted, with every reason; or TARGET cannot be written.
+        UserError: SOURCE cannot be converted, with every reason; or TARGET cannot be written.
     """
     environment.prepare_process()
     from ..conversion.casting import DTYPES
@@ -68,23 +66,23 @@ def run(args: argparse.Namespace) -> int:
 
     check_new(args.target)
     source = Path(args.source)
-    if source.is_dir() and (lines := _adapter(source, args)) is not None:
+    if source.is_dir() and (lines := _convert_if_adapter(source, args)) is not None:
         print("\n".join(lines))
         return EXIT_DONE
-    given = {"--merge": args.merge, f"--base {args.base}": args.base}
-    if named := [name for name, value in given.items() if value]:
+    adapter_options = {"--merge": args.merge, f"--base {args.base}": args.base}
+    if options := [name for name, value in adapter_options.items() if value]:
         if not source.exists():
             raise UserError(f"{args.source}: there is no such folder")
         raise UserError(
-            f"{', '.join(named)}: {args.source} is not an adapter; leave {'it' if len(named) == 1 else 'them'} out"
+            f"{', '.join(options)}: {args.source} is not an adapter; leave {'it' if len(options) == 1 else 'them'} out"
         )
-    to = _direction(source, args.source)
+    to = _target_format(source, args.source)
     if args.to not in (None, to):
-        raise UserError(f"--to {args.to}: {args.source} is of that kind already")
+        raise UserError(f"--to {args.to}: {args.source} already has that format")
     dtype = DTYPES[args.dtype] if args.dtype else None
     if to == "hf":
         if args.ignore_field:
-            raise UserError("--ignore-field is about the config.json of a model of Hugging Face's")
+            raise UserError("--ignore-field applies to the config.json of a Hugging Face model")
         from ..conversion.to_hf import convert_to_hf
 
         lines = convert_to_hf(
@@ -97,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         if args.ema:
-            raise UserError(f"--ema: {args.source} is a model of Hugging Face's, which holds no moving average")
+            raise UserError(f"--ema: {args.source} is a Hugging Face model, which has no moving average")
         if args.model_type:
-            raise UserError("--model-type is for --to hf; config.json says what SOURCE is")
+            raise UserError("--model-type applies to --to hf; config.json gives the type of SOURCE")
         if not source.exists():
             from ..conversion.hub import download
 
@@ -111,15 +109,15 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _adapter(source: Path, args: argparse.Namespace) -> list[str] | None:
-    """Convert an adapter; None where SOURCE is none."""
+def _convert_if_adapter(source: Path, args: argparse.Namespace) -> list[str] | None:
+    """Convert an adapter; return None if SOURCE is not one."""
     from ..conversion.casting import DTYPES
     from ..conversion.convert_adapters import convert_adapter, is_adapter
 
     if not is_adapter(source):
         return None
     if args.ignore_field:
-        raise UserError("--ignore-field is about the config.json of a whole model of Hugging Face's, not an adapter's")
+        raise UserError("--ignore-field applies to the config.json of a whole Hugging Face model, not of an adapter")
     return convert_adapter(
         source,
         args.target,
@@ -133,11 +131,11 @@ def _adapter(source: Path, args: argparse.Namespace) -> list[str] | None:
     )
 
 
-def _direction(source: Path, typed: str) -> str:
-    """What SOURCE can become.
+def _target_format(source: Path, typed: str) -> str:
+    """Return the format SOURCE is converted to, `hf` or `stoker`.
 
     Raises:
-        UserError: it is neither a model of Hugging Face's nor one of stoker's.
+        UserError: SOURCE is neither a Hugging Face model nor a stoker checkpoint.
     """
     if not source.exists():
         if _HUB_ID.fullmatch(typed):

@@ -1,4 +1,4 @@
-"""`stoker doctor`: what this machine has, what it can do, and what is wrong. A check that fails stops no other."""
+"""`stoker doctor`: report packages, devices and problems of this machine. A failing check does not stop the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,9 +31,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        what: the thing looked at.
-        says: what was found, and for a warning or error what to do.
-        level: `error` when training cannot work here.
+        what: name of the item checked.
+        says: result, and for a warning or error the remedy.
+        level: `error` if training cannot work here.
     """
 
     what: str
@@ -42,12 +42,12 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--json`."""
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    """Add the arguments of `stoker doctor`."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 when training cannot work here, else 0."""
+    """Print the report; return 1 if training cannot work here, else 0."""
     findings = examine()
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """Everything there is to say about this machine."""
+    """Run all checks and return their findings."""
     findings: list[Finding] = []
     for check in CHECKS:
         try:
             findings.extend(check())
         except Exception as error:
             name = check.__name__.removeprefix("_").replace("_", " ")
-            findings.append(Finding(name, f"cannot be examined: {type(error).__name__}: {error}", "warning"))
+            findings.append(Finding(name, f"check failed: {type(error).__name__}: {error}", "warning"))
     return findings
 
 
@@ -77,9 +77,9 @@ def _python() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    """The packages a run needs, by what is installed; nothing is imported."""
-    needed = {"pytorch-lightning": "", "hydra-core": "", "pydantic": "", "safetensors": "", "tensorboard": ""}
-    versions = {name: _version(name) for name in needed}
+    """Check the required packages from their metadata; nothing is imported."""
+    required = ("pytorch-lightning", "hydra-core", "pydantic", "safetensors", "tensorboard")
+    versions = {name: _version(name) for name in required}
     missing = [name for name, version in versions.items() if version is None]
     findings = [Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))]
     if missing:
@@ -133,13 +133,13 @@ def _cuda_device(torch: Any, index: int) -> Finding:
     properties = torch.cuda.get_device_properties(index)
     major, minor = properties.major, properties.minor
     free, total = torch.cuda.mem_get_info(index)
-    able = ["bf16" if major >= 8 else "no bf16 (fp32 training)", "SDPA flash" if major >= 8 else "SDPA efficient"]
+    features = ["bf16" if major >= 8 else "no bf16 (fp32 training)", "SDPA flash" if major >= 8 else "SDPA efficient"]
     if major >= 9:
-        able.append("SDPA cuDNN")
+        features.append("SDPA cuDNN")
     gib = 1 << 30
     says = (
         f"{properties.name}, sm_{major}{minor}, {properties.multi_processor_count} SMs, "
-        f"{free / gib:.1f} of {total / gib:.1f} GiB free; {', '.join(able)}"
+        f"{free / gib:.1f} of {total / gib:.1f} GiB free; {', '.join(features)}"
     )
     if free < total / 2:
         return Finding(f"GPU {index}", f"{says}; another process holds much of its memory", "warning")
@@ -162,12 +162,7 @@ def _kernels() -> list[Finding]:
         )
     else:
         findings.append(Finding("triton", f"not available on {platform.system()}", "note"))
-    if (
-        sys.platform == "linux"
-        and shutil.which("gcc") is None
-        and shutil.which("cc") is None
-        and shutil.which("g++") is None
-    ):
+    if sys.platform == "linux" and not any(map(shutil.which, ("gcc", "cc", "g++"))):
         findings.append(
             Finding("compiler", "no C compiler; model.compile=true and triton need one (apt install g++)", "note")
         )
@@ -176,8 +171,8 @@ def _kernels() -> list[Finding]:
         ("flash-attn", "flash_attn", "flash-attn"),
     ):
         version = _version(extra) or (importlib.util.find_spec(module) and "of unknown version")
-        says = f"{version} is installed (`stoker explain attention` says where it is taken)"
-        says = says if version else "not installed, not needed"
+        installed = f"{version} is installed (`stoker explain attention` shows where it is used)"
+        says = installed if version else "not installed, not needed"
         findings.append(Finding(name[:_LABEL_WIDTH], says, "note"))
     return findings
 
@@ -233,11 +228,11 @@ def _flags() -> list[Finding]:
         if name in KNOWN_FLAGS:
             findings.append(Finding("flag", f"{name}={value}", "note"))
         else:
-            near = closest(name, KNOWN_FLAGS)
+            suggestion = closest(name, KNOWN_FLAGS)
             findings.append(
                 Finding(
                     "flag",
-                    f"{name} is not a flag that stoker knows{f'; did you mean {near}?' if near else ''}",
+                    f"{name} is not a known flag{f'; did you mean {suggestion}?' if suggestion else ''}",
                     "warning",
                 )
             )
@@ -273,13 +268,13 @@ def _works(action: Callable[[], Any]) -> bool:
 
 
 def _nvidia_driver() -> str | None:
-    """Version of the NVIDIA driver, or None without one."""
+    """Return the version of the NVIDIA driver, or None without one."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     lines = found.stdout.split()
@@ -296,10 +291,10 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cpu_quota(read: Mapping[str, str] | None = None) -> float | None:
-    """Cores that the control group of this process may use, or None without a limit."""
+def _cpu_quota() -> float | None:
+    """Return the CPU limit of this process's cgroup in cores, or None without a limit."""
     try:
-        text = (read or {}).get("cpu.max") or Path("/sys/fs/cgroup/cpu.max").read_text()
+        text = Path("/sys/fs/cgroup/cpu.max").read_text()
     except OSError:
         return None
     limit, _, period = text.strip().partition(" ")

@@ -1,4 +1,4 @@
-"""One rank of a run whose processes torchrun or srun started, one for each device."""
+"""Entry point of a rank started by torchrun or srun, one process per device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..utils.environment import has_rendezvous
 
 
 def train(config: RunConfig, placement: Placement) -> int:
-    """Meet the other processes and train; returns the exit code."""
+    """Join the process group and train; return the exit code."""
     timeout = config.root.trainer.process_timeout
     store = None
-    if not has_rendezvous():  # srun gives ranks, and no place to meet that is set up already
+    if not has_rendezvous():  # srun sets ranks but no rendezvous
         assert placement.address is not None
         host, port = placement.address
         store = TCPStore(host, port, placement.world_size, is_master=placement.rank == 0)

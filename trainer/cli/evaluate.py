@@ -1,4 +1,4 @@
-"""`stoker evaluate`: loss, perplexity and bits per byte of a checkpoint on held-out text; what it writes, for pairs."""
+"""`stoker evaluate`: held-out loss, perplexity and bits per byte of a checkpoint; for pairs also generation scores."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stoker evaluate`."""
+    """Add the arguments of `stoker evaluate`."""
     add_checkpoint_arguments(parser)
     parser.add_argument(
         "--split",
         choices=["validation", "test"],
         default="validation",
-        help="part of the run's own data (default: %(default)s)",
+        help="split of the run's own data (default: %(default)s)",
     )
     parser.add_argument("--data-path", metavar="FILE", type=Path, help="evaluate on this text file or folder instead")
     parser.add_argument(
-        "--limit-batches", metavar="N", type=positive_int, help="stop after N batches, a fair sample (default: all)"
+        "--limit-batches",
+        metavar="N",
+        type=positive_int,
+        help="evaluate only the first N batches, which are a fair sample (default: all)",
     )
     parser.add_argument(
-        "--batch-size", metavar="N", type=positive_int, help="samples at once (default: the run's micro batch size)"
+        "--batch-size", metavar="N", type=positive_int, help="samples per batch (default: the run's micro batch size)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     tasks.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate and print the figures."""
+    """Evaluate and print the metrics."""
     environment.prepare_process()
     path = checkpoint_of(args)
     if tasks.is_asked(args):
@@ -92,14 +95,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _HeldOut(NamedTuple):
-    """What to evaluate on.
+    """Evaluation data.
 
     Attributes:
-        name: of the data.
-        samples: of them.
-        token_bytes: bytes of each token id.
-        pairs: inputs and the texts that are to be written, where a T5 learnt pairs.
-        examples: prompts and answers, where a GPT learnt those.
+        name: description for the report.
+        samples: held-out samples.
+        token_bytes: UTF-8 bytes per token id, [V].
+        pairs: inputs and references, for a T5 trained on pairs.
+        examples: prompts and answers, for a GPT trained on those.
     """
 
     name: str
@@ -141,14 +144,14 @@ def _held_out(restored: Restored, split: Literal["validation", "test"], path: Pa
 
 
 def _why_empty(restored: Restored, data: Data, split: str) -> str:
-    """What has given a split nothing, and the way out."""
+    """Return the reason why a split is empty, and the remedy."""
     keys = restored.config.root.model.data
-    why = f"`model.data.splits_string={keys.splits_string}` of the run gives it nothing"
+    why = f"`model.data.splits_string={keys.splits_string}` of the run assigns it no data"
     if isinstance(keys.data_prefix, dict):
-        why = f"`model.data.data_prefix` of the run names no set for it (data_prefix.{split})"
+        why = f"`model.data.data_prefix` of the run has no dataset for it (data_prefix.{split})"
     elif data.has_own_splits:
-        why = "the data of the run have a training set of their own, and none for it"
-    return f"{why}; choose the other split, or give a text with --data-path"
+        why = "the data of the run have separate files per split, and none for this one"
+    return f"{why}; choose the other split, or give other text with --data-path"
 
 
 def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:
@@ -156,14 +159,14 @@ def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:
     if data.data_impl in ("pystd", "pystd_docstring"):
         trained = restored.state.versions.get("python", "another version")
         why = f"it was trained on the standard library of Python {trained}, and this Python has other files"
-        fix = "run it with that Python, or give a text with --data-path"
+        fix = "run it with that Python, or give other text with --data-path"
     elif data.data_impl in ("text", "jsonl"):
         why = f"the text at `model.data.path` ({data.path}) has changed since it was trained"
-        fix = "bring that text back, or give one with --data-path"
+        fix = "restore that text, or give other text with --data-path"
     else:
         why = f"what `model.data.data_impl={data.data_impl}` reads has changed since it was trained"
-        fix = "bring those data back, or give a text with --data-path"
+        fix = "restore those data, or give other text with --data-path"
     return [
-        f"the data of checkpoint {restored.path} are not here: {why}, so parts of this split may have been trained on",
+        f"the data of checkpoint {restored.path} are not available: {why}, so this split may overlap the training data",
         f"fingerprint of the run {trained_on[:12]}, found {found[:12]}; {fix}",
     ]

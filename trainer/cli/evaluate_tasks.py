@@ -1,4 +1,4 @@
-"""`stoker evaluate --tasks`: a checkpoint on tasks of the lm-evaluation-harness, without its own command line."""
+"""`stoker evaluate --tasks`: run tasks of the lm-evaluation-harness on a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from ..utils.errors import EXIT_DONE, UserError
 from .generate import positive_int
 
 TASKS = Path(__file__).parents[1] / "evaluation/harness/tasks"
-"""stoker's own, which need no network."""
+"""Folder of stoker's own tasks, which need no network."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that concern tasks."""
+    """Add the arguments for tasks."""
     parser.add_argument(
         "--tasks",
         metavar="NAME,...",
         help="run tasks of the lm-evaluation-harness instead (stoker[eval]); docstring_choice, docstring_source and "
         "docstring_write need no network",
     )
-    parser.add_argument("--tasks-dir", metavar="DIR", type=Path, help="a folder with YAML files of your own tasks")
-    parser.add_argument("--num-fewshot", metavar="N", type=int, help="examples before each question of a task")
+    parser.add_argument("--tasks-dir", metavar="DIR", type=Path, help="folder with YAML files of your own tasks")
+    parser.add_argument("--num-fewshot", metavar="N", type=int, help="few-shot examples before each question")
     parser.add_argument(
-        "--apply-chat-template", action="store_true", help="ask the questions of a task through the model's template"
+        "--apply-chat-template", action="store_true", help="format the questions with the model's chat template"
     )
     parser.add_argument("--limit-docs", metavar="N", type=positive_int, help="only the first N questions of each task")
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Whether tasks are to be run.
+    """Return True if --tasks is given.
 
     Raises:
-        UserError: an option acts on the run's own data or on tasks only, and the other is asked for.
+        UserError: options for tasks are combined with options for the run's own data.
     """
-    named = {"--tasks-dir": args.tasks_dir, "--num-fewshot": args.num_fewshot, "--limit-docs": args.limit_docs}
-    named["--apply-chat-template"] = args.apply_chat_template or None
-    others = {"--data-path": args.data_path, "--limit-batches": args.limit_batches}
-    wrong = [name for name, value in (named if args.tasks is None else others).items() if value is not None]
-    if wrong:
-        needs = "needs --tasks" if args.tasks is None else "is about the run's own data; leave it out with --tasks"
+    task_options = {"--tasks-dir": args.tasks_dir, "--num-fewshot": args.num_fewshot, "--limit-docs": args.limit_docs}
+    task_options["--apply-chat-template"] = args.apply_chat_template or None
+    data_options = {"--data-path": args.data_path, "--limit-batches": args.limit_batches}
+    unused = task_options if args.tasks is None else data_options
+    if wrong := [name for name, value in unused.items() if value is not None]:
+        needs = "needs --tasks" if args.tasks is None else "applies to the run's own data; leave it out with --tasks"
         raise UserError(f"{', '.join(wrong)} {needs}")
     return args.tasks is not None
 
 
 def run(args: argparse.Namespace, checkpoint: Path) -> int:
-    """Run the tasks on a checkpoint and print their figures.
+    """Run the tasks on a checkpoint and print their metrics.
 
     Raises:
-        UserError: the harness is not installed, a task is not known, or what it needs is not there.
+        UserError: the harness is not installed, or an unknown task or invalid option is given.
     """
     if find_spec("lm_eval") is None:
         raise UserError("--tasks: the lm-evaluation-harness is not installed; pip install 'stoker[eval]'")
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace, checkpoint: Path) -> int:
     )
     rows = _figures(results["results"])
     if args.json:
-        about = model.get_model_info()
-        print(json.dumps({"checkpoint": about["model_checkpoint"], "step": about["model_step"], "tasks": rows}))
+        info = model.get_model_info()
+        print(json.dumps({"checkpoint": info["model_checkpoint"], "step": info["model_step"], "tasks": rows}))
         return EXIT_DONE
     for task, figures in rows.items():
         print(task)
@@ -92,10 +92,10 @@ def run(args: argparse.Namespace, checkpoint: Path) -> int:
 
 
 def _task_manager(names: list[str], folder: Path | None) -> Any:
-    """What knows the tasks of these names; the harness's own 14,000 are read only where one of them is named.
+    """Return a task manager for these tasks; the harness's own 14,000 tasks are loaded only if needed.
 
     Raises:
-        UserError: a name is not known.
+        UserError: unknown task.
     """
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
@@ -107,14 +107,14 @@ def _task_manager(names: list[str], folder: Path | None) -> Any:
     if unknown := [name for name in names if name not in manager.all_tasks]:
         from ..config.suggest import closest
 
-        near = closest(unknown[0], manager.all_tasks)
-        more = f"; did you mean {near}?" if near else "; `lm-eval ls tasks` lists them"
-        raise UserError(f"--tasks: the harness knows no task {', '.join(unknown)}{more}")
+        suggestion = closest(unknown[0], manager.all_tasks)
+        hint = f"; did you mean {suggestion}?" if suggestion else "; `lm-eval ls tasks` lists them"
+        raise UserError(f"--tasks: the harness has no task {', '.join(unknown)}{hint}")
     return manager
 
 
 def _figures(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Metric (with its filter, where it is not the plain one) to value, by task; without what is no number."""
+    """Return the numeric metrics of each task, named with their filter unless that is `none`."""
     return {
         task: {
             key.removesuffix(",none"): float(value)

@@ -1,4 +1,4 @@
-"""`stoker explain TOPIC`: why a run would do what it does, without starting it and without its device."""
+"""`stoker explain TOPIC`: explain decisions of a run without starting it; the target device is not needed."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ ASSUMED_CUDNN, ASSUMED_TRITON, ASSUMED_TE, ASSUMED_FLASH_ATTN = 91900, (3, 6), (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The topic, and what `stoker config` takes."""
+    """Add the arguments of `stoker explain`."""
     topics = "; ".join(f"{name}: {topic.about}" for name, topic in TOPICS.items())
     parser.add_argument("topic", nargs="?", help=f"what to explain ({topics}; default: attention)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="choices of groups and values of keys")
-    parser.add_argument("--config-dir", type=Path, metavar="D", help="a folder of your own configuration files")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config groups and key values")
+    parser.add_argument("--config-dir", type=Path, metavar="D", help="folder with your own configuration files")
     parser.add_argument("--config-name", metavar="N", help="the primary file, without .yaml (default: train)")
     parser.add_argument(
-        "--arch", choices=ARCHITECTURES, help="explain for another device than this machine's; none is needed"
+        "--arch", choices=ARCHITECTURES, help="explain for another device architecture, which need not be present"
     )
-    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain one topic; 0, or 2 where the run could not be had.
+    """Explain one topic; return 0, or 2 if the run could not start.
 
     Raises:
-        UserError: no such topic, or a configuration that is wrong.
+        UserError: unknown topic, or invalid configuration.
     """
     if args.topic is None and args.arch is None:
         for name, topic in TOPICS.items():
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     if args.topic not in TOPICS:
         from ..config.suggest import closest
 
-        near = closest(args.topic, TOPICS)
-        did = f"did you mean `stoker explain {near}`?" if near else f"topics are {', '.join(TOPICS)}"
-        raise UserError(f"stoker explain {args.topic}: there is no such topic; {did}")
+        suggestion = closest(args.topic, TOPICS)
+        hint = f"did you mean `stoker explain {suggestion}`?" if suggestion else f"topics are {', '.join(TOPICS)}"
+        raise UserError(f"stoker explain {args.topic}: there is no such topic; {hint}")
     return TOPICS[args.topic].run(args)
 
 
@@ -72,15 +72,15 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The choice for one kind of call.
+    """Backend choice for one kind of attention call.
 
     Attributes:
-        kind: of call; in a T5 after the name of the attention.
-        call: its facts in words.
-        backend: the choice, None where nothing is left.
-        rows: every backend in the order of preference, accepted or refused with the reason.
-        notes: what the choice costs.
-        problem: why there is no choice, in lines; empty where there is one.
+        kind: kind of call, for T5 prefixed with the name of the attention.
+        call: description of the call.
+        backend: chosen backend, None if none supports the call.
+        rows: all backends in order of preference, accepted or rejected with the reason.
+        notes: costs of the choice.
+        problem: lines that explain why no backend supports the call; empty otherwise.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class Answer:
 
 
 def explain_attention(args: argparse.Namespace) -> int:
-    """Print the dispatcher's table for each kind of call of the configured run."""
+    """Print the dispatcher's table for each kind of attention call of the configured run."""
     from ..config.load import load_run_config
 
     root = load_run_config(args.config_name, args.config_dir, args.overrides).root
@@ -103,7 +103,7 @@ def explain_attention(args: argparse.Namespace) -> int:
         capability = ARCHITECTURES[args.arch]
         device = "cpu" if capability is None else "cuda"
         software = assumed_software(root, device)
-        where = f"for {args.arch}, assuming {_in_words(software)}"
+        where = f"for {args.arch}, assuming {_describe_software(software)}"
     software = replace(software, deterministic_algorithms=bool(root.trainer.deterministic))
     answers = _answers(root, flags, software, device, capability)
     if args.json:
@@ -115,13 +115,13 @@ def explain_attention(args: argparse.Namespace) -> int:
         print(json.dumps(shown, indent=2))
     else:
         print(f"attention of {_layers(root)} {where}")
-        for text in (*flags.notes(), *(_in_lines(answer) for answer in answers)):
+        for text in (*flags.notes(), *(_format_answer(answer) for answer in answers)):
             print(text)
     return EXIT_DONE if all(answer.backend for answer in answers) else EXIT_BAD_INPUT
 
 
 def _layers(root: RootBlock) -> str:
-    """How many layers there are, in words."""
+    """Return a phrase with the number of layers of each stack."""
     from ...models.config.family_rules import stacks_of_keys
 
     stacks = {name.rstrip("."): stack.num_layers for name, stack in stacks_of_keys(root.model).items()}
@@ -131,7 +131,7 @@ def _layers(root: RootBlock) -> str:
 
 
 def run_flags(root: RootBlock) -> AttentionFlags:
-    """The NVTE_* variables of the caller and of `env_vars`, as the run would see them."""
+    """Return the NVTE_* flags as the run sees them: the environment updated with `env_vars`."""
     from ..device.determinism import attention_flags
 
     own = {name: environment.environment_text(value) for name, value in root.env_vars.items()}
@@ -142,7 +142,7 @@ def run_flags(root: RootBlock) -> AttentionFlags:
 
 
 def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Installed, str]:
-    """Kind of device, capability, software, and all of it in words."""
+    """Return device type, compute capability, installed software and a description of it."""
     import torch
 
     from ...kernels.attention.backends.registry import installed
@@ -151,36 +151,36 @@ def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Install
     try:
         device = choose_device(root)
     except UserError as error:
-        raise UserError([*error.lines, "    --arch explains for a device that is not here"]) from None
+        raise UserError([*error.lines, "    --arch explains for a device that is not present"]) from None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     software = installed(device.type)
-    return device.type, capability, software, f"on this machine, with {_in_words(software)}"
+    return device.type, capability, software, f"on this machine, with {_describe_software(software)}"
 
 
 def assumed_software(root: RootBlock, device: str) -> Installed:
-    """The software of this machine, as it would be beside another device.
+    """Return the software of this machine, as assumed on another device.
 
-    A GPU comes with cuDNN and Triton. What a key asks for by name is taken to be installed there.
+    A GPU is assumed to have cuDNN and Triton, and packages that a configuration key requires to be installed.
     """
     from ...kernels.attention.backends.registry import installed
     from ...models.config.family_rules import stacks_of_keys
 
-    here, stacks = installed(), stacks_of_keys(root.model).values()
+    local, stacks = installed(), stacks_of_keys(root.model).values()
     if device == "cpu":
-        return here
-    asked_te = any(stack.transformer_engine or stack.attention_backend.startswith("te_") for stack in stacks)
-    asked_flash = any(stack.attention_backend in ("flash_attn", "te_flash") for stack in stacks)
+        return local
+    needs_te = any(stack.transformer_engine or stack.attention_backend.startswith("te_") for stack in stacks)
+    needs_flash_attn = any(stack.attention_backend in ("flash_attn", "te_flash") for stack in stacks)
     return replace(
-        here,
-        cudnn=here.cudnn or ASSUMED_CUDNN,
-        triton=here.triton or ASSUMED_TRITON,
+        local,
+        cudnn=local.cudnn or ASSUMED_CUDNN,
+        triton=local.triton or ASSUMED_TRITON,
         interpreted=False,
-        te=here.te or (ASSUMED_TE if asked_te else None),
-        flash_attn=here.flash_attn or (ASSUMED_FLASH_ATTN if asked_flash else None),
+        te=local.te or (ASSUMED_TE if needs_te else None),
+        flash_attn=local.flash_attn or (ASSUMED_FLASH_ATTN if needs_flash_attn else None),
     )
 
 
-def _in_words(software: Installed) -> str:
+def _describe_software(software: Installed) -> str:
     from ...kernels.attention.backend_support import dotted
 
     parts = [f"PyTorch {dotted(software.torch)}"]
@@ -194,8 +194,8 @@ def _in_words(software: Installed) -> str:
     parts += [f"{name} {dotted(version)}" if version else f"no {name}" for name, version in versions.items()]
     parts += [
         name
-        for name, there in (("flash-attn-3", software.flash_attn_3), ("flash-attn-4", software.flash_attn_4))
-        if there
+        for name, is_installed in (("flash-attn-3", software.flash_attn_3), ("flash-attn-4", software.flash_attn_4))
+        if is_installed
     ]
     return ", ".join(parts)
 
@@ -221,25 +221,27 @@ def _answers(
     answers: list[Answer] = []
     for planned in planned_attentions(family_slice(root.model, vocab_size=1, form=form), form, facts):
         for kind, call in planned.calls.items():
-            label, told = planned.label(kind), str(call)
+            label, description = planned.label(kind), str(call)
             try:
                 decision: Decision = decide(planned.attention, {kind: call}, flags, software)[kind]
             except NoBackendError as error:
-                answers.append(Answer(label, told, None, error.rows, (), tuple(str(error).splitlines())))
+                answers.append(Answer(label, description, None, error.rows, (), tuple(str(error).splitlines())))
             else:
-                steps = (_of_steps(call),) if kind == "generation" and planned.grows else ()
-                answers.append(Answer(label, told, decision.backend, decision.rows, (*decision.notes, *steps), ()))
+                steps = (_generation_note(call),) if kind == "generation" and planned.grows else ()
+                answers.append(
+                    Answer(label, description, decision.backend, decision.rows, (*decision.notes, *steps), ())
+                )
     return answers
 
 
-def _of_steps(call: AttentionCall) -> str:
-    """What computes the tokens of a text that is generated, which no backend does."""
-    how = "the decode kernel" if call.device == "cuda" and call.dtype != "fp64" else "plain torch"
-    return f"this reads prompts; each token after them goes through {how}, over keys and values that are kept"
+def _generation_note(call: AttentionCall) -> str:
+    """Return the note on incremental decoding, which uses no attention backend."""
+    decoder = "the decode kernel" if call.device == "cuda" and call.dtype != "fp64" else "plain torch"
+    return f"used for prefill only; each generated token goes through {decoder}, with a KV cache"
 
 
 def _dtype(root: RootBlock, device: str, capability: tuple[int, int] | None) -> Any:
-    """The torch dtype of the arithmetic; a device that is not here is not asked."""
+    """Return the compute dtype, without querying the device, which may be absent."""
     import torch
 
     from ..device.precision import plan_precision
@@ -252,7 +254,7 @@ def _dtype(root: RootBlock, device: str, capability: tuple[int, int] | None) -> 
     return plan.autocast or plan.weights
 
 
-def _in_lines(answer: Answer) -> str:
+def _format_answer(answer: Answer) -> str:
     from ...kernels.attention.dispatch import table_lines
 
     if answer.problem:
@@ -263,7 +265,7 @@ def _in_lines(answer: Answer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """Something to explain: one line about it, and the function that does."""
+    """A topic of `stoker explain`: one-line description, and the function that explains it."""
 
     about: str
     run: Callable[[argparse.Namespace], int]

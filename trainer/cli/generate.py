@@ -1,4 +1,4 @@
-"""`stoker generate`: what a model writes, printed as it appears: how a prompt goes on, or the answer to it."""
+"""`stoker generate`: generate text with a trained model, streamed to stdout."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from ..generation.beam_search import BeamSearch
     from ..generation.text_generator import Generator
 
-_MOST_PROBLEMS = 10
-_MOST_TOKENS = 1_000_000
-_BATCHES_BEFORE_PRINTING = 16
-"""Those of like length are taken together among so many."""
+_MAX_PROBLEMS = 10
+_MAX_TOKENS = 1_000_000
+_BATCHES_PER_GROUP = 16
+"""Batches of prompts that are sorted by length and printed together."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `stoker generate`."""
+    """Add the arguments of `stoker generate`."""
     add_checkpoint_arguments(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
@@ -35,70 +35,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         action="append",
         default=[],
-        help="text to continue (default: the start of a document); what a T5 reads and answers, with <extra_id_0> "
-        "for a missing span if it learnt those; may be given several times",
+        help="text to continue (default: the start of a document); for a T5 the encoder input, with <extra_id_0> "
+        "for a missing span if it was trained on those; may be repeated",
     )
-    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="file whose text is continued")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="file with the text to continue")
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
         type=Path,
-        help='JSON lines with a "prompt" each, or "messages" with --chat; JSON lines with their "text" are printed',
+        help='JSON lines with a "prompt" each, or "messages" with --chat; prints them as JSON lines with a "text"',
     )
     parser.add_argument(
-        "--chat", action="store_true", help="a prompt is what a user says: put it through the model's chat template"
+        "--chat", action="store_true", help="treat each prompt as a user message and apply the model's chat template"
     )
     parser.add_argument("--max-new-tokens", metavar="N", type=_token_count, default=256, help="default: %(default)s")
     parser.add_argument(
         "--temperature", metavar="T", type=_temperature, help="0 is greedy (default: 0.8, without --num-beams)"
     )
-    parser.add_argument("--top-k", metavar="K", type=positive_int, help="keep the K most probable tokens")
+    parser.add_argument("--top-k", metavar="K", type=positive_int, help="sample from the K most probable tokens")
     parser.add_argument(
-        "--top-p", metavar="P", type=_share, help="keep the fewest tokens whose probabilities sum to P (nucleus)"
+        "--top-p",
+        metavar="P",
+        type=_probability,
+        help="nucleus sampling: the fewest tokens whose probabilities sum to P",
     )
     parser.add_argument(
         "--repetition-penalty",
         metavar="R",
         type=_positive,
-        help="above 1: make tokens that are there already less probable",
+        help="above 1: make tokens that already occur less probable",
     )
     parser.add_argument(
-        "--num-beams", metavar="N", type=positive_int, default=1, help="search the most probable text with N beams"
+        "--num-beams",
+        metavar="N",
+        type=positive_int,
+        default=1,
+        help="beam search with N beams (default: 1, no search)",
     )
     parser.add_argument(
-        "--length-penalty", metavar="X", type=_number, help="of beam search: above 0 favours long texts (default: 1)"
+        "--length-penalty", metavar="X", type=_number, help="for beam search: above 0 favours long texts (default: 1)"
     )
     parser.add_argument(
         "--early-stopping",
         action="store_true",
-        help="of beam search: end when N texts have ended, not when none is better",
+        help="for beam search: stop when N hypotheses are finished, even if a better one may follow",
     )
-    parser.add_argument("--seed", metavar="S", type=_seed, help="same seed, same text (default: 0)")
+    parser.add_argument("--seed", metavar="S", type=_seed, help="random seed (default: 0)")
     parser.add_argument(
         "--stop",
         metavar="STRING",
         type=_stop,
         action="append",
         default=[],
-        help="end before this text; may be given several times",
+        help="stop before this string; may be repeated",
     )
     parser.add_argument(
-        "--batch-size", metavar="N", type=positive_int, default=32, help="prompts at once (default: %(default)s)"
+        "--batch-size", metavar="N", type=positive_int, default=32, help="prompts per batch (default: %(default)s)"
     )
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="compile the model first, which takes a minute and makes long texts faster",
+        help="compile the model first, which takes a minute and speeds up long texts",
     )
 
 
 class _Prompt(NamedTuple):
-    """What a text is written for.
+    """A prompt.
 
     Attributes:
-        text: as it was given; None for messages.
-        messages: of a conversation.
-        line: what a line of a file says of it.
+        text: text of the prompt; None for messages.
+        messages: chat messages.
+        line: the JSON object of --prompts-file it comes from.
     """
 
     text: str | None
@@ -107,10 +114,10 @@ class _Prompt(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the model writes, after the prompt where it goes on with that.
+    """Generate and print the texts, for continuations with the prompt in front.
 
     Raises:
-        UserError: options that do not go together, prompts that cannot be read, or a model that writes no text.
+        UserError: conflicting options, invalid prompts, or a model that cannot generate.
     """
     path = checkpoint_of(args)
     prompts = _prompts(args)
@@ -124,13 +131,13 @@ def run(args: argparse.Namespace) -> int:
     from ..generation.text_generator import Generator, Limits
 
     restored = restore(path, args.device, args.base, average=args.ema)
-    answers = isinstance(restored.model, T5)
+    is_t5 = isinstance(restored.model, T5)
     names: dict[int, str] = {}
-    if answers:
+    if is_t5:
         names = {int(token): sentinel_name(number) for number, token in enumerate(sentinel_ids(restored.tokenizer))}
     generator = Generator.of(restored, names)
     read = _tokens(restored, prompts, chat=args.chat)
-    _tell_lengths(generator, read, args.num_beams)
+    _check_lengths(generator, read, args.num_beams)
     if args.compile:
         generator.compile()
     stop = list(args.stop)
@@ -142,51 +149,53 @@ def run(args: argparse.Namespace) -> int:
     )
     seed = args.seed or 0
     if len(prompts) == 1 and args.prompts_file is None and args.num_beams == 1:
-        if not (answers or args.chat):
+        if not (is_t5 or args.chat):
             _print(prompts[0].text or "")
         for _, piece in generator.stream(read, limits, sampling, [seed]):
             _print(piece)
         _print("\n")
         return EXIT_DONE
     search = _beam_search(args)
-    share = args.batch_size * _BATCHES_BEFORE_PRINTING
-    for first in range(0, len(prompts), share):
-        part = slice(first, first + share)
+    group_size = args.batch_size * _BATCHES_PER_GROUP
+    for first in range(0, len(prompts), group_size):
+        part = slice(first, first + group_size)
         if search is None:
-            written = generator.write(read[part], limits, sampling, [seed] * len(read[part]), args.batch_size)
+            outputs = generator.write(read[part], limits, sampling, [seed] * len(read[part]), args.batch_size)
         else:
-            written = generator.search(read[part], limits, search, args.batch_size * search.beams)
-        texts = [one.text for one in written]
+            outputs = generator.search(read[part], limits, search, args.batch_size * search.beams)
+        texts = [output.text for output in outputs]
         for number, (prompt, text) in enumerate(zip(prompts[part], texts, strict=True), first + 1):
-            _print(_shown(prompt, text, args, number, len(prompts), whole=not (answers or args.chat)))
+            _print(_format_output(prompt, text, args, number, len(prompts), with_prompt=not (is_t5 or args.chat)))
     return EXIT_DONE
 
 
-def _shown(prompt: _Prompt, text: str, args: argparse.Namespace, number: int, count: int, *, whole: bool) -> str:
-    """A text of several as it is printed.
+def _format_output(
+    prompt: _Prompt, text: str, args: argparse.Namespace, number: int, count: int, *, with_prompt: bool
+) -> str:
+    """Format one of several generated texts for printing.
 
     Args:
-        prompt: what it was written for.
-        text: what was written.
-        args: the options.
-        number: of the prompt, from 1.
-        count: prompts there are.
-        whole: the text goes on with the prompt, which is printed before it.
+        prompt: the prompt.
+        text: generated text.
+        args: command-line arguments.
+        number: number of the prompt, from 1.
+        count: number of prompts.
+        with_prompt: print the prompt in front of its continuation.
     """
     if args.prompts_file is not None:
         return json.dumps({**prompt.line, "text": text}, ensure_ascii=False) + "\n"
     title = f"[{number}/{count}]\n" if count > 1 else ""
-    return f"{title}{(prompt.text or '') if whole else ''}{text}\n"
+    return f"{title}{(prompt.text or '') if with_prompt else ''}{text}\n"
 
 
 # ---------------------------------------------------------------- prompts
 
 
 def _prompts(args: argparse.Namespace) -> list[_Prompt]:
-    """What texts are written for, as the options say.
+    """Read the prompts given by the options.
 
     Raises:
-        UserError: a file that cannot be read; with every line of JSON that is none.
+        UserError: a file cannot be read; lists every invalid line.
     """
     if args.prompt_file is not None:
         return [_Prompt(_read(args.prompt_file, "--prompt-file"))]
@@ -202,18 +211,18 @@ def _prompts(args: argparse.Namespace) -> list[_Prompt]:
         except ValueError as error:
             problems.append(f"  line {number}: {error}")
     if problems:
-        more = [f"  and {len(problems) - _MOST_PROBLEMS} lines more"] if len(problems) > _MOST_PROBLEMS else []
-        raise UserError([f"--prompts-file {args.prompts_file} cannot be read:", *problems[:_MOST_PROBLEMS], *more])
+        more = [f"  and {len(problems) - _MAX_PROBLEMS} lines more"] if len(problems) > _MAX_PROBLEMS else []
+        raise UserError([f"--prompts-file {args.prompts_file} cannot be read:", *problems[:_MAX_PROBLEMS], *more])
     if not prompts:
         raise UserError(f"--prompts-file {args.prompts_file} holds no prompt")
     return prompts
 
 
 def _prompt_of(line: str, *, chat: bool) -> _Prompt:
-    """A prompt of a line of JSON.
+    """Parse a prompt from a line of JSON.
 
     Raises:
-        ValueError: it is none; says why.
+        ValueError: the line is not a valid prompt.
     """
     try:
         document = json.loads(line)
@@ -223,15 +232,15 @@ def _prompt_of(line: str, *, chat: bool) -> _Prompt:
         return _Prompt(None, document["messages"], document)
     if isinstance(document, dict) and isinstance(document.get("prompt"), str):
         return _Prompt(document["prompt"], line=document)
-    wanted = '"prompt", a text' + (', or "messages", a list' if chat else "")
-    raise ValueError(f"an object with {wanted}, is wanted")
+    wanted = 'a string "prompt"' + (' or a list "messages"' if chat else "")
+    raise ValueError(f"must be a JSON object with {wanted}")
 
 
 def _tokens(restored: Restored, prompts: Sequence[_Prompt], *, chat: bool) -> list[list[int]]:
-    """The prompts as the model reads them.
+    """Encode the prompts.
 
     Raises:
-        UserError: a text that the tokenizer cannot encode, no text for a T5, or messages that the template refuses.
+        UserError: text that the tokenizer cannot encode, no text for a T5, or messages that the template rejects.
     """
     from ...models.t5 import T5
     from ..data.tasks.sentinels import encode_spelled
@@ -239,9 +248,9 @@ def _tokens(restored: Restored, prompts: Sequence[_Prompt], *, chat: bool) -> li
     tokenizer = restored.tokenizer
     if isinstance(restored.model, T5):
         if chat:
-            raise UserError("--chat: a T5 has no conversations; give what it answers with --prompt")
+            raise UserError("--chat is not supported for T5; give its input with --prompt")
         if not all(prompt.text for prompt in prompts):
-            raise UserError("stoker generate: a T5 answers a text; give one with --prompt or --prompt-file")
+            raise UserError("stoker generate: a T5 needs an input text; give one with --prompt or --prompt-file")
         ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         return [[*encode_spelled(tokenizer, prompt.text or ""), *ends] for prompt in prompts]
     if chat:
@@ -250,7 +259,7 @@ def _tokens(restored: Restored, prompts: Sequence[_Prompt], *, chat: bool) -> li
 
 
 def begun_text(restored: Restored, text: str) -> list[int]:
-    """The tokens of a text that a GPT goes on with; the start of a document for no text."""
+    """Encode a text for a GPT to continue; for empty text return the tokens that start a document."""
     tokenizer = restored.tokenizer
     tokens = [*restored.text_start, *(tokenizer.encode(text).tolist() if text else [])]
     if tokens:
@@ -261,12 +270,12 @@ def begun_text(restored: Restored, text: str) -> list[int]:
 
 
 def _conversations(restored: Restored, prompts: Sequence[_Prompt]) -> Iterator[list[int]]:
-    """Conversations up to where an answer begins."""
+    """Encode conversations up to the start of the assistant's answer."""
     from ..data.tasks.chat_files import chat_of
     from ..data.tasks.chats import prompt_ids
 
     if restored.tokenizer.chat is None and not restored.config.root.model.data.chat:
-        print("note: the model has no chat template of its own; ChatML is used", file=sys.stderr)
+        print("note: the model has no chat template; using ChatML", file=sys.stderr)
     with chat_of(restored.tokenizer).renderer() as renderer:
         for prompt in prompts:
             messages = prompt.messages
@@ -275,27 +284,27 @@ def _conversations(restored: Restored, prompts: Sequence[_Prompt]) -> Iterator[l
             yield prompt_ids(restored.tokenizer, renderer.prompt(messages))
 
 
-def _tell_lengths(generator: Generator, read: Sequence[Sequence[int]], beams: int) -> None:
-    """Say which prompts a GPT sees only the end of.
+def _check_lengths(generator: Generator, read: Sequence[Sequence[int]], beams: int) -> None:
+    """Print which prompts of a GPT are truncated on the left.
 
     Raises:
-        UserError: those that leave a beam search, which ends where the context is full, no room.
+        UserError: prompts that fill the context, where beam search has to stop.
     """
     context = generator.context
     if context is None:
         return
     if beams > 1:
         full = [
-            f"prompt {number:,} has {len(tokens):,} tokens and fills the {context:,} that the model reads, where beam "
-            "search ends; shorten it, or leave out --num-beams"
+            f"prompt {number:,} has {len(tokens):,} tokens and fills the context of {context:,}, where beam "
+            "search stops; shorten it, or leave out --num-beams"
             for number, tokens in enumerate(read, 1)
             if len(tokens) >= context
         ]
         if full:
             raise UserError(_first(full))
     notes = [
-        f"note: prompt {number:,} has {len(tokens):,} tokens, the model reads {context:,}: the first "
-        f"{len(tokens) - context:,} are left out"
+        f"note: prompt {number:,} has {len(tokens):,} tokens, the context is {context:,}: the first "
+        f"{len(tokens) - context:,} are dropped"
         for number, tokens in enumerate(read, 1)
         if len(tokens) > context
     ]
@@ -304,35 +313,43 @@ def _tell_lengths(generator: Generator, read: Sequence[Sequence[int]], beams: in
 
 
 def _first(lines: Sequence[str]) -> list[str]:
-    """As many as are read, and how many more there are."""
-    more = [f"and {len(lines) - _MOST_PROBLEMS:,} prompts more"] if len(lines) > _MOST_PROBLEMS else []
-    return [*lines[:_MOST_PROBLEMS], *more]
+    """Return the first `_MAX_PROBLEMS` lines and the number of further ones."""
+    more = [f"and {len(lines) - _MAX_PROBLEMS:,} prompts more"] if len(lines) > _MAX_PROBLEMS else []
+    return [*lines[:_MAX_PROBLEMS], *more]
 
 
 # ---------------------------------------------------------------- options
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse options that would do nothing.
+    """Reject options that have no effect.
 
     Raises:
-        UserError: every one of them.
+        UserError: lists all of them.
     """
     problems: list[str] = []
     if args.chat and args.prompts_file is None and args.prompt_file is None and not any(args.prompt):
-        problems.append("--chat answers a user: say what with --prompt")
-    drawn = {"--top-k": args.top_k, "--top-p": args.top_p, "--seed": args.seed}
+        problems.append("--chat needs a user message: give it with --prompt")
+    sampling_options = {"--top-k": args.top_k, "--top-p": args.top_p, "--seed": args.seed}
     if args.num_beams > 1:
-        drawn = {"--temperature": args.temperature or None, **drawn, "--repetition-penalty": args.repetition_penalty}
-        named = [name for name, value in drawn.items() if value is not None]
-        if named:
-            problems.append(f"--num-beams ({args.num_beams}) searches and draws nothing: leave out {', '.join(named)}")
+        sampling_options = {
+            "--temperature": args.temperature or None,
+            **sampling_options,
+            "--repetition-penalty": args.repetition_penalty,
+        }
+        useless = [name for name, value in sampling_options.items() if value is not None]
+        if useless:
+            problems.append(
+                f"--num-beams ({args.num_beams}) is beam search, without sampling: leave out {', '.join(useless)}"
+            )
     else:
-        given = {"--length-penalty": args.length_penalty is not None, "--early-stopping": args.early_stopping}
-        problems += [f"{name} has no effect without --num-beams 2 or more" for name, there in given.items() if there]
+        beam_options = {"--length-penalty": args.length_penalty is not None, "--early-stopping": args.early_stopping}
+        problems += [
+            f"{name} has no effect without --num-beams 2 or more" for name, is_given in beam_options.items() if is_given
+        ]
         if args.temperature == 0:
-            named = [name for name, value in drawn.items() if value is not None]
-            problems += [f"{name} has no effect with --temperature 0, which is greedy" for name in named]
+            useless = [name for name, value in sampling_options.items() if value is not None]
+            problems += [f"{name} has no effect with --temperature 0, which is greedy" for name in useless]
     if problems:
         raise UserError(problems)
 
@@ -347,7 +364,7 @@ def _beam_search(args: argparse.Namespace) -> BeamSearch | None:
 
 
 def printable(text: str) -> str:
-    """The text with control characters, which could steer a terminal, shown as U+FFFD; tabs and line breaks stay."""
+    """Replace control characters, which could affect the terminal, by U+FFFD; tabs and line breaks are kept."""
     return "".join(c if c in "\n\t" or not _is_control(c) else "\ufffd" for c in text)
 
 
@@ -373,7 +390,7 @@ def _read(path: Path, option: str) -> str:
 
 
 def positive_int(text: str) -> int:
-    """Read an option that counts something."""
+    """Parse a positive integer argument."""
     value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
@@ -382,8 +399,8 @@ def positive_int(text: str) -> int:
 
 def _token_count(text: str) -> int:
     value = _whole(text)
-    if not 1 <= value <= _MOST_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {_MOST_TOKENS}")
+    if not 1 <= value <= _MAX_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {_MAX_TOKENS}")
     return value
 
 
@@ -407,7 +424,7 @@ def _temperature(text: str) -> float:
     return value
 
 
-def _share(text: str) -> float:
+def _probability(text: str) -> float:
     value = _float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")

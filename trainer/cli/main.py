@@ -1,7 +1,6 @@
 """The command line: `stoker VERB [--config-dir D] [--config-name N] [key=value ...]`.
 
-Nothing here imports torch, and nothing at all is imported before it is needed: `--help`, `config` and every error of a
-configuration come before torch.
+No import of torch here, and all other imports are lazy, so `--help`, `config` and configuration errors are fast.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One command.
+    """A subcommand.
 
     Attributes:
-        about: one line for the overview.
-        composes: it is described by a composed configuration alone: `train`, `finetune`, `config`.
-        takes_code: whether `--import` makes sense.
+        about: one-line description for the overview.
+        composes: takes configuration overrides only: `train`, `finetune`, `config`.
+        takes_code: accept `--import`.
     """
 
     about: str
@@ -57,18 +56,16 @@ class Verb:
 
 VERBS = {
     "train": Verb("train a model", composes=True, takes_code=True),
-    "finetune": Verb(
-        "train a model further from weights that are there, all of it or an adapter", composes=True, takes_code=True
-    ),
+    "finetune": Verb("fine-tune a pretrained model, all parameters or an adapter", composes=True, takes_code=True),
     "config": Verb("show every effective value and where it comes from", composes=True, takes_code=True),
-    "explain": Verb("say which attention a run would take, and why not the others", takes_code=True),
-    "plan": Verb("say what memory and time a run will take, and what makes it fit", takes_code=True),
+    "explain": Verb("show which attention backend a run uses, and why not the others", takes_code=True),
+    "plan": Verb("estimate memory and time of a run, and suggest settings that fit", takes_code=True),
     "generate": Verb("continue a text with a trained model"),
     "evaluate": Verb("loss, perplexity and bits per byte of a trained model", takes_code=True),
-    "convert": Verb("turn a model of Hugging Face's into a checkpoint, or a checkpoint into one of theirs"),
-    "preprocess": Verb("turn text, JSON lines or tables into tokenized data"),
+    "convert": Verb("convert a Hugging Face model to a checkpoint, or a checkpoint to a Hugging Face model"),
+    "preprocess": Verb("tokenize text, JSON lines or tables"),
     "quickstart": Verb("train a small GPT on this machine in about a minute"),
-    "doctor": Verb("what this machine has, and what it can do"),
+    "doctor": Verb("check this machine: packages, devices, memory"),
 }
 
 _OVERVIEW = """usage: stoker VERB [options] [key=value ...]
@@ -86,23 +83,23 @@ Your own files go into ./conf, or any folder given with --config-dir."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and give the exit code; no exception leaves, but for what argparse raises to exit after `--help`."""
+    """Run one verb and return the exit code; the only exception raised is argparse's SystemExit, as after `--help`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
     except UserError as error:
-        _say("\n".join(error.lines))
+        _print_error("\n".join(error.lines))
         return error.exit_code
     except KeyboardInterrupt:
-        _say("interrupted")
+        _print_error("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output (head, less) has gone; Python would complain again when it closes stdout.
+        # The reader of the output (head, less) has exited; closing stdout would raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _FULL:
-            _say(f"{error.filename or 'the disk'}: {error.strerror}")
+            _print_error(f"{error.filename or 'the disk'}: {error.strerror}")
             return EXIT_IO
         return _crash(error, arguments)
 
@@ -118,7 +115,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"stoker {version('stoker')}")
         return EXIT_DONE
     if name not in VERBS:
-        raise UserError(_no_verb(name))
+        raise UserError(_unknown_verb(name))
     verb = VERBS[name]
     parser = Parser(
         arguments[1:],
@@ -137,7 +134,7 @@ def _dispatch(arguments: list[str]) -> int:
             action="append",
             default=[],
             metavar="MODULE",
-            help="import a module of your own first, which registers a data set; may be given several times",
+            help="import a user module first, for example to register a dataset; may be repeated",
         )
     args = parser.parse_intermixed_args(arguments[1:])
     if verb.takes_code and args.imports:
@@ -147,14 +144,14 @@ def _dispatch(arguments: list[str]) -> int:
     return run(args)
 
 
-def _no_verb(name: str) -> list[str]:
+def _unknown_verb(name: str) -> list[str]:
     from ..config.suggest import closest
 
-    near = closest(name, VERBS)
-    if near is None and ("=" in name or name.startswith("-")):
-        near = "train"
-    did = f"did you mean `stoker {near}`?" if near else f"verbs are {', '.join(VERBS)}"
-    return [f"stoker {name}: there is no such verb; {did}"]
+    suggestion = closest(name, VERBS)
+    if suggestion is None and ("=" in name or name.startswith("-")):
+        suggestion = "train"
+    hint = f"did you mean `stoker {suggestion}`?" if suggestion else f"verbs are {', '.join(VERBS)}"
+    return [f"stoker {name}: there is no such verb; {hint}"]
 
 
 def _parts(
@@ -186,11 +183,11 @@ def _parts(
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config-dir", type=Path, metavar="D", help="a folder of your own configuration files")
+    parser.add_argument("--config-dir", type=Path, metavar="D", help="folder with your own configuration files")
     parser.add_argument(
         "--config-name", metavar="N", help="the primary file, without .yaml (default: train, or finetune)"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="choices of groups and values of keys")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config groups and key values")
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser, *, finetune: bool = False) -> None:
@@ -200,27 +197,29 @@ def _add_train_arguments(parser: argparse.ArgumentParser, *, finetune: bool = Fa
         "-m",
         "--multirun",
         action="store_true",
-        help="train with each combination of values: key=1,2 key=range(1,4) group=glob(gpt*), one run after another",
+        help="sweep over all combinations of values: key=1,2 key=range(1,4) group=glob(gpt*), one run at a time",
     )
     parser.add_argument(
         "--restart",
         type=int,
         default=0,
         metavar="N",
-        help="start again, up to N times without progress, after a crash or a lost process",
+        help="restart after a crash or a lost process, up to N times without a new checkpoint",
     )
 
 
 def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser)
     parser.add_argument(
-        "--finetune", action="store_true", help="as `stoker finetune` reads it: the model is model.restore_from_path"
+        "--finetune",
+        action="store_true",
+        help="resolve as `stoker finetune` does: model keys come from model.restore_from_path",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="everything as one JSON object")
-    form.add_argument("--schema", action="store_true", help="the JSON schema of a family's files, for editors")
-    form.add_argument("--all", action="store_true", help="every key of the family that is known, with its state")
-    form.add_argument("--docs", action="store_true", help="docs/configuration.md")
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--schema", action="store_true", help="print the JSON schema of a model family, for editors")
+    form.add_argument("--all", action="store_true", help="list every known key of the model family, with its state")
+    form.add_argument("--docs", action="store_true", help="print docs/configuration.md")
 
 
 def _load(args: argparse.Namespace) -> RunConfig:
@@ -234,20 +233,25 @@ def _train(args: argparse.Namespace) -> int:
         from .multirun import sweep
 
         return sweep(
-            args.config_name, args.config_dir, args.overrides, partial(_start, args), _say, finetune=args.finetune
+            args.config_name,
+            args.config_dir,
+            args.overrides,
+            partial(_start, args),
+            _print_error,
+            finetune=args.finetune,
         )
     config = _load(args)
-    _say_findings(config.findings)
+    _print_findings(config.findings)
     from ..distributed.placement import place
 
     placement = place(config.root.trainer, environment.snapshot())
     if placement.rank is not None:
-        _say_late(args.imports, config)
+        _warn_late_env_vars(args.imports, config)
         environment.prepare_process(config.root.env_vars)
         from .elastic_entry import train as train_as_rank
 
         return train_as_rank(config, placement)
-    # Modules of the user's own may have loaded torch, which reads some variables once: a new process has them in time.
+    # User modules may have imported torch, which reads some variables once at import: `env_vars` need a new process.
     if args.restart or not placement.is_single or (args.imports and config.root.env_vars):
         _end_on_sigterm()
         return _start(args, config, placement)
@@ -258,33 +262,33 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _end_on_sigterm() -> None:
-    """End with 143 on a SIGTERM before, between and after the processes of a run; while there are any, they hear it.
+    """Exit with 143 on SIGTERM while no worker process runs; the launcher forwards it while some do.
 
-    A scheduler may send several: one that comes when the last process has just ended must not change the exit code.
+    Schedulers may send several: one that arrives just after the last worker ended must not change the exit code.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_TERMINATED))
 
 
-def _say_late(imports: Sequence[str], config: RunConfig) -> None:
-    """Name the `env_vars` that come after the modules of `--import`, in a process that somebody else started."""
+def _warn_late_env_vars(imports: Sequence[str], config: RunConfig) -> None:
+    """Warn about `env_vars` that are set only after `--import` modules, in a process started by torchrun or srun."""
     environ = environment.snapshot()
     late = [
         name for name, value in config.root.env_vars.items() if environ.get(name) != environment.environment_text(value)
     ]
     if imports and late:
-        _say(
-            f"warning: `env_vars` are set after the modules of --import: {', '.join(late)}; where torch reads them as "
-            "it starts, export them before torchrun or srun"
+        _print_error(
+            f"warning: `env_vars` are set after the modules of --import: {', '.join(late)}; if torch reads them at "
+            "import, export them before torchrun or srun"
         )
 
 
 def _start(args: argparse.Namespace, config: RunConfig, placement: Placement) -> int:
-    """Train in processes of their own."""
+    """Train in worker processes."""
     if args.restart:
         from ..distributed.supervisor import supervise
 
-        return supervise(config, placement, args.restart, _say, args.imports)
+        return supervise(config, placement, args.restart, _print_error, args.imports)
     from ..distributed.launcher import launch
 
     return launch(config, placement, args.imports)
@@ -303,7 +307,7 @@ def _config(args: argparse.Namespace) -> int:
         return EXIT_DONE
     try:
         config = _load(args)
-    except ConfigError as error:  # alone on a terminal: among three hundred rows nobody would find it
+    except ConfigError as error:  # on a terminal the error alone: it would be lost among three hundred rows
         if args.json:
             print(render.as_json(error.account, error.findings, None, error), flush=True)
         raise
@@ -312,32 +316,32 @@ def _config(args: argparse.Namespace) -> int:
     )
     sys.stdout.flush()
     if not args.json:
-        _say_findings(config.findings)
+        _print_findings(config.findings)
     return EXIT_DONE
 
 
-def _say_findings(findings: Sequence[Any]) -> None:
+def _print_findings(findings: Sequence[Any]) -> None:
     if findings:
         from ..config.render import finding_lines
 
-        _say("\n".join(finding_lines(findings)))
+        _print_error("\n".join(finding_lines(findings)))
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _crash(error: Exception, arguments: list[str]) -> int:
-    """An error nobody foresaw: the traceback into a file, one line on the screen."""
+    """Handle an unexpected error: write the traceback to a file and print one line."""
     import traceback
 
     trace = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     path = keep_trace(f"stoker {' '.join(words_without_secrets(arguments))}\nPython {sys.version}\n\n{trace}")
     if path is None:
-        _say(trace)
-        _say(f"stoker stopped on an error of its own: {summary}")
+        _print_error(trace)
+        _print_error(f"internal error in stoker: {summary}")
     else:
-        _say(f"stoker stopped on an error of its own: {summary}; the traceback is in {path}")
+        _print_error(f"internal error in stoker: {summary}; the traceback is in {path}")
     return EXIT_BUG

@@ -1,4 +1,4 @@
-"""One rank of a run that the launcher started: reads its frozen configuration, trains, tells how it ended."""
+"""Entry point of a rank started by the launcher: read the configuration from stdin, train, report the outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..utils.environment import prepare_process
 from ..utils.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, UserError
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
-_SIGNS_OF_LOSS = (
+_CONNECTION_ERRORS = (
     "Connection closed by peer",
     "onnection reset",
     "Connection was likely closed",
@@ -27,44 +27,44 @@ _SIGNS_OF_LOSS = (
     "Application timeout",
     "NCCL",
 )
-"""What gloo, NCCL and the store say when another process is gone."""
+"""Fragments of gloo, NCCL and store errors raised when another process has exited."""
 
 
 def main() -> None:
-    """Train as one rank; never returns."""
-    # Until the run takes them, signals end the process: an exception in the middle of an import could end anywhere.
+    """Train as one rank; never return."""
+    # Until the run installs its handlers, signals kill the process: KeyboardInterrupt may be swallowed inside imports.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    task: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     _die_with_launcher()
     threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()
     code, kind, lines = EXIT_DONE, "", []
     try:
-        code = _train(order)
+        code = _train(task)
     except UserError as error:
         code, kind, lines = error.exit_code, "user", error.lines
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BaseException as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if any(sign in text for sign in _SIGNS_OF_LOSS):
+        if any(fragment in text for fragment in _CONNECTION_ERRORS):
             code, kind, lines = EXIT_BUG, "lost", [f"lost another rank: {text}"]
         else:
             code, kind, lines = EXIT_BUG, "crash", [text, *traceback.format_exc().splitlines()]
     with suppress(OSError):
-        os.write(order["outcome"], json.dumps({"code": code, "kind": kind, "lines": lines}).encode())
+        os.write(task["outcome"], json.dumps({"code": code, "kind": kind, "lines": lines}).encode())
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    # Not sys.exit: gloo's threads now and then abort a process that has done its work (pytorch #188266).
+    # Not sys.exit: gloo threads sometimes abort the process at exit (pytorch #188266).
     os._exit(code)
 
 
-def _train(order: dict[str, Any]) -> int:
-    sys.argv = order["command"]  # what the record of the run and its loggers say it was started with
-    import_modules(order["imports"])
-    config = RunConfig.from_document(order["document"], trusted=True)
-    if config.digest != order["digest"]:
+def _train(task: dict[str, Any]) -> int:
+    sys.argv = task["command"]  # for the run's manifest and loggers
+    import_modules(task["imports"])
+    config = RunConfig.from_document(task["document"], trusted=True)
+    if config.digest != task["digest"]:
         raise UserError("the configuration changed on its way to this process; start the run again")
     prepare_process(config.root.env_vars)
     from torch._C._distributed_c10d import TCPStore
@@ -72,13 +72,13 @@ def _train(order: dict[str, Any]) -> int:
     from ..distributed.process_group import join, leave
     from ..train import run_training
 
-    if order["world_size"] == 1:
+    if task["world_size"] == 1:
         return run_training(config).exit_code
-    host, port = order["address"]
+    host, port = task["address"]
     timeout = config.root.trainer.process_timeout
-    facts: dict[str, Any] = {} if order["listener"] is None else {"master_listen_fd": order["listener"]}
-    store = TCPStore(host, port, order["world_size"], is_master=order["rank"] == 0, use_libuv=True, **facts)
-    ranks = join(order["rank"], order["world_size"], order["local_rank"], store=store, timeout=timeout)
+    options: dict[str, Any] = {} if task["listener"] is None else {"master_listen_fd": task["listener"]}
+    store = TCPStore(host, port, task["world_size"], is_master=task["rank"] == 0, use_libuv=True, **options)
+    ranks = join(task["rank"], task["world_size"], task["local_rank"], store=store, timeout=timeout)
     result = run_training(config, ranks)
     ranks.barrier()
     leave()
@@ -86,7 +86,7 @@ def _train(order: dict[str, Any]) -> int:
 
 
 def _die_with_launcher() -> None:
-    """Have Linux kill this process when the launcher is gone, even while it is stopped and cannot see that itself."""
+    """Have Linux kill this process when the launcher exits, even while this process is suspended."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

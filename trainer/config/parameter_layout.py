@@ -1,14 +1,14 @@
-"""How the data axes of a run cut its parameters.
+"""Data-parallel layouts.
 
-| layout | replicas x shards | weights whole | optimizer state | gradients summed |
+| layout | replicas x shards | full weights | optimizer state | gradient reduction |
 |---|---|---|---|---|
-| data parallel (DDP) | R x 1 | always | whole | once a step |
-| distributed optimizer (ZeRO-1) | 1 x R | always | cut | once a step |
-| fsdp `grad` (ZeRO-2) | 1 x R | during a micro batch | cut | every micro batch |
-| fsdp `full` (ZeRO-3) | 1 x R | one layer at a time | cut | every micro batch |
-| fsdp `hybrid` | R/s x s | one layer at a time | cut | every micro batch |
+| data parallel (DDP) | R x 1 | always | replicated | once per step |
+| distributed optimizer (ZeRO-1) | 1 x R | always | sharded | once per step |
+| fsdp `grad` (ZeRO-2) | 1 x R | during a micro batch | sharded | every micro batch |
+| fsdp `full` (ZeRO-3) | 1 x R | one layer at a time | sharded | every micro batch |
+| fsdp `hybrid` | R/s x s | one layer at a time | sharded | every micro batch |
 
-`replicated.py` is the first two, `sharded.py` the others.
+`replicated.py` implements the first two, `sharded.py` the others.
 
 Sources: Rajbhandari et al. 2020, arXiv 1910.02054 (ZeRO); Zhao et al. 2023, arXiv 2304.11277 (FSDP).
 """
@@ -18,19 +18,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
-"""NeMo's names of AdamW whose state is cut over the data-parallel ranks."""
+"""NeMo's names of AdamW with state sharded over the data-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataLayout:
-    """What each rank holds of the parameters, and when.
+    """Distribution of parameters and optimizer state over the ranks.
 
     Attributes:
-        name: for the log.
-        replicas: groups of ranks that hold the same rows.
-        shards: ranks that hold different rows.
-        whole_weights: every rank keeps all weights; else only its rows of them, outside of forward and backward.
-        reshard_after_forward: give whole weights back after each layer's forward, and gather them again for backward.
+        name: name for the log.
+        replicas: number of replicas of each shard.
+        shards: number of shards.
+        whole_weights: weights are replicated; otherwise each rank holds its shard outside of forward and backward.
+        reshard_after_forward: free the gathered weights of a layer after its forward and all-gather them for backward.
     """
 
     name: str
@@ -41,7 +41,7 @@ class DataLayout:
 
     @property
     def held(self) -> str:
-        """What a rank holds between two steps, in words, for the log."""
+        """Description of a rank's weights and optimizer state between steps, for the log."""
         if self.shards == 1:
             return "each with all weights and all optimizer state"
         part = f"1/{self.shards} of the optimizer state"
@@ -53,14 +53,14 @@ class DataLayout:
 def plan_layout(
     world_size: int, *, optimizer: str, fsdp: bool, strategy: str, shard_size: int | None
 ) -> DataLayout | None:
-    """The layout of a run, or None for a single process.
+    """Return the layout of a run, or None for a single process.
 
     Args:
-        world_size: ranks R.
+        world_size: number of ranks R.
         optimizer: `model.optim.name`.
         fsdp: `model.fsdp`.
         strategy: `model.fsdp_sharding_strategy`: full, hybrid or grad.
-        shard_size: s of `hybrid`, the ranks of a machine.
+        shard_size: shards s of `hybrid`, by default the ranks of a node.
     """
     if world_size == 1:
         return None

@@ -1,1 +1,1 @@
-"""Models of Hugging Face's in and out: what `stoker convert` is made of."""
+"""Conversion between stoker checkpoints and Hugging Face models, adapters and GGUF files."""

@@ -1,4 +1,4 @@
-"""Weights in another dtype: what does not fit into it is told."""
+"""Cast weights, rejecting overflow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from ..utils.errors import UserError
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the names that the command line takes."""
+"""Dtypes by command-line name."""
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """A tensor in another dtype.
+    """Cast a tensor.
 
     Raises:
-        UserError: a finite number becomes infinite.
+        UserError: a finite value overflows to infinity.
     """
     if tensor.dtype == dtype:
         return tensor

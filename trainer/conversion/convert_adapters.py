@@ -1,4 +1,4 @@
-"""What `stoker convert` does with adapters: to peft's format, from it, or into one model with their base."""
+"""Convert adapters: to peft format, from it, or merged into their base model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .to_peft import convert_to_peft
 
 
 def is_adapter(source: Path) -> bool:
-    """Whether a path is an adapter: of stoker's, or in peft's format."""
+    """Return True if a path is an adapter: a stoker checkpoint or a folder in peft format."""
     if is_peft_folder(source):
         return True
     try:
@@ -52,36 +52,35 @@ def convert_adapter(
     model_type: str | None,
     average: bool = False,
 ) -> list[str]:
-    """Write an adapter in another format, or one model of it and its base.
+    """Convert an adapter to another format, or merge it into its base model.
 
     Args:
-        source: a run directory or checkpoint with an adapter, or a folder in peft's format.
+        source: a run directory or checkpoint with an adapter, or a folder in peft format.
         target: the new folder.
-        merge: write a whole model.
-        to: `hf` or `stoker`; None: what `source` is not, and a model for transformers with `merge`.
-        base: where the frozen weights are now.
-        dtype: of what is written; None leaves each tensor as it is.
-        tokenizer: `--tokenizer`, of a whole model for transformers.
-        model_type: `--model-type`, what the base is in transformers.
-        average: `--ema`, take the moving average of what was trained.
+        merge: merge the adapter into its base model.
+        to: `hf` or `stoker`; None for the format `source` does not have, and `hf` with `merge`.
+        base: current path of the base weights.
+        dtype: output dtype; None keeps the dtype of each tensor.
+        tokenizer: `--tokenizer`, for a merged Hugging Face model.
+        model_type: `--model-type`, the architecture of the base in transformers.
+        average: `--ema`, use the moving average of the trained parameters.
 
     Returns:
-        Lines that say what was done.
+        Summary lines.
 
     Raises:
-        UserError: the adapter cannot be read, or cannot become that, or its base is not there; or an option has no
-            effect on what is written.
+        UserError: the adapter cannot be read or converted, its base is missing, or an option has no effect.
     """
-    made = "stoker" if is_peft_folder(source) else to or "hf"
-    if tokenizer is not None and not (merge and made == "hf"):
-        raise UserError(f"--tokenizer {tokenizer}: what is written keeps its tokenizer, or has none; leave it out")
-    if model_type is not None and made == "stoker":
-        raise UserError(f"--model-type {model_type} is for --to hf; leave it out")
+    output_format = "stoker" if is_peft_folder(source) else to or "hf"
+    if tokenizer is not None and not (merge and output_format == "hf"):
+        raise UserError(f"--tokenizer {tokenizer}: the output keeps its tokenizer, or has none; leave it out")
+    if model_type is not None and output_format == "stoker":
+        raise UserError(f"--model-type {model_type} applies to --to hf; leave it out")
     if is_peft_folder(source):
         if merge or to == "hf":
-            raise UserError(f"{source} is in peft's format: turn it into a stoker adapter first, without --merge")
+            raise UserError(f"{source} is in peft format: convert it to a stoker adapter first, without --merge")
         if average:
-            raise UserError(f"--ema: {source} is in peft's format, which holds no moving average")
+            raise UserError(f"--ema: {source} is in peft format, which has no moving average")
         return from_peft(source, target, base, dtype)
     checkpoint, complaints = find_checkpoint(source)
     checkpoint = checkpoint.averaged() if average else checkpoint
@@ -90,7 +89,7 @@ def convert_adapter(
     ).root
     if not merge:
         if to == "stoker":
-            raise UserError(f"--to stoker: {source} is of that kind already; --merge makes a whole model of it")
+            raise UserError(f"--to stoker: {source} already has that format; --merge makes a whole model of it")
         weights = None if base is None else _base_of(checkpoint, base)
         return [
             *complaints,
@@ -112,7 +111,9 @@ def convert_adapter(
 
 def _base_of(checkpoint: Checkpoint, named: Path | None) -> BaseWeights:
     if checkpoint.state.base is None:
-        raise UserError(f"checkpoint {checkpoint.path}: its adapter was trained on random weights, which nobody has")
+        raise UserError(
+            f"checkpoint {checkpoint.path}: its adapter was trained on random weights, which were not saved"
+        )
     return find_named_base(checkpoint) if named is None else find_base(named, "--base")
 
 
@@ -134,11 +135,11 @@ def _merge_to_stoker(
             seal(step, {name: record}, _fresh(checkpoint.state), document, checkpoint.saved_tokenizer)
     except DamagedFileError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
-    return [f"{target}: one model of {checkpoint.path} and {base.path}"]
+    return [f"{target}: {checkpoint.path} merged into {base.path}"]
 
 
 def _fresh(state: RunState) -> RunState:
-    """The state of a run that has not begun."""
+    """Return the state at step 0."""
     versions = {"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()}
     return state.model_copy(
         update={
@@ -157,11 +158,11 @@ def _fresh(state: RunState) -> RunState:
 
 
 def from_peft(source: Path, target: Path, base: Path | None, dtype: torch.dtype | None) -> list[str]:
-    """Write an adapter checkpoint of a folder in peft's format; arguments as in `convert_adapter`."""
+    """Convert a folder in peft format to an adapter checkpoint; arguments as in `convert_adapter`."""
     folder = read_peft_folder(source)
     named = folder.config.get("base_model_name_or_path")
     if base is None and not (isinstance(named, str) and named and Path(named).is_dir()):
-        raise UserError(f"{source}: its base ({str(named)[:80]}) is not a folder here; name it: --base FOLDER")
+        raise UserError(f"{source}: its base ({str(named)[:80]}) is not a local folder; give it with --base FOLDER")
     weights = find_base(base or Path(str(named)), "--base")
     config, tokenizer = base_config(weights)
     keys = peft_keys(folder, config.root, tokenizer)
@@ -186,7 +187,7 @@ def from_peft(source: Path, target: Path, base: Path | None, dtype: torch.dtype 
 
 
 def base_config(base: BaseWeights) -> tuple[RunConfig, Tokenizer]:
-    """The configuration of the model in a base, and its tokenizer."""
+    """Return the configuration of a base model, and its tokenizer."""
     if base.checkpoint is not None:
         origin = str(base.path / "config.json")
         config = RunConfig.from_document(base.checkpoint.config_document, trusted=False, origin=origin)
@@ -200,7 +201,7 @@ def _state(root: RootBlock, base: BaseWeights) -> RunState:
 
 
 def keys_of_adapter(path: Path, base: BaseWeights) -> dict[str, Any]:
-    """`model.peft` of an adapter, dotted: what a run must have that begins with it."""
+    """Return the `model.peft` keys of an adapter, dotted, as needed to initialize from it."""
     if is_peft_folder(path):
         config, tokenizer = base_config(base)
         return peft_keys(read_peft_folder(path), config.root, tokenizer)

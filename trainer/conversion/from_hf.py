@@ -1,10 +1,10 @@
-"""From a folder of Hugging Face's, or a GGUF file, to a stoker checkpoint, tensor by tensor.
+"""Convert a Hugging Face model folder or GGUF file to a stoker checkpoint, tensor by tensor.
 
-What is written can be used like a run directory:
+The result can be used like a run directory:
 
-    checkpoints/step-0/          the checkpoint: weights, configuration, tokenizer, no optimizer
-    tokenizer/                   the files of the tokenizer, as they were
-    conf/model/converted.yaml    the keys of the model, for model=converted
+    checkpoints/step-0/          checkpoint: weights, configuration, tokenizer, no optimizer
+    tokenizer/                   unchanged tokenizer files
+    conf/model/converted.yaml    model keys, for model=converted
     conf/tokenizer/converted.yaml
 """
 
@@ -58,16 +58,16 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A model of Hugging Face's that was found to be one of ours.
+    """A Hugging Face model mapped to a stoker model.
 
     Attributes:
-        architecture: what it is there.
-        keys: `model` of its configuration, as blocks.
-        tokenizer_folder: the files of its tokenizer.
-        tokenizer: made of them.
-        placed: where each parameter lies.
-        geometry: of the model.
-        left_out: names of weights that have no place here.
+        architecture: Hugging Face architecture.
+        keys: nested `model` configuration.
+        tokenizer_folder: tokenizer files.
+        tokenizer: tokenizer loaded from them.
+        placed: mapping of each parameter.
+        geometry: attention geometry of the model.
+        left_out: names of weights that stoker does not support and skips.
     """
 
     architecture: Architecture
@@ -87,20 +87,20 @@ def convert_to_stoker(
     tokenizer: str | None = None,
     ignored: Collection[str] = (),
 ) -> list[str]:
-    """Write a stoker checkpoint of a folder of Hugging Face's, or of a GGUF file.
+    """Convert a Hugging Face model folder or GGUF file to a stoker checkpoint.
 
     Args:
         source: the folder or file.
         target: the new folder.
-        dtype: of the weights; None leaves each as it is.
-        tokenizer: `--tokenizer`; None takes that of `source`.
-        ignored: fields of config.json that the user knows to change nothing.
+        dtype: dtype of the weights; None keeps the dtype of each.
+        tokenizer: `--tokenizer`; None for the tokenizer of `source`.
+        ignored: fields of config.json to ignore.
 
     Returns:
-        Lines that say what was done.
+        Summary lines.
 
     Raises:
-        UserError: the model is none of ours, or not what it should be, with every reason; or the disk does not take it.
+        UserError: the model is not supported or malformed, with every reason; or a write error.
     """
     with open_source(source) as found:
         incoming = check(found, tokenizer, ignored)
@@ -111,7 +111,7 @@ def convert_to_stoker(
     kinds = ", ".join(sorted({_word(fact) for fact in facts.values()}))
     lines = [f"{target}: {incoming.architecture.name} with {numbers:,} parameters in {kinds}"]
     if incoming.left_out:
-        lines.append(f"left out, for this model has no place for them: {_listed(incoming.left_out)}")
+        lines.append(f"skipped weights that stoker does not support: {_listed(incoming.left_out)}")
     return [
         *lines,
         f"train on: stoker train --config-dir {target}/conf model={NAME} tokenizer={NAME} "
@@ -121,15 +121,15 @@ def convert_to_stoker(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model of somebody else's, opened.
+    """An open Hugging Face folder or GGUF file.
 
     Attributes:
         path: the folder or file.
-        fields: where its fields stand, in words.
-        config: them.
-        architecture: what it is.
-        tensors: its weights.
-        find_tokenizer: its tokenizer, for a vocabulary of so many tokens.
+        fields: name of the source of `config`, for messages.
+        config: fields of config.json.
+        architecture: Hugging Face architecture.
+        tensors: weights.
+        find_tokenizer: returns the tokenizer files, given the vocabulary size.
     """
 
     path: Path
@@ -142,10 +142,10 @@ class Source:
 
 @contextmanager
 def open_source(path: Path) -> Iterator[Source]:
-    """Open a folder of Hugging Face's, or a GGUF file.
+    """Open a Hugging Face model folder or GGUF file.
 
     Raises:
-        UserError: it is none, or of an architecture that is not known here.
+        UserError: it is neither, or the architecture is not supported.
     """
     if path.suffix == ".gguf" and path.is_file():
         from .gguf_file import GgufModel
@@ -175,15 +175,15 @@ def open_source(path: Path) -> Iterator[Source]:
 
 
 def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> Incoming:
-    """See whether a model is one of ours, from its fields and the headers of its files, before anything is allocated.
+    """Map a model to a stoker model from its config and file headers, before any weights are allocated.
 
     Args:
         source: the model.
-        tokenizer: `--tokenizer`; None takes its own.
-        ignored: fields that the user knows to change nothing.
+        tokenizer: `--tokenizer`; None for its own.
+        ignored: config fields to ignore.
 
     Raises:
-        UserError: it is not; every reason.
+        UserError: the model is not supported; lists every reason.
     """
     architecture, tensors = source.architecture, source.tensors
     own_head = _has_own_head(architecture, tensors)
@@ -197,19 +197,19 @@ def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> In
             found = tokenizer_named(tokenizer, architecture.family)
     except UserError as error:
         problems += error.lines
-    problems += [f"{source.fields}: {problem}" for problem in _impossible(keys, tensors)]
+    problems += [f"{source.fields}: {problem}" for problem in _excessive_counts(keys, tensors)]
     if problems or found is None:
         raise UserError([f"{source.path} cannot be converted:", *(f"  {problem}" for problem in problems)])
     root, made = _run_of(source, keys, found)
     placed, geometry = _placed(architecture, root, made)
     problems, left_out = _compare(architecture, placed, tensors)
     if problems:
-        told = f"{source.path}: the weights do not fit {source.fields}:"
-        raise UserError([told, *(f"  {problem}" for problem in problems)])
+        title = f"{source.path}: the weights do not fit {source.fields}:"
+        raise UserError([title, *(f"  {problem}" for problem in problems)])
     return Incoming(architecture, _model_keys(architecture, keys), found, made, placed, geometry, left_out)
 
 
-# ---------------------------------------------------------------- what it is
+# ---------------------------------------------------------------- configuration
 
 
 def _has_own_head(architecture: Architecture, tensors: FolderTensors) -> bool:
@@ -223,21 +223,21 @@ def _model_keys(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str
     return {"family": architecture.family, **nested(keys), "micro_batch_size": 1}
 
 
-def _impossible(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterator[str]:
-    """Numbers that the tensors cannot be as many as; a model of them would be endless to describe."""
-    there = len(tensors.facts) + len(tensors.unreadable)
+def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterator[str]:
+    """Yield counts that exceed the number of tensors, before a model of absurd size is built from them."""
+    num_tensors = len(tensors.facts) + len(tensors.unreadable)
     layers = sum(keys.get(f"{stack}num_layers", 0) for stack in ("", "encoder.", "decoder."))
-    if layers > there:
-        yield f"there are {layers:,} layers, but only {counted(there, 'tensor')}"
-    elif (keys.get("num_moe_experts") or 0) * layers > there:
-        yield f"there are {keys['num_moe_experts']:,} experts in each layer, but only {counted(there, 'tensor')}"
+    if layers > num_tensors:
+        yield f"there are {layers:,} layers, but only {counted(num_tensors, 'tensor')}"
+    elif (keys.get("num_moe_experts") or 0) * layers > num_tensors:
+        yield f"there are {keys['num_moe_experts']:,} experts in each layer, but only {counted(num_tensors, 'tensor')}"
 
 
 def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[RootBlock, Tokenizer]:
-    """The configuration of the model, and its tokenizer.
+    """Return the configuration of the model, and its tokenizer.
 
     Raises:
-        UserError: the keys are against each other, or the tokenizer cannot be had, or has more tokens than the model.
+        UserError: invalid configuration, or the tokenizer cannot be loaded or has more tokens than the model.
     """
     model = _model_keys(source.architecture, keys) | {"tokenizer": found.keys_in(found.folder or source.path)}
     document = {"name": NAME, "model": model}
@@ -249,7 +249,7 @@ def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> 
 
 
 def run_of(source: Source, incoming: Incoming) -> tuple[RunConfig, Tokenizer]:
-    """The configuration of a run that has the model as it came, and its tokenizer."""
+    """Return a run configuration of the unmodified model, and its tokenizer."""
     keys = incoming.tokenizer_folder.keys_in(incoming.tokenizer_folder.folder or source.path)
     document = {"name": NAME, "model": {**incoming.keys, "tokenizer": keys}}
     config = RunConfig.from_document(document, trusted=False, origin=f"{source.path} ({source.fields})")
@@ -257,27 +257,27 @@ def run_of(source: Source, incoming: Incoming) -> tuple[RunConfig, Tokenizer]:
 
 
 def _placed(architecture: Architecture, root: RootBlock, tokenizer: Tokenizer) -> tuple[list[Placed], Geometry]:
-    """Where each parameter of the model lies in their tensors."""
+    """Return the mapping of each parameter to the source tensors, and the attention geometry."""
     shapes = parameter_shapes(root, tokenizer)
     vocab_size = model_vocabulary(root, tokenizer)
     geometry = geometry_of(described(root.model, vocab_size, sample_form(root)))
-    placed, homeless = architecture.weights.place(shapes, geometry)
-    assert not homeless, homeless  # what a config.json describes has a place in its own weights
+    placed, unmapped = architecture.weights.place(shapes, geometry)
+    assert not unmapped, unmapped  # every parameter of the described model is in its weights
     return placed, geometry
 
 
 def parameter_shapes(root: RootBlock, tokenizer: Tokenizer) -> dict[str, Shape]:
-    """Names and shapes of what a checkpoint of this configuration holds, from a model that is not allocated."""
+    """Return names and shapes of the checkpoint tensors of a configuration, from a meta-device model."""
     return {name: tuple(tensor.shape) for name, tensor in weights_of(shapes_only(root, tokenizer)).items()}
 
 
 def shapes_only(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
-    """The model of a configuration on the meta device.
+    """Build the model of a configuration on the meta device.
 
     Args:
         root: the configuration.
-        tokenizer: of the model.
-        peft: what fine-tuning adds to it.
+        tokenizer: tokenizer of the model.
+        peft: PEFT settings of the added parameters.
     """
     return build_model(
         root.model,
@@ -297,7 +297,7 @@ def shapes_only(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = 
 def _compare(
     architecture: Architecture, placed: Iterable[Placed], tensors: FolderTensors
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with the tensors, and the names of those that are left out."""
+    """Return the problems of the tensors, and the names of those that are skipped."""
     wanted = {name: shape for entry in placed for name, shape in entry.theirs}
     weights = architecture.weights
     missing = [name for name in wanted if name not in tensors.facts and name not in tensors.unreadable]
@@ -313,16 +313,16 @@ def _compare(
         elif original is None:
             unknown.append(name)
         elif original not in tensors.facts:
-            pass  # the original is missing, which is told
+            pass  # the missing original is reported
         elif name not in tensors.facts or not tensors.are_equal(name, original):
-            others.append(f"{name} must be equal to {original}, which it stands for")
+            others.append(f"{name} must equal {original}, which it duplicates")
     for name, shape in wanted.items():
         if name in tensors.unreadable:
-            others.append(f"{name} is of dtype {tensors.unreadable[name]}, which no weight may be")
+            others.append(f"{name} is of dtype {tensors.unreadable[name]}, which is not supported")
         elif name in tensors.facts:
             fact = tensors.facts[name]
             if fact.dtype not in _FLOATS:
-                others.append(f"{name} is of dtype {_word(fact)}, which no weight may be")
+                others.append(f"{name} is of dtype {_word(fact)}, which is not supported")
             if fact.shape != shape:
                 others.append(f"{name} has the shape {list(fact.shape)}, which must be {list(shape)}")
     problems = [f"missing: {name}" for name in missing[:_SHOWN]]
@@ -335,7 +335,7 @@ def _compare(
 
 
 def _facts_of(placed: Iterable[Placed], tensors: FolderTensors, dtype: torch.dtype | None) -> dict[str, TensorFacts]:
-    """Dtype and shape of each parameter of ours: the widest dtype of its parts, unless another is asked for."""
+    """Return dtype and shape of each stoker parameter: `dtype`, or the promoted dtype of its source tensors."""
     facts: dict[str, TensorFacts] = {}
     for entry in placed:
         kind = dtype
@@ -379,7 +379,7 @@ def _write(
 
 
 def state_of(root: RootBlock) -> RunState:
-    """The state of a converted checkpoint, before any step."""
+    """Return the state of a converted checkpoint, at step 0."""
     form = sample_form(root)
     return RunState(
         step=0,
@@ -397,7 +397,7 @@ def state_of(root: RootBlock) -> RunState:
 
 
 def _yaml(block: Mapping[str, Any], indent: str = "") -> Iterable[str]:
-    """Plain YAML of names, numbers, texts and lists."""
+    """Yield YAML lines of nested mappings of numbers, strings and lists."""
     for name, value in block.items():
         if isinstance(value, dict):
             yield f"{indent}{name}:"
@@ -405,7 +405,7 @@ def _yaml(block: Mapping[str, Any], indent: str = "") -> Iterable[str]:
         elif isinstance(value, float):
             text = repr(value)
             mantissa, _, exponent = text.partition("e")
-            # YAML 1.1 reads 1e-05 as a text
+            # YAML 1.1 reads 1e-05 as a string
             yield f"{indent}{name}: {text if '.' in mantissa or not exponent else f'{mantissa}.0e{exponent}'}"
         else:
             yield f"{indent}{name}: {json.dumps(value)}"

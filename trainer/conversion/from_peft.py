@@ -1,4 +1,4 @@
-"""An adapter in the format of Hugging Face's peft, as the trained parameters of a model of ours."""
+"""Convert an adapter in Hugging Face peft format to the trainable parameters of a stoker model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .peft_map import PREFIX, Target, from_pairs, targets_of
 from .to_peft import ADAPTER_CONFIG, ADAPTER_TENSORS
 
 _SHOWN = 10
-_OFF: Mapping[str, tuple[Any, ...]] = {
+_SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "bias": (None, "none"),
     "lora_bias": (None, False),
@@ -41,8 +41,8 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "arrow_config": (None,),
 }
-"""Fields that change what an adapter does, with the values that it is read with."""
-_KINDS: Mapping[str, Any] = {"lora_alpha": (int, float), "lora_dropout": (int, float), "alpha_pattern": dict}
+"""Fields that change the adapter, with their supported values."""
+_FIELD_TYPES: Mapping[str, Any] = {"lora_alpha": (int, float), "lora_dropout": (int, float), "alpha_pattern": dict}
 _PROJECTIONS = {
     "attention.qkv": "attention_qkv",
     "cross_attention.query": "attention_qkv",
@@ -56,17 +56,17 @@ _PROJECTIONS = {
     "mlp.experts.down": "mlp_fc2",
     "mlp.shared.down": "mlp_fc2",
 }
-"""What `lora_tuning.target_modules` calls the linear layers of a layer."""
+"""Linear layers of a transformer layer, with their names in `lora_tuning.target_modules`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftFolder:
-    """An adapter, read.
+    """An adapter in peft format, read into memory.
 
     Attributes:
         path: the folder.
         config: its adapter_config.json.
-        tensors: by module of the base and the rest of the name (`lora_A.weight`, `ia3_l`).
+        tensors: base module name to tensor kind (`lora_A.weight`, `ia3_l`) to tensor.
     """
 
     path: Path
@@ -80,27 +80,27 @@ class PeftFolder:
 
 
 def is_peft_folder(path: Path) -> bool:
-    """Whether a path is a folder in peft's format."""
+    """Return True for a folder in peft format."""
     return path.is_dir() and (path / ADAPTER_CONFIG).exists()
 
 
 def read_peft_folder(path: Path) -> PeftFolder:
-    """Read an adapter.
+    """Read an adapter in peft format.
 
     Raises:
-        UserError: it is none, or does something that is not done here; every reason.
+        UserError: not an adapter, or not supported; lists every reason.
     """
     config = read_object(path, ADAPTER_CONFIG)
     if config is None:
         raise UserError(f"{path} holds no {ADAPTER_CONFIG}")
     problems = [
         f"{ADAPTER_CONFIG}: `{name}` ({shown(config[name])}) must be {shown(known[-1])}"
-        for name, known in _OFF.items()
+        for name, known in _SUPPORTED_VALUES.items()
         if name in config and config[name] not in known
     ]
-    for name, kind in _KINDS.items():
+    for name, kind in _FIELD_TYPES.items():
         if config.get(name) is not None and (not isinstance(config[name], kind) or config[name] is True):
-            problems.append(f"{ADAPTER_CONFIG}: `{name}` ({shown(config[name])}) is not what it should be")
+            problems.append(f"{ADAPTER_CONFIG}: `{name}` ({shown(config[name])}) has an invalid type")
     if config.get("peft_type") not in ("LORA", "IA3"):
         problems.append(f"{ADAPTER_CONFIG}: `peft_type` ({shown(config.get('peft_type'))}) must be LORA or IA3")
     file = contained(path, ADAPTER_TENSORS)
@@ -129,28 +129,28 @@ def read_peft_folder(path: Path) -> PeftFolder:
         raise UserError(
             [
                 f"{path} cannot be read as an adapter:",
-                *_listed(f"{shown(name, 120)} is not there, not known, or no matrix" for name in wrong),
+                *_truncated_list(f"{shown(name, 120)} is missing, unknown or not a matrix" for name in wrong),
             ]
         )
     return PeftFolder(path, config, modules)
 
 
 def peft_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What `model.peft` must say for a model to hold an adapter, dotted.
+    """Return the dotted `model.peft` keys that match an adapter.
 
     Args:
         folder: the adapter.
-        root: the configuration of the base.
-        tokenizer: of the base.
+        root: configuration of the base.
+        tokenizer: tokenizer of the base.
 
     Raises:
-        UserError: it belongs to another model.
+        UserError: the adapter belongs to another model.
     """
     targets, _ = _fitting(folder, root, tokenizer)
     touched = [target for target in targets if any(module in folder.tensors for module in target.modules)]
     layers = sorted({_place(target)[0] + 1 for target in touched})
-    every = sorted({_place(target)[0] + 1 for target in targets if _place(target)[1] in _PROJECTIONS})
-    selection = None if layers == every else layers
+    all_layers = sorted({_place(target)[0] + 1 for target in targets if _place(target)[1] in _PROJECTIONS})
+    selection = None if layers == all_layers else layers
     if folder.kind == "IA3":
         return {"peft_scheme": "ia3", "ia3_tuning.layer_selection": selection}
     rank = max(len(kinds["lora_A.weight"]) for kinds in folder.tensors.values())
@@ -169,16 +169,16 @@ def peft_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict
 def trained_tensors(
     folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer, wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """The trained parameters of a model, of an adapter.
+    """Convert an adapter to the trainable parameters of a model.
 
     Args:
         folder: the adapter.
-        root: the configuration of the model, `model.peft` included.
-        tokenizer: of the model.
-        wanted: names and shapes of its trained parameters.
+        root: configuration of the model, including `model.peft`.
+        tokenizer: tokenizer of the model.
+        wanted: names and shapes of the trainable parameters.
 
     Raises:
-        UserError: the adapter does not fit; says what differs.
+        UserError: the adapter does not match; lists the differences.
     """
     peft = peft_slice(root.model.peft)
     if not isinstance(peft, LoRASlice if folder.kind == "LORA" else IA3Slice):
@@ -205,16 +205,16 @@ def _lora(
     found: dict[str, Tensor] = {}
     problems: list[str] = []
     for target in targets:
-        held = [module for module in target.modules if module in pairs]
+        present = [module for module in target.modules if module in pairs]
         shape = wanted.get(target.ours[0])
         if shape is None:
-            problems += [f"{module}: `target_modules` or `layer_selection` has no update for it" for module in held]
+            problems += [f"{module}: `target_modules` or `layer_selection` has no update for it" for module in present]
             continue
         parts = shape[-2] // lora.rank
         problems += list(_misfits(target, pairs, parts, lora.rank))
-        if not problems and held:
+        if not problems and present:
             found |= zip(target.ours, from_pairs(target, pairs, parts, lora.rank, geometry), strict=True)
-    _refuse(folder, problems)
+    _raise_misfit(folder, problems)
     kind = next(iter(pairs.values()))[0].dtype
     return {name: found[name] if name in found else torch.zeros(shape, dtype=kind) for name, shape in wanted.items()}
 
@@ -228,7 +228,7 @@ def _misfits(target: Target, pairs: Mapping[str, tuple[Tensor, Tensor, float]], 
         if down.ndim != 2 or tuple(down.shape[1:]) != (columns,) or tuple(up.shape) != (rows, len(down)):
             yield f"{module}: A {list(down.shape)} and B {list(up.shape)} do not fit a layer of {columns} to {rows}"
         elif len(down) > rank:
-            yield f"{module}: its rank is {len(down)}, `lora_tuning.adapter_dim` {rank}"
+            yield f"{module}: its rank is {len(down)}, but `lora_tuning.adapter_dim` is {rank}"
         elif parts not in (1, target.per_expert) or (parts == 1 and target.per_expert > 1):
             yield f"{module}: `lora_tuning.variant` must be {'nemo' if target.per_expert == 1 else 'canonical'} for it"
 
@@ -239,21 +239,21 @@ def _factors(
     found: dict[str, Tensor] = {}
     problems: list[str] = []
     for target in targets:
-        held = {module: folder.tensors[module]["ia3_l"] for module in target.modules if module in folder.tensors}
+        present = {module: folder.tensors[module]["ia3_l"] for module in target.modules if module in folder.tensors}
         name = names_of_factors(target)
-        if not held:
+        if not present:
             continue
         if name not in wanted:
-            problems += [f"{module}: no factors are learned there" for module in held]
+            problems += [f"{module}: IA3 is not applied to this layer" for module in present]
             continue
         if name.endswith(".down.ia3"):
-            (factors,) = held.values()
+            (factors,) = present.values()
             found[name] = factors.flatten()
         else:
-            kind = next(iter(held.values())).dtype
+            kind = next(iter(present.values())).dtype
             sizes = [len(rows) for rows in target.split_rows(torch.empty(target.rows, 1), geometry)]
             columns = [
-                held[module].reshape(-1, 1) if module in held else torch.ones(size, 1, dtype=kind)
+                present[module].reshape(-1, 1) if module in present else torch.ones(size, 1, dtype=kind)
                 for module, size in zip(target.modules, sizes, strict=True)
             ]
             if [len(column) for column in columns] != sizes:
@@ -262,18 +262,18 @@ def _factors(
             whole = target.join_rows(columns, geometry).flatten()
             plain, found[name] = whole.split([len(whole) - wanted[name][0], wanted[name][0]])
             if not torch.equal(plain, torch.ones_like(plain)):
-                problems.append(f"{target.modules[0]}: queries have no factors here")
+                problems.append(f"{target.modules[0]}: IA3 factors of queries are not supported")
         if tuple(found[name].shape) != wanted[name]:
             problems.append(f"{target.modules[0]}: {len(found[name])} factors, which must be {wanted[name][0]}")
-    _refuse(folder, problems)
+    _raise_misfit(folder, problems)
     return {name: found.get(name, torch.ones(shape)) for name, shape in wanted.items()}
 
 
 def _fitting(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> tuple[list[Target], Geometry]:
-    """The linear layers of the base, by the names of the first architecture that has all modules of an adapter.
+    """Return the linear layers of the base under the names of the first architecture with all modules of an adapter.
 
     Raises:
-        UserError: none has.
+        UserError: there is no such architecture.
     """
     vocab_size = model_vocabulary(root, tokenizer)
     form = SampleForm(length=sample_length_of(root.model))
@@ -289,12 +289,12 @@ def _fitting(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> tuple
         if not rest:
             return targets, geometry
         unknown = rest if unknown is None or len(rest) < len(unknown) else unknown
-    names = [f"{shown(name, 120)} is no linear layer of a layer of this model" for name in unknown or ()]
-    raise UserError([f"{folder.path} is an adapter of another model:", *_listed(names)])
+    names = [f"{shown(name, 120)} is not a linear layer of this model" for name in unknown or ()]
+    raise UserError([f"{folder.path} is an adapter of another model:", *_truncated_list(names)])
 
 
 def _place(target: Target) -> tuple[int, str]:
-    """The number of the layer that a linear layer is in, from 0, and its name there; -1 outside of layers."""
+    """Return the index of the layer that contains a linear layer and its name there; -1 outside of layers."""
     stem = target.placed.ours.removesuffix(".weight")
     _, _, inside = stem.partition(".layers.")
     number, _, name = inside.partition(".")
@@ -302,13 +302,13 @@ def _place(target: Target) -> tuple[int, str]:
 
 
 def _default_scale(folder: PeftFolder) -> float:
-    """The scale that most modules have."""
+    """Return the most common scale of the modules."""
     scales = [_scale(folder, module) for module in folder.tensors]
     return max(set(scales), key=scales.count)
 
 
 def _scale(folder: PeftFolder, module: str) -> float:
-    """The factor of a module's update: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv 2312.03732)."""
+    """Return the LoRA scale of a module: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv 2312.03732)."""
     config = folder.config
     rank = len(folder.tensors[module]["lora_A.weight"])
     alpha = config.get("lora_alpha", 8)
@@ -321,7 +321,7 @@ def _scale(folder: PeftFolder, module: str) -> float:
 
 
 def _parsed(name: str) -> tuple[str, str]:
-    """The module and the kind of a tensor."""
+    """Split a tensor name into module and kind; the kind is `?` if unknown."""
     plain = name.removeprefix(PREFIX)
     for kind in ("lora_A.weight", "lora_B.weight", "ia3_l"):
         if plain.endswith(f".{kind}"):
@@ -329,12 +329,12 @@ def _parsed(name: str) -> tuple[str, str]:
     return plain, "?"
 
 
-def _refuse(folder: PeftFolder, problems: Sequence[str]) -> None:
+def _raise_misfit(folder: PeftFolder, problems: Sequence[str]) -> None:
     if problems:
-        raise UserError([f"{folder.path} does not fit the model of this configuration:", *_listed(problems)])
+        raise UserError([f"{folder.path} does not fit the model of this configuration:", *_truncated_list(problems)])
 
 
-def _listed(problems: Iterable[str]) -> list[str]:
+def _truncated_list(problems: Iterable[str]) -> list[str]:
     lines = list(problems)
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return [*(f"  {line}" for line in lines[:_SHOWN]), *more]

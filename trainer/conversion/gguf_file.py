@@ -1,7 +1,7 @@
-"""Llama-type models in GGUF, llama.cpp's format: one file of metadata, quantized weights and a tokenizer.
+"""Llama-type models in GGUF files (llama.cpp): metadata, quantized weights and tokenizer in one file.
 
-The `gguf` package reads it and dequantizes to fp32. llama.cpp turns neighbours where transformers turns halves, so its
-queries and keys have their rows in another order, which is undone here (`LlamaModel.permute` of its converter).
+The `gguf` package reads the file and dequantizes to fp32. llama.cpp uses interleaved rotary embeddings, transformers
+half-rotated ones, so rows of the query and key weights are permuted back (`LlamaModel.permute` of its converter).
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _NAMES = (
     ),
 )
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-_SPLITS: dict[str, dict[str, Any]] = {
+_PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "gpt-2": _BYTES,
     "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
 }
-"""How each kind of tokenizer cuts a text before it merges bytes, as a tokenizer.json says it."""
+"""Pre-tokenizer of each GGUF tokenizer kind, in tokenizer.json format."""
 _CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens that stand for themselves; the first are special."""
+"""GGUF token types that become added tokens; control tokens are special."""
 
 
 class GgufModel:
@@ -73,18 +73,18 @@ class GgufModel:
         path: the file.
 
     Attributes:
-        config: the fields of a config.json.
-        tensors: fp32, under transformers' names.
+        config: fields of a config.json.
+        tensors: fp32 tensors under transformers' names.
 
     Raises:
-        UserError: the `gguf` package is not installed, the file is damaged, or holds another model.
+        UserError: the `gguf` package is not installed, the file is damaged, or the architecture is not supported.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             import gguf  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise UserError(f"{path}: to read GGUF takes the gguf package: pip install 'stoker[gguf]'") from None
+            raise UserError(f"{path}: reading GGUF requires the gguf package: pip install 'stoker[gguf]'") from None
         self._path = path
         self._dequantize: Callable[..., Any] = gguf.dequantize
         try:
@@ -93,13 +93,13 @@ class GgufModel:
             self.tensors = self._opened(reader.tensors)
         except UserError:
             raise
-        except Exception as error:  # whatever a damaged file makes of its reader
+        except Exception as error:  # damaged files raise various exceptions
             first = next(iter(str(error).splitlines()), "")
-            raise UserError(f"{path} is no GGUF file, or damaged ({type(error).__name__}: {first[:160]})") from None
+            raise UserError(f"{path} is not a GGUF file, or damaged ({type(error).__name__}: {first[:160]})") from None
         if self._metadata.get("general.architecture") != "llama":
             kind = str(self._metadata.get("general.architecture"))[:40]
             raise UserError(
-                f"{path}: `general.architecture` ({kind}) must be llama: other models are read from HF's folders"
+                f"{path}: `general.architecture` ({kind}) must be llama; convert others from a Hugging Face folder"
             )
         self.config = self._config()
 
@@ -109,7 +109,7 @@ class GgufModel:
             field = name.removeprefix("llama.")
             if field == name:
                 continue
-            # Numbers were rounded to fp32: the shortest that rounds to the same is the one that was meant.
+            # Values were rounded to fp32: recover the shortest decimal that rounds to the same value.
             config[_FIELDS.get(field, field)] = float(str(np.float32(value))) if isinstance(value, float) else value
         embedding = self.tensors.facts.get("model.embed_tokens.weight")
         if embedding is not None:
@@ -118,9 +118,9 @@ class GgufModel:
         width = config.get("head_dim")
         if width is None and config.get("hidden_size") and config.get("num_attention_heads"):
             width = config["hidden_size"] // config["num_attention_heads"]
-        for same in ("rope.dimension_count", "attention.value_length"):
-            if config.get(same) == width:
-                config.pop(same, None)
+        for redundant in ("rope.dimension_count", "attention.value_length"):
+            if config.get(redundant) == width:
+                config.pop(redundant, None)
         if config.get("rope.scaling.type") == "none":
             config.pop("rope.scaling.type")
         return config
@@ -139,7 +139,7 @@ class GgufModel:
         try:
             values = np.array(self._dequantize(tensor.data, tensor.tensor_type), np.float32, copy=True)
             whole = torch.from_numpy(values).reshape(shape)
-        except Exception as error:  # a type that the package has no arithmetic for, or numbers that are missing
+        except Exception as error:  # unsupported quantization type, or truncated data
             kind = getattr(tensor.tensor_type, "name", "?")
             raise UserError(f"{self._path}: {name} ({kind}) cannot be dequantized: {str(error)[:160]}") from None
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
@@ -149,26 +149,26 @@ class GgufModel:
         return whole
 
     def write_tokenizer(self, folder: Path) -> TokenizerFolder:
-        """Write tokenizer.json and tokenizer_config.json of the metadata.
+        """Write tokenizer.json and tokenizer_config.json from the metadata.
 
         Raises:
-            UserError: it is a tokenizer of a kind that is not known here.
+            UserError: the kind of tokenizer is not supported.
         """
         from .tokenizer_copy import TokenizerFolder
 
-        said = {name.removeprefix("tokenizer.ggml."): value for name, value in self._metadata.items()}
-        split = _SPLITS.get(str(said.get("pre"))) if said.get("model") == "gpt2" else None
-        tokens, merges = said.get("tokens"), said.get("merges")
+        metadata = {name.removeprefix("tokenizer.ggml."): value for name, value in self._metadata.items()}
+        split = _PRE_TOKENIZERS.get(str(metadata.get("pre"))) if metadata.get("model") == "gpt2" else None
+        tokens, merges = metadata.get("tokens"), metadata.get("merges")
         if split is None or not isinstance(tokens, list) or not isinstance(merges, list):
-            kind = f"{str(said.get('model'))[:40]}, {str(said.get('pre'))[:40]}"
+            kind = f"{str(metadata.get('model'))[:40]}, {str(metadata.get('pre'))[:40]}"
             raise UserError(
-                f"the tokenizer in {self._path} ({kind}) is none of gpt2 with {' or '.join(_SPLITS)}: name the folder "
-                "of the model's tokenizer.json with --tokenizer FOLDER"
+                f"the tokenizer in {self._path} ({kind}) must be gpt2 with {' or '.join(_PRE_TOKENIZERS)}; "
+                "give the folder of the model's tokenizer.json with --tokenizer FOLDER"
             )
-        definition = _definition(tokens, merges, said.get("token_type"), split)
+        definition = _definition(tokens, merges, metadata.get("token_type"), split)
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         for kind, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-            number = said.get(f"{name}_token_id")
+            number = metadata.get(f"{name}_token_id")
             if isinstance(number, int) and 0 <= number < len(tokens):
                 settings[f"{kind}_token"] = tokens[number]
         template = self._metadata.get("tokenizer.chat_template")
@@ -181,7 +181,7 @@ class GgufModel:
 
 
 def _name(name: str) -> str:
-    """A name of theirs as transformers has it; one that is not known stays as it is, and is told."""
+    """Map a GGUF tensor name to transformers; unknown names are unchanged, and reported later as unknown."""
     for theirs, ours in _NAMES:
         match = re.match(re.escape(theirs).replace(r"\{n\}", r"(\d+)") + r"(?=(weight|bias)$)", name)
         if match:
@@ -190,7 +190,7 @@ def _name(name: str) -> str:
 
 
 def _definition(tokens: list[str], merges: list[str], types: Any, split: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json of byte-level BPE."""
+    """Build the tokenizer.json of a byte-level BPE tokenizer."""
     kinds = types if isinstance(types, list) and len(types) == len(tokens) else [1] * len(tokens)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [

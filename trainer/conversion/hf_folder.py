@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's: its config.json and its tensors, opened with nothing about them taken on trust."""
+"""Hugging Face model folders: config.json and tensors, treated as untrusted input."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .torch_files import TorchFile
 CONFIG = "config.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _KINDS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-"""The files of weights, the ones that are looked for first before the others."""
+"""Weight file names, in order of preference."""
 _ROWS = 1024
 
 
 def contained(folder: Path, name: str) -> Path | None:
-    """The file that a name in a folder stands for, None where there is none.
+    """Resolve a file name in a folder; None if there is no such file.
 
-    Links may lead to other files of the folder, and from a snapshot of the hub's cache to its blobs.
+    Symlinks may point to files in the folder, and from a snapshot of the hub cache to its blobs.
 
     Raises:
-        UserError: it is no plain name, or leads elsewhere.
+        UserError: not a plain file name, or a link that points elsewhere.
     """
     if not _FILE_NAME.fullmatch(name):
         raise UserError(f"{folder}: {name[:80]!r} is not the plain name of a file")
@@ -38,19 +38,21 @@ def contained(folder: Path, name: str) -> Path | None:
     if not path.exists():
         return None
     top = folder.resolve()
-    homes = [top, *([top.parent.parent / "blobs"] if top.parent.name == "snapshots" else [])]
-    if not any(path.is_relative_to(home) for home in homes):
-        raise UserError(f"{folder / name} is a link that leads out of its folder; copy the file there if it is meant")
+    allowed = [top, *([top.parent.parent / "blobs"] if top.parent.name == "snapshots" else [])]
+    if not any(path.is_relative_to(directory) for directory in allowed):
+        raise UserError(
+            f"{folder / name} is a link that leads out of its folder; replace it by the file if that is intended"
+        )
     if not path.is_file():
         raise UserError(f"{folder / name} is not a file")
     return path
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any] | None:
-    """A JSON object, None where there is no such file.
+    """Read a JSON object; None if there is no such file.
 
     Raises:
-        UserError: it is no JSON object, or too large.
+        UserError: not a JSON object, or too large.
     """
     path = contained(folder, name)
     if path is None:
@@ -65,11 +67,11 @@ def read_object(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 class FolderTensors:
-    """The tensors of a folder, by the names that the table of weights has for them.
+    """Tensors of a folder, by canonical name.
 
     Attributes:
         facts: name to dtype and shape.
-        unreadable: name to dtype of the tensors whose numbers have a dtype that no weight has.
+        unreadable: name to dtype of tensors with an unsupported dtype.
     """
 
     def __init__(
@@ -83,11 +85,11 @@ class FolderTensors:
         self._readers = readers
 
     def read(self, name: str) -> Tensor:
-        """A tensor, in host memory or mapped from its file."""
+        """Read a tensor to host memory; it may be memory-mapped."""
         return self._readers[name]()[...]
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors hold the same bits; a few rows at a time."""
+        """Return True if two tensors are bitwise equal; compares a few rows at a time."""
         if self.facts[one] != self.facts[other]:
             return False
         left, right = self._readers[one](), self._readers[other]()
@@ -102,7 +104,7 @@ class FolderTensors:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """An open file of tensors: their facts, and how to get at each."""
+    """An open tensor file: shape and dtype name of each tensor, and access by slice."""
 
     described: Mapping[str, tuple[tuple[int, ...], str]]
     slice_of: Callable[[str], Any]
@@ -114,14 +116,14 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterator[FolderTensors]:
-    """Open the tensors of a folder: one file, or several that an index names.
+    """Open the tensors of a folder: one file, or several listed in an index.
 
     Args:
-        folder: of Hugging Face's.
-        canonical: from a name in the files to the name in the table.
+        folder: Hugging Face model folder.
+        canonical: maps names in the files to canonical names.
 
     Raises:
-        UserError: there are none, an index names what it must not, or a file is not what it should be.
+        UserError: no weights, an invalid index, or a malformed file.
     """
     paths, index = _files(folder)
     facts: dict[str, TensorFacts] = {}
@@ -134,7 +136,7 @@ def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterat
             for name, (shape, dtype) in file.described.items():
                 known = canonical(name)
                 if known in found:
-                    raise UserError(f"{folder}: {shown(name)} is there twice, in {found[known]} and in {path.name}")
+                    raise UserError(f"{folder}: {shown(name)} occurs twice, in {found[known]} and in {path.name}")
                 found[known] = path.name
                 readers[known] = lambda file=file, name=name: file.slice_of(name)
                 if dtype in TENSOR_DTYPES:
@@ -143,21 +145,21 @@ def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterat
                     unreadable[known] = dtype
         absent = sorted(name for name in index if canonical(name) not in found)
         if absent:
-            raise UserError(f"{folder}: the index names {_few(absent)}, which the files do not hold")
+            raise UserError(f"{folder}: the index lists {_few(absent)}, which the files do not contain")
         yield FolderTensors(facts, unreadable, readers)
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds files of weights."""
+    """Return True if a folder holds weight files."""
     names = [f"{stem}{ending}{more}" for stem, ending in _KINDS for more in ("", ".index.json")]
     return any((folder / name).exists() for name in names)
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """The files that hold the weights of a folder.
+    """Return the weight files of a folder.
 
     Raises:
-        UserError: there are none, or an index names what it must not.
+        UserError: no weights, or an invalid index.
     """
     return _files(folder)[0]
 
@@ -167,7 +169,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _files(folder: Path) -> tuple[list[Path], Sequence[str]]:
-    """The files of weights, and the names that an index says they hold."""
+    """Return the weight files, and the tensor names listed in the index."""
     for stem, ending in _KINDS:
         whole = contained(folder, f"{stem}{ending}")
         if whole is not None:
@@ -175,18 +177,22 @@ def _files(folder: Path) -> tuple[list[Path], Sequence[str]]:
         index = read_object(folder, f"{stem}{ending}.index.json")
         if index is None:
             continue
-        where = index.get("weight_map")
-        if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
+        weight_map = index.get("weight_map")
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(name, str) for name in weight_map.values())
+        ):
             raise UserError(f"{folder}: {stem}{ending}.index.json has no `weight_map` from tensors to files")
         paths: list[Path] = []
-        for name in sorted(set(where.values())):
+        for name in sorted(set(weight_map.values())):
             path = contained(folder, name) if name.endswith(ending) else None
             if path is None:
-                raise UserError(f"{folder}: the index names {name[:80]!r}, which is no {ending} file there")
+                raise UserError(f"{folder}: the index lists {name[:80]!r}, which is not a {ending} file in this folder")
             paths.append(path)
-        return paths, tuple(where)
-    looked = " or ".join(f"{stem}{ending}" for stem, ending in _KINDS)
-    raise UserError(f"{folder} holds no weights: no {looked}, and no index of them")
+        return paths, tuple(weight_map)
+    expected = " or ".join(f"{stem}{ending}" for stem, ending in _KINDS)
+    raise UserError(f"{folder} holds no weights: no {expected}, and no index of them")
 
 
 def _open(path: Path, folder: Path, stack: ExitStack) -> _File:
@@ -201,18 +207,18 @@ def _open(path: Path, folder: Path, stack: ExitStack) -> _File:
     for name in opened.keys():  # noqa: SIM118
         part = opened.get_slice(name)
         described[name] = tuple(part.get_shape()), part.get_dtype()
-    return _File(described, lambda name: _Whole(opened, name))
+    return _File(described, lambda name: _LazyTensor(opened, name))
 
 
 def _is_torch(path: Path) -> bool:
-    """Whether a blob, whose name tells nothing, is a file of torch's: a zip archive, or a pickle of older versions."""
+    """Return True if a hub cache blob is a torch file, by its magic bytes: a zip archive, or a legacy pickle."""
     with path.open("rb") as file:
         return file.read(2) in (b"PK", b"\x80\x02")
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
-    """A tensor in a safetensors file, read as far as it is asked for."""
+class _LazyTensor:
+    """Lazily read tensor of a safetensors file."""
 
     file: Any
     name: str

@@ -1,4 +1,4 @@
-"""Models by their id on the Hugging Face hub: their files are downloaded, never code."""
+"""Download models from the Hugging Face hub; code files are never downloaded."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from ..utils.errors import EXIT_IO, UserError
 from .hf_folder import has_weights
 
-_TEXTS = ("*.json", "*.model", "vocab.txt", "merges.txt", "*.jinja")
-_NEVER = ("*.py", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*", "*/*")
+_ALLOWED = ("*.json", "*.model", "vocab.txt", "merges.txt", "*.jinja")
+_IGNORED = ("*.py", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*", "*/*")
 
 
 def download(name: str) -> Path:
-    """The folder of a model's files, from the hub or from its cache.
+    """Download a model, or take it from the hub cache; return its folder.
 
     Args:
-        name: `org/name`, with `@revision` behind it where another one than `main` is meant.
+        name: `org/name` or `org/name@revision`.
 
     Raises:
         UserError: huggingface_hub is not installed, there is no such model, or no network (exit code 74).
@@ -24,19 +24,19 @@ def download(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise UserError(
-            f"{name} is no folder here, and to fetch it from the hub takes huggingface_hub: pip install 'stoker[hf]'"
+            f"{name} is not a local folder, and downloading it requires huggingface_hub: pip install 'stoker[hf]'"
         ) from None
     model, _, revision = name.partition("@")
     folder = Path()
-    for weights in ("*.safetensors", "*.bin"):  # the second only where there are none of the first
+    for weights in ("*.safetensors", "*.bin"):  # *.bin only if there is no safetensors file
         try:
             found = snapshot_download(
-                model, revision=revision or None, allow_patterns=[*_TEXTS, weights], ignore_patterns=list(_NEVER)
+                model, revision=revision or None, allow_patterns=[*_ALLOWED, weights], ignore_patterns=list(_IGNORED)
             )
-        except Exception as error:  # of the network, of its libraries, or of the hub: all of them end here
+        except Exception as error:  # any error of the network or the hub library
             first = next((line for line in str(error).splitlines() if line.strip()), "")
             raise UserError(
-                f"there is no folder {name} here, and it cannot be had from the hub ({type(error).__name__}: "
+                f"{name} is not a local folder, and cannot be downloaded from the hub ({type(error).__name__}: "
                 f"{first[:200]})",
                 EXIT_IO,
             ) from None

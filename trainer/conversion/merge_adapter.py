@@ -1,4 +1,4 @@
-"""One model of an adapter and the weights it belongs to, parameter by parameter."""
+"""Merge an adapter into its base weights, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Read = Callable[[str], Tensor]
 
 
 class MergedTensors:
-    """The parameters of the merged model, one at a time.
+    """Parameters of the merged model, computed one at a time.
 
     Args:
         facts: name to dtype and shape.
-        base: reads a parameter of the base.
-        adapter: the trained parameters by name.
-        modules: the modules that have added parameters, by name.
+        base: reads a base parameter.
+        adapter: trained parameters by name.
+        modules: modules with added parameters, by name.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class MergedTensors:
         self._modules = modules
 
     def read(self, name: str) -> Tensor:
-        """A parameter in host memory, in the dtype of the base; updates are added in fp32 at least."""
+        """Return a merged parameter in host memory, in the base dtype; merging is done in at least fp32."""
         weight = self._base(name)
-        if name in self._adapter:  # one of the model's own
+        if name in self._adapter:  # a base parameter that was trained (selective)
             return self._adapter[name].to(weight.dtype)
         at, _, own = name.rpartition(".")
         module = self._modules.get(at)
@@ -58,22 +58,22 @@ class MergedTensors:
 def open_merged(
     checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: BaseWeights
 ) -> Iterator[MergedTensors]:
-    """Open an adapter and its base.
+    """Open an adapter and its base for merging.
 
     Args:
-        checkpoint: of the adapter.
+        checkpoint: adapter checkpoint.
         root: its configuration.
-        tokenizer: of the model.
-        base: the weights it was trained on.
+        tokenizer: tokenizer of the model.
+        base: base weights it was trained on.
 
     Raises:
-        UserError: the weights are others, or the adapter cannot become part of them.
+        UserError: the base differs, or the adapter cannot be merged.
     """
     peft = peft_slice(root.model.peft)
     if not isinstance(peft, LoRASlice | IA3Slice | SelectiveSlice):
         raise UserError(
-            f"checkpoint {checkpoint.path}: `peft_scheme: {root.model.peft.peft_scheme}` adds parts that no merged "
-            "model has; lora, ia3 and selective can be merged"
+            f"checkpoint {checkpoint.path}: `peft_scheme: {root.model.peft.peft_scheme}` adds modules that a merged "
+            "model cannot represent; lora, ia3 and selective can be merged"
         )
     if checkpoint.state.base is not None:
         check_base(base, checkpoint.state.base, checkpoint.path)
@@ -87,9 +87,9 @@ def open_merged(
 
 
 def first_difference(one: BaseWeights, other: BaseWeights) -> str | None:
-    """The first parameter that two models do not share; None where they are one, in whatever files.
+    """Return the first parameter in which two models differ, or None if they are equal, whatever the file format.
 
-    Where one has narrower numbers, those of the other are rounded to them.
+    Values are compared in the narrower of the two dtypes.
     """
     with ExitStack() as stack:
         (facts, read), (other_facts, read_other) = opened_base(one, stack), opened_base(other, stack)
@@ -103,7 +103,7 @@ def first_difference(one: BaseWeights, other: BaseWeights) -> str | None:
 
 
 def opened_base(base: BaseWeights, stack: ExitStack) -> tuple[Mapping[str, TensorFacts], Read]:
-    """The parameters of a base, by our names: what is known of each, and how to read it, while `stack` is open."""
+    """Open base weights under stoker names: (facts, reader), valid while `stack` is open."""
     if base.checkpoint is not None:
         whole = stack.enter_context(open_whole(base.checkpoint.weight_files))
         return whole.facts, whole.read

@@ -1,4 +1,4 @@
-"""A new folder that is there completely or not at all."""
+"""Atomic creation of a folder."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..utils.errors import EXIT_IO, UserError
 
 
 def check_new(target: Path) -> None:
-    """See that nothing is in the way of a new folder.
+    """Check that a new folder can be created.
 
     Raises:
-        UserError: there is something.
+        UserError: the path exists and is not an empty folder.
     """
     if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
-        raise UserError(f"{target} is there already; give the name of a new folder, or take it away")
+        raise UserError(f"{target} already exists; give a new folder, or remove it")
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name `target` when all is well, and is removed otherwise.
+    """Context that creates a folder atomically: renamed to `target` on success, removed on an exception.
 
     Yields:
-        The folder, beside `target`.
+        The temporary folder to write to, next to `target`.
 
     Raises:
-        UserError: `target` is there already, or the disk is full, read-only or not ours (exit code 74).
+        UserError: `target` already exists, or disk full, read-only or no permission (exit code 74).
     """
     check_new(target)
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")

@@ -1,4 +1,4 @@
-"""IA3's factors in the tensors of Hugging Face's peft: a vector for each module that has some."""
+"""IA3 scaling vectors as tensors of Hugging Face peft, one per module."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .peft_map import Target
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The factors of one of their modules.
+    """IA3 scaling vector of one Hugging Face module.
 
     Attributes:
-        module: its name.
-        values: (1, in) or (out, 1), as peft saves them.
-        is_of_inputs: of what it reads; otherwise of what it gives.
+        module: module name.
+        values: [1, in] or [out, 1], as saved by peft.
+        is_of_inputs: scales the input of the module; otherwise its output.
     """
 
     module: str
@@ -28,17 +28,17 @@ class Factors:
 
 
 def names_of_factors(target: Target) -> str:
-    """The name that the factors of a linear layer of ours would have."""
+    """Return the parameter name of the IA3 vector of a stoker linear layer."""
     return target.placed.ours.removesuffix("weight") + "ia3"
 
 
 def factors_of(ours: Mapping[str, Tensor], targets: Sequence[Target], geometry: Geometry) -> Iterator[Factors]:
-    """Their factors of ours.
+    """Yield the peft vectors of all stoker IA3 vectors.
 
     Args:
-        ours: all factors by name.
-        targets: the linear layers of the model.
-        geometry: of the model.
+        ours: stoker IA3 vectors by name.
+        targets: linear layers of the model.
+        geometry: attention geometry of the model.
     """
     for target in targets:
         factors = ours.get(names_of_factors(target))

@@ -1,8 +1,7 @@
-"""Where what fine-tuning added to a model lies in the tensors of Hugging Face's peft, which has one module for each of
-their linear layers.
+"""Mapping of LoRA weights between stoker's fused linear layers and Hugging Face peft, with one module per linear layer.
 
-A pair of LoRA's for a fused weight of ours is cut as the weight is. Where one of their modules holds what are several
-projections here, or the other way round, ranks are stacked or matrices repeated: the update is the same one.
+The LoRA pair of a fused stoker weight is split like the weight. If one Hugging Face module corresponds to several
+projections here, or the reverse, ranks are stacked or matrices repeated, which gives the same update.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """LoRA of one of their modules.
+    """LoRA pair of one Hugging Face module.
 
     Attributes:
-        module: its name.
-        down: (r, in), A.
-        up: (out, r), B.
-        stacked: pairs of ours that it holds one beside the other; its rank and alpha are so many times ours.
+        module: module name.
+        down: A, [r, in].
+        up: B, [out, r].
+        stacked: number of stoker pairs stacked in it; its rank and alpha are this multiple of stoker's.
     """
 
     module: str
@@ -38,7 +37,7 @@ class Pair:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """As peft names and saves them."""
+        """Tensors by their names in peft."""
         return {
             f"{PREFIX}{self.module}.lora_A.weight": self.down.contiguous(),
             f"{PREFIX}{self.module}.lora_B.weight": self.up.contiguous(),
@@ -47,13 +46,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A linear layer of ours, or the projection of all experts of a layer, and its modules there.
+    """A stoker linear layer, or one projection of all experts of a layer, and its Hugging Face modules.
 
     Attributes:
-        ours: the names of A and B.
-        modules: their names; with experts all of expert 0 first.
-        placed: the weight.
-        is_of_experts: whether A and B have the experts in front.
+        ours: stoker names of A and B.
+        modules: Hugging Face module names; for experts all of expert 0 first.
+        placed: mapping of the weight.
+        is_of_experts: A and B have a leading expert dimension.
     """
 
     ours: tuple[str, str]
@@ -63,26 +62,26 @@ class Target:
 
     @property
     def per_expert(self) -> int:
-        """Modules that hold one projection of ours, of one expert."""
+        """Number of modules per stoker linear layer, or per expert."""
         return len(self.modules) // (self.placed.shape[0] if self.is_of_experts else 1)
 
     @property
     def rows(self) -> int:
-        """Rows of the weight, of one expert."""
+        """Rows of the weight (of one expert)."""
         return self.placed.shape[-2]
 
     @property
     def columns(self) -> int:
-        """Columns of the weight, of one expert."""
+        """Columns of the weight (of one expert)."""
         return self.placed.shape[-1]
 
     def outputs_of(self, number: int) -> int:
-        """How many numbers module `number` gives."""
+        """Return the output width of module `number`."""
         shape = self.placed.theirs[number][1]
         return shape[1] if isinstance(self.placed.layout, Transposed) else shape[0]
 
     def split_rows(self, matrix: Tensor, geometry: Geometry) -> list[Tensor]:
-        """A matrix with the rows of the weight, of one expert, as the rows of its modules."""
+        """Split a matrix with the rows of the weight (of one expert) into the rows of its modules."""
         if self.is_of_experts:
             return list(matrix.chunk(self.per_expert))
         if isinstance(self.placed.layout, Transposed):
@@ -90,7 +89,7 @@ class Target:
         return self.placed.layout.split(matrix, len(self.modules), geometry)
 
     def join_rows(self, parts: Sequence[Tensor], geometry: Geometry) -> Tensor:
-        """The other way round."""
+        """Join matrices; the inverse of `split_rows`."""
         if self.is_of_experts:
             return torch.cat(list(parts))
         if isinstance(self.placed.layout, Transposed):
@@ -99,7 +98,7 @@ class Target:
 
 
 def targets_of(placed: Sequence[Placed]) -> Iterator[Target]:
-    """The matrices of a model that LoRA can update, with the names that A and B would have."""
+    """Yield the weight matrices of a model that LoRA can adapt."""
     for entry in placed:
         modules = tuple(name.removesuffix(_WEIGHT) for name, _ in entry.theirs)
         if isinstance(entry.layout, OneByExpert):
@@ -110,24 +109,24 @@ def targets_of(placed: Sequence[Placed]) -> Iterator[Target]:
 
 
 def to_pairs(target: Target, down: Tensor, up: Tensor, geometry: Geometry) -> Iterator[Pair]:
-    """Their pairs of a pair of ours.
+    """Convert a stoker LoRA pair to Hugging Face pairs.
 
     Args:
         target: the linear layer.
-        down: A, (parts * r, in), with experts in front where there are some.
-        up: B, (out, r), likewise.
-        geometry: of the model.
+        down: A, [parts * r, in], for experts with a leading dimension E.
+        up: B, [out, r], likewise.
+        geometry: attention geometry of the model.
     """
     downs, ups = (down, up) if target.is_of_experts else (down[None], up[None])
     count = target.per_expert
     for expert, (narrow, wide) in enumerate(zip(downs, ups, strict=True)):
         modules = target.modules[expert * count : (expert + 1) * count]
         parts = len(narrow) // wide.shape[1]
-        if parts > 1 and count == 1:  # several projections here are one there
+        if parts > 1 and count == 1:  # several projections here are one module there
             rows = [len(part) for part in _parts_of(target, wide, parts, geometry)]
             stacked = torch.block_diag(*wide.split(rows))
-            (turned,) = target.split_rows(stacked, geometry)
-            yield Pair(modules[0], narrow, turned, stacked=parts)
+            (stacked_up,) = target.split_rows(stacked, geometry)
+            yield Pair(modules[0], narrow, stacked_up, stacked=parts)
             continue
         lows = narrow.chunk(parts) if parts > 1 else [narrow] * count
         for module, low, rows_up in zip(modules, lows, target.split_rows(wide, geometry), strict=True):
@@ -135,7 +134,7 @@ def to_pairs(target: Target, down: Tensor, up: Tensor, geometry: Geometry) -> It
 
 
 def _parts_of(target: Target, wide: Tensor, parts: int, geometry: Geometry) -> list[Tensor]:
-    """The rows of each projection of a fused weight that one module holds: [q | k | v], or [gate | up]."""
+    """Split the rows of a fused weight into its projections: [q | k | v], or [gate | up]."""
     if parts == 3:
         query = geometry.heads * (len(wide) // (geometry.heads + 2 * geometry.groups))
         key = (len(wide) - query) // 2
@@ -146,14 +145,14 @@ def _parts_of(target: Target, wide: Tensor, parts: int, geometry: Geometry) -> l
 def from_pairs(
     target: Target, pairs: Mapping[str, tuple[Tensor, Tensor, float]], parts: int, rank: int, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
-    """A and B of ours, of their pairs; the modules that have none get zeros, which stay zeros in training.
+    """Convert Hugging Face pairs to a stoker LoRA pair; modules without a pair get zeros, which stay zero in training.
 
     Args:
         target: the linear layer.
-        pairs: module to A, B, and what the scale of its update is in that of ours.
-        parts: pairs of ours in one linear layer: those of its modules, or 1.
-        rank: of ours, at least theirs; what is missing are zeros.
-        geometry: of the model.
+        pairs: module to (A, B, its LoRA scale divided by stoker's).
+        parts: LoRA pairs per stoker linear layer: one per module, or 1.
+        rank: stoker's rank; smaller ranks are padded with zeros.
+        geometry: attention geometry of the model.
     """
     some = next(pairs[module] for module in target.modules if module in pairs)
     experts, count = (target.placed.shape[0] if target.is_of_experts else 1), target.per_expert

@@ -1,6 +1,6 @@
-"""The weights that a run begins with: those of a stoker checkpoint, or of a folder of Hugging Face's as it is.
+"""Pretrained weights for initialization: a stoker checkpoint or a Hugging Face model folder.
 
-A folder is read tensor by tensor into a model that is there already; nothing is written.
+A Hugging Face folder is loaded tensor by tensor into an existing model; nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """What `model.restore_from_path` names.
+    """Pretrained weights given by `model.restore_from_path`.
 
     Attributes:
-        path: the checkpoint `step-N`, or the folder.
-        checkpoint: of stoker's; None for a folder of Hugging Face's.
-        complaints: damaged checkpoints that were passed over, a line for each.
+        path: the `step-N` directory or Hugging Face folder.
+        checkpoint: the stoker checkpoint; None for a Hugging Face folder.
+        complaints: one message for each damaged checkpoint that was skipped.
     """
 
     path: Path
@@ -43,18 +43,18 @@ class BaseWeights:
 
     @property
     def files(self) -> list[Path]:
-        """That hold the weights."""
+        """Weight files."""
         return weight_paths(self.path) if self.checkpoint is None else self.checkpoint.weight_files
 
     def record(self) -> BaseRecord:
-        """The path, and a hash of the files of the weights."""
+        """Return the path and the digest of the weight files."""
         return BaseRecord(path=str(self.path.absolute()), sha256=digest_of(self))
 
     def load(self, model: nn.Module) -> None:
-        """Copy the weights, in any dtype, into what a model has of them; all else in it stays.
+        """Load the weights into a model in place, converting dtypes; parameters added by PEFT are unchanged.
 
         Raises:
-            UserError: they do not fit the model; lists what differs.
+            UserError: the weights do not match the model; lists the differences.
         """
         if self.checkpoint is not None:
             self.checkpoint.load_weights(model, cast=True)
@@ -64,25 +64,25 @@ class BaseWeights:
 
 
 def find_base(path: Path, key: str = KEY, *, verify: bool = True) -> BaseWeights:
-    """What a path names.
+    """Find the pretrained weights at a path.
 
     Args:
-        path: a stoker checkpoint or run directory, or a folder of Hugging Face's.
-        key: that named it, for messages.
-        verify: compare the hashes of its files.
+        path: a stoker checkpoint or run directory, or a Hugging Face model folder.
+        key: configuration key that gave the path, for messages.
+        verify: compare the hashes of the files.
 
     Raises:
-        UserError: it is neither, or an adapter, which has no weights of its own.
+        UserError: the path is neither, or is an adapter, which has no base weights.
     """
     if is_foreign(path):
         return BaseWeights(path, None)
     if path.suffix == ".gguf":
         raise UserError(
-            f"`{key}`: {path} is a GGUF file; turn it into a checkpoint first: stoker convert {path} FOLDER"
+            f"`{key}`: {path} is a GGUF file; convert it to a checkpoint first: stoker convert {path} FOLDER"
         )
     if not path.exists():
         raise UserError(
-            f"`{key}`: no usable checkpoint in {path}: there is no such folder; a model of the hub comes in by "
+            f"`{key}`: no usable checkpoint in {path}: there is no such folder; import a Hugging Face hub model with "
             "`stoker convert ORG/NAME FOLDER`"
         )
     checkpoint, complaints = find_checkpoint(path, verify=verify)
@@ -91,19 +91,19 @@ def find_base(path: Path, key: str = KEY, *, verify: bool = True) -> BaseWeights
         raise UserError(
             f"`{key}`: {checkpoint.path} holds an adapter"
             + (f" of {base.path}" if base else "")
-            + ", not a whole model; to go on with it set model.peft.restore_from_path, or make one model of both: "
+            + ", not a whole model; to continue its training set model.peft.restore_from_path, or merge it: "
             f"stoker convert --merge {path} FOLDER"
         )
     return BaseWeights(checkpoint.path, checkpoint, tuple(complaints))
 
 
 def base_of_run(path: str | None, key: str = KEY) -> BaseWeights | None:
-    """`find_base` of a path that the user wrote; None for none."""
+    """Apply `find_base` to a path of the configuration; None for None."""
     return None if path is None else find_base(user_path(path, key), key)
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a path is a folder of Hugging Face's, rather than one of stoker's."""
+    """Return True for a Hugging Face model folder."""
     if not path.is_dir() or (path / "manifest.json").exists() or (path / "checkpoints").is_dir():
         return False
     if any(path.glob("step-*")):
@@ -112,7 +112,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def digest_of(base: BaseWeights) -> str:
-    """SHA-256 of the names and hashes of the files of weights: of a checkpoint those its manifest has."""
+    """Return the SHA-256 of the names and hashes of the weight files; for a checkpoint those of its manifest."""
     if base.checkpoint is not None:
         records = read_manifest(base.path)
         names = files_of(WEIGHTS, records)
@@ -122,39 +122,39 @@ def digest_of(base: BaseWeights) -> str:
 
 
 def check_base(base: BaseWeights, wanted: BaseRecord, adapter: Path) -> None:
-    """See that weights are those that an adapter was trained on.
+    """Check that base weights are those an adapter was trained on.
 
     Raises:
-        UserError: they are others.
+        UserError: they differ.
     """
     if digest_of(base) != wanted.sha256:
         raise UserError(
-            f"{adapter} holds an adapter of {wanted.path} as it was then; the weights in {base.path} are others"
+            f"{adapter} holds an adapter trained on {wanted.path}; the weights in {base.path} differ from those"
         )
 
 
 @contextmanager
 def foreign_keys(path: Path) -> Iterator[Incoming]:
-    """A folder of Hugging Face's as a model of stoker's: its keys, its tokenizer, where its weights lie.
+    """Open a Hugging Face folder as a stoker model: configuration keys, tokenizer and weight mapping.
 
     Raises:
-        UserError: it is none that stoker knows, with every reason.
+        UserError: the model is not supported; lists every reason.
     """
     with open_source(path) as source:
         yield checked(source)
 
 
 def checked(source: Source) -> Incoming:
-    """An open folder as a model of stoker's; one without a tokenizer gets bytes, which need no file.
+    """Map an open Hugging Face model to a stoker model, with a byte-level tokenizer if the folder has none.
 
     Raises:
-        UserError: it is none that stoker knows, with every reason.
+        UserError: the model is not supported; lists every reason.
     """
     return check(source, None if has_tokenizer(source) else "byte-level", ())
 
 
 def has_tokenizer(source: Source) -> bool:
-    """Whether a folder has a tokenizer that stoker reads."""
+    """Return True if the folder has a supported tokenizer."""
     try:
         source.find_tokenizer(source.config.get("vocab_size"))
     except UserError:
@@ -163,7 +163,7 @@ def has_tokenizer(source: Source) -> bool:
 
 
 def tokenizer_keys(path: Path) -> dict[str, Any]:
-    """`model.tokenizer` of a folder of Hugging Face's; empty where it holds none that stoker reads."""
+    """Return the `model.tokenizer` keys of a Hugging Face folder; empty if it has no supported tokenizer."""
     with open_source(path) as source:
         if not has_tokenizer(source):
             return {}
@@ -174,7 +174,7 @@ def _fill(path: Path, source: Source, incoming: Incoming, model: nn.Module) -> N
     wanted = base_of(model)
     placed = {entry.ours: entry for entry in incoming.placed}
     problems = [f"{name} is missing" for name in wanted if name not in placed]
-    problems += [f"{name} has no place in this model" for name in placed if name not in wanted]
+    problems += [f"{name} is not a parameter of this model" for name in placed if name not in wanted]
     problems += [
         f"{name} is {list(placed[name].shape)}, the model needs {list(tensor.shape)}"
         for name, tensor in wanted.items()
@@ -187,7 +187,7 @@ def _fill(path: Path, source: Source, incoming: Incoming, model: nn.Module) -> N
                 f"`{KEY}`: {path} does not fit the model of this configuration:",
                 *(f"  {problem}" for problem in problems[:_SHOWN]),
                 *more,
-                "leave the geometry to it: stoker finetune takes every key of the model from there",
+                "use stoker finetune, which takes all model keys from that folder",
             ]
         )
     with torch.no_grad():
@@ -202,8 +202,8 @@ def _fill(path: Path, source: Source, incoming: Incoming, model: nn.Module) -> N
 
 
 def _digest(files: Iterable[tuple[str, str]]) -> str:
-    told = "".join(f"{name}:{sha256}\n" for name, sha256 in files)
-    return hashlib.sha256(told.encode()).hexdigest()
+    listing = "".join(f"{name}:{sha256}\n" for name, sha256 in files)
+    return hashlib.sha256(listing.encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

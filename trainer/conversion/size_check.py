@@ -1,4 +1,4 @@
-"""A checkpoint's configuration may claim any size; its weights, which are there, say whether that can be true."""
+"""Check the model size claimed by a checkpoint's configuration against its weight files, before allocating anything."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
     from ..config.schema.root import RootBlock
     from .pretrained import BaseWeights
 
-_NARROWEST = 2
-"""Bytes of a weight, of all dtypes that a checkpoint may have."""
+_MIN_ITEMSIZE = 2
+"""Bytes per weight of the narrowest supported dtype."""
 
 
 def check_claimed_size(
     checkpoint: Checkpoint, root: RootBlock, vocab_size: int, base: BaseWeights | None = None
 ) -> None:
-    """Refuse a configuration of more parameters than the files of weights can hold, before anything is built of it.
+    """Raise if the configuration has more parameters than the weight files can hold.
 
     Args:
-        checkpoint: that has the configuration.
-        root: its configuration.
-        vocab_size: tokens of its tokenizer.
-        base: the weights, where they are not in the checkpoint: those that an adapter belongs to.
+        checkpoint: checkpoint with the configuration.
+        root: the configuration.
+        vocab_size: vocabulary size of the tokenizer.
+        base: base weights, if the checkpoint is an adapter.
 
     Raises:
-        UserError: it claims more; or the base is none that the adapter was trained on.
+        UserError: the model is too large for the files, or the base is not the one the adapter was trained on.
     """
-    plain = {"make_vocab_size_divisible_by": 1}  # files of others have no padding
-    keys = root.model if base is None else root.model.model_copy(update=plain)
+    unpadded = {"make_vocab_size_divisible_by": 1}  # Hugging Face vocabularies are not padded
+    keys = root.model if base is None else root.model.model_copy(update=unpadded)
     parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, sample_form(root))
     files = checkpoint.weight_files if base is None else base.files
-    there = sum(file.stat().st_size for file in files)
-    if parameters * _NARROWEST > there:
+    total_bytes = sum(file.stat().st_size for file in files)
+    if parameters * _MIN_ITEMSIZE > total_bytes:
         if base is not None and checkpoint.state.base is not None:
             from .pretrained import check_base
 
             check_base(base, checkpoint.state.base, checkpoint.path)  # a wrong --base is the likelier reason
         raise UserError(
             f"checkpoint {checkpoint.path} does not fit the model of its configuration, which has {parameters:,} "
-            f"parameters: its weights have {there:,} bytes"
+            f"parameters: its weights have {total_bytes:,} bytes"
         )

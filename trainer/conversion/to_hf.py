@@ -1,4 +1,4 @@
-"""From a stoker checkpoint to a folder that transformers loads, tensor by tensor, in files of at most 5 GB."""
+"""Convert a stoker checkpoint to a Hugging Face model folder, tensor by tensor, in files of at most 5 GB."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from .pretrained import BaseWeights
 
 SHARD_BYTES = 5_000_000_000
-_KEPT = 4
-"""Parameters of ours that are kept in memory while their parts are written: those of a layer come in turn."""
+_CACHED = 4
+"""Stoker parameters cached in memory while their parts are written, which are interleaved within a layer."""
 _SHOWN = 20
 
 
 class Tensors(Protocol):
-    """The parameters of a model, whole, one at a time."""
+    """Unsharded parameters of a model, read one at a time."""
 
     @property
     def facts(self) -> Mapping[str, TensorFacts]:
@@ -52,19 +52,19 @@ class Tensors(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """A parameter in host memory."""
+        """Read a parameter to host memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A model of ours and what it is there.
+    """A stoker model mapped to a Hugging Face architecture.
 
     Attributes:
-        architecture: what it is there.
-        config: the config.json, without tokens and dtype.
-        placed: where each parameter lies.
-        geometry: of the model.
+        architecture: Hugging Face architecture.
+        config: config.json, without special tokens and dtype.
+        placed: mapping of each parameter.
+        geometry: attention geometry of the model.
     """
 
     architecture: Architecture
@@ -84,24 +84,23 @@ def convert_to_hf(
     base: BaseWeights | None = None,
     average: bool = False,
 ) -> list[str]:
-    """Write a folder of Hugging Face's from a stoker checkpoint.
+    """Convert a stoker checkpoint to a Hugging Face model folder.
 
     Args:
-        source: a run directory, its checkpoints, or one step.
+        source: a run directory, its checkpoints directory, or one step.
         target: the new folder.
-        dtype: of the weights; None leaves each as it is.
-        tokenizer: `--tokenizer`, the folder of the tokenizer's files; None takes those that the run was made with, or
-            writes them anew.
-        model_type: which architecture it shall be; None takes the first that holds the model.
-        shard_bytes: a file grows to this size at most, or holds one tensor.
-        base: the weights that the adapter in `source` is merged with; None for a whole model.
-        average: write the moving average of the weights.
+        dtype: dtype of the weights; None keeps the dtype of each.
+        tokenizer: `--tokenizer`, a folder with tokenizer files; None for the files the run used, or new ones.
+        model_type: architecture; None for the first that supports the model.
+        shard_bytes: maximum file size; a larger tensor gets a file of its own.
+        base: base weights to merge the adapter in `source` into; None for a whole model.
+        average: convert the moving average of the weights.
 
     Returns:
-        Lines that say what was done.
+        Summary lines.
 
     Raises:
-        UserError: no usable checkpoint, a model that no architecture holds, or the disk does not take it.
+        UserError: no usable checkpoint, no architecture supports the model, or a write error.
     """
     checkpoint, complaints = find_checkpoint(source)
     checkpoint = checkpoint.averaged() if average else checkpoint
@@ -138,16 +137,16 @@ def _opened(
 
 
 def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: str | None) -> Outgoing:
-    """The architecture that holds a model.
+    """Choose the Hugging Face architecture of a model.
 
     Args:
         root: the configuration.
-        tokenizer: of the model.
-        vocab_size: its tokens.
-        model_type: the only one to try; None tries all.
+        tokenizer: tokenizer of the model.
+        vocab_size: vocabulary size.
+        model_type: architecture to use; None tries all.
 
     Raises:
-        UserError: none does; says what is against the nearest one.
+        UserError: none supports the model; lists the problems of the closest one.
     """
     tried: list[tuple[str, list[str]]] = []
     shapes = parameter_shapes(root, tokenizer)
@@ -162,8 +161,8 @@ def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: s
         except FieldError as error:
             config = {}
             problems = str(error).splitlines()
-        placed, homeless = architecture.weights.place(shapes, geometry)
-        problems += [f"{name} has no place there" for name in homeless]
+        placed, unmapped = architecture.weights.place(shapes, geometry)
+        problems += [f"{name} has no counterpart there" for name in unmapped]
         if not problems:
             return Outgoing(architecture, config, placed, geometry)
         tried.append((architecture.name, problems))
@@ -171,15 +170,15 @@ def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: s
         raise UserError(
             f"--model-type {model_type} is none of {', '.join(MODEL_TYPES)}, or not of `family: {root.model.family}`"
         )
-    nearest, problems = min(tried, key=lambda entry: len(entry[1]))
+    closest, problems = min(tried, key=lambda entry: len(entry[1]))
     names = ", ".join(dict.fromkeys(name for name, _ in tried))
     lines = [f"  {problem}" for problem in problems[:_SHOWN]]
     lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-    raise UserError([f"no architecture of Hugging Face's holds this model ({names}); against {nearest}:", *lines])
+    raise UserError([f"no Hugging Face architecture supports this model ({names}); problems with {closest}:", *lines])
 
 
 def _changes(architecture: Architecture, config: Mapping[str, Any], root: RootBlock, vocab_size: int) -> list[str]:
-    """What the model would no longer be, by reading the config.json that was written."""
+    """Return the differences between the model and the one that the written config.json describes."""
     tied = not config.get("tie_word_embeddings", True)
     keys, problems = architecture.read(Theirs(config, own_head=tied))
     if problems:
@@ -195,7 +194,7 @@ def _changes(architecture: Architecture, config: Mapping[str, Any], root: RootBl
 
 
 def _with_length(back: FamilyKeys, ours: FamilyKeys) -> FamilyKeys:
-    """A T5's config.json knows no lengths of texts."""
+    """Copy the sequence lengths, which a T5's config.json does not store."""
     names = {"seq_length", "max_position_embeddings"} if hasattr(ours, "seq_length") else set()
     return back.model_copy(update={name: getattr(ours, name) for name in names})
 
@@ -206,12 +205,12 @@ def _with_length(back: FamilyKeys, ours: FamilyKeys) -> FamilyKeys:
 def _check_weights(checkpoint: Checkpoint, outgoing: Outgoing, tensors: Tensors) -> None:
     wanted = {entry.ours: entry.shape for entry in outgoing.placed}
     problems = [f"{name} is missing" for name in wanted if name not in tensors.facts]
-    problems += [f"{name} has no place in this model" for name in tensors.facts if name not in wanted]
+    problems += [f"{name} is not a parameter of this model" for name in tensors.facts if name not in wanted]
     for name, shape in wanted.items():
         if name in tensors.facts and tensors.facts[name].shape != shape:
             problems.append(f"{name} has the shape {list(tensors.facts[name].shape)}, which must be {list(shape)}")
         elif name in tensors.facts and not tensors.facts[name].dtype.is_floating_point:
-            problems.append(f"{name} is of dtype {tensors.facts[name].dtype}, which no weight may be")
+            problems.append(f"{name} has the unsupported dtype {tensors.facts[name].dtype}")
     if problems:
         lines = [f"  {problem}" for problem in problems[:_SHOWN]]
         lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
@@ -219,7 +218,7 @@ def _check_weights(checkpoint: Checkpoint, outgoing: Outgoing, tensors: Tensors)
 
 
 class _Parts:
-    """Their tensors of our parameters, of which the last few are kept."""
+    """Hugging Face tensors computed from stoker parameters, with a cache of the last few parameters."""
 
     def __init__(self, outgoing: Outgoing, tensors: Tensors, facts: Mapping[str, TensorFacts]) -> None:
         self._placed = {
@@ -236,7 +235,7 @@ class _Parts:
         if whole is None:
             whole = cast(self._tensors.read(entry.ours), self._facts[name].dtype, entry.ours)
         self._kept[entry.ours] = whole
-        while len(self._kept) > _KEPT:
+        while len(self._kept) > _CACHED:
             self._kept.popitem(last=False)
         return entry.part(number, whole, self._geometry)
 
@@ -244,7 +243,7 @@ class _Parts:
 def _write_weights(
     folder: Path, outgoing: Outgoing, tensors: Tensors, dtype: torch.dtype | None, shard_bytes: int
 ) -> dict[str, TensorFacts]:
-    """Write the tensors in one file, or in several with an index; their names, dtypes and shapes."""
+    """Write the tensors to one file, or to several with an index; return their names, dtypes and shapes."""
     facts = {
         theirs: TensorFacts(dtype or tensors.facts[entry.ours].dtype, shape)
         for entry in outgoing.placed
@@ -259,19 +258,19 @@ def _write_weights(
         shards[-1][name] = fact
         size += fact.bytes
     parts = _Parts(outgoing, tensors, facts)
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         write_tensor_stream(folder / name, shard, parts.read, {"format": "pt"})
-        where |= dict.fromkeys(shard, name)
+        weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(fact.bytes for fact in facts.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / "model.safetensors.index.json", index)
     return facts
 
 
-# ---------------------------------------------------------------- what goes with them
+# ---------------------------------------------------------------- tokenizer and config
 
 
 def _write_tokenizer(folder: Path, root: RootBlock, ours: Tokenizer, checkpoint: Checkpoint, named: str | None) -> None:

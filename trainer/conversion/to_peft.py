@@ -1,4 +1,4 @@
-"""From an adapter checkpoint to a folder in the format of Hugging Face's peft: adapter_config.json and its tensors."""
+"""Convert an adapter checkpoint to Hugging Face peft format: adapter_config.json and tensors."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ def convert_to_peft(
     model_type: str | None = None,
     base: BaseWeights | None = None,
 ) -> list[str]:
-    """Write a folder that peft loads on top of the base, as it is in transformers.
+    """Write a folder that peft loads on top of the base model in transformers.
 
     Args:
-        checkpoint: of an adapter.
+        checkpoint: adapter checkpoint.
         root: its configuration.
         target: the new folder.
-        dtype: of its tensors; None leaves each as it is.
-        model_type: which architecture the base is there; None takes that of its folder, or the first that holds it.
-        base: its frozen weights, if they have moved.
+        dtype: output dtype; None keeps the dtype of each tensor.
+        model_type: architecture of the base in transformers; None for that of its folder, or the first that fits.
+        base: base weights, if they have moved.
 
     Returns:
-        Lines that say what was done.
+        Summary lines.
 
     Raises:
-        UserError: the adapter is of a kind that peft has not, or no architecture holds the base; or that is another.
+        UserError: peft does not support the kind of adapter, no architecture supports the base, or the base differs.
     """
     peft = peft_slice(root.model.peft)
     if not isinstance(peft, LoRASlice | IA3Slice | PromptSlice):
         raise UserError(
-            f"checkpoint {checkpoint.path}: Hugging Face's peft has nothing like `peft_scheme: "
+            f"checkpoint {checkpoint.path}: Hugging Face peft does not support `peft_scheme: "
             f"{root.model.peft.peft_scheme}`"
-            + ("; make one model of it and its base: --merge" if root.model.peft.peft_scheme == "selective" else "")
+            + ("; merge it into its base: --merge" if root.model.peft.peft_scheme == "selective" else "")
         )
     wanted = checkpoint.state.base
     if base is not None and wanted is not None:
@@ -88,7 +88,7 @@ def convert_to_peft(
 
 
 def _outgoing(checkpoint: Checkpoint, root: RootBlock, model_type: str | None, base: Path | None) -> Outgoing:
-    """What the base of an adapter is in transformers."""
+    """Return the base of an adapter as a transformers model."""
     if model_type is None and base is not None and (base / CONFIG).exists():
         named = (read_object(base, CONFIG) or {}).get("model_type")
         model_type = named if isinstance(named, str) else None
@@ -103,13 +103,13 @@ def _outgoing(checkpoint: Checkpoint, root: RootBlock, model_type: str | None, b
 def _converted(
     ours: Mapping[str, Tensor], outgoing: Outgoing, peft: PeftSlice
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Their tensors, and what their configuration says of them."""
+    """Return peft's tensors and adapter_config.json fields."""
     match peft:
         case LoRASlice():
             return _lora(ours, outgoing, peft)
         case IA3Slice():
             return _ia3(ours, outgoing)
-        case _:  # what the MLP makes is all that peft needs
+        case _:  # prompt tuning: peft needs only the output of the reparameterization MLP
             vectors = prompt_vectors(*(ours[f"prompt.{name}"] for name in Prompt.added))
             return {"prompt_embeddings": vectors}, {
                 "peft_type": "PROMPT_TUNING",
@@ -169,11 +169,11 @@ def _ia3(ours: Mapping[str, Tensor], outgoing: Outgoing) -> tuple[dict[str, Tens
 
 
 def short_names(modules: Sequence[str], every: Sequence[str]) -> list[str]:
-    """The ends of names that say which modules these are; whole names where an end would mean others too.
+    """Return the shortest `target_modules`: last name components, or full names if those would match other modules.
 
     Args:
-        modules: some modules.
-        every: all that could be meant.
+        modules: modules to match.
+        every: all candidate modules.
     """
     chosen = set(modules)
     ends = sorted({module.rpartition(".")[2] for module in modules})
@@ -182,5 +182,5 @@ def short_names(modules: Sequence[str], every: Sequence[str]) -> list[str]:
 
 
 def _number(value: float) -> float | int:
-    """As the JSON of others has it: an integer where it is one."""
+    """Return an integer for an integral float, as peft writes it to JSON."""
     return int(value) if float(value).is_integer() else value

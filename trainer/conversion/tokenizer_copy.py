@@ -1,4 +1,4 @@
-"""The tokenizer that comes along: which of its files there are, and what `model.tokenizer` says to read them."""
+"""Tokenizer files of Hugging Face folders, and the `model.tokenizer` keys that load them."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _FILES = (
     *(DESCRIPTION, SETTINGS, VOCABULARY, MERGES, *_MODELS),
     *("special_tokens_map.json", "added_tokens.json", "vocab.txt", TEMPLATE, "generation_config.json"),
 )
-"""Everything that is copied; by these names only."""
-_PLACES = ("library", "type", "model", "vocab_file", "merge_file")
-"""Keys of `model.tokenizer` that say where its files are."""
+"""Names of the files that are copied."""
+_FILE_KEYS = ("library", "type", "model", "vocab_file", "merge_file")
+"""Keys of `model.tokenizer` that locate its files."""
 _MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFolder:
-    """The tokenizer of a model of Hugging Face's.
+    """Tokenizer of a Hugging Face model.
 
     Attributes:
-        files: name to path of what is there of its files.
-        keys: `model.tokenizer`, with `{folder}` for the folder that the files are in.
-        folder: where they have their own names; None where no file is needed.
+        files: name to path of the tokenizer files present.
+        keys: `model.tokenizer` keys, with the placeholder `{folder}` for the folder of the files.
+        folder: folder of the files; None if no files are needed.
     """
 
     files: Mapping[str, Path]
@@ -51,29 +51,29 @@ class TokenizerFolder:
     folder: Path | None = None
 
     def keys_in(self, folder: Path) -> dict[str, Any]:
-        """`model.tokenizer` where the files are in `folder`."""
+        """Return the `model.tokenizer` keys for files in `folder`."""
         return {
             name: value.replace("{folder}", str(folder)) if isinstance(value, str) else value
             for name, value in self.keys.items()
         }
 
     def copy(self, folder: Path) -> None:
-        """Copy the files."""
+        """Copy the files to a folder."""
         folder.mkdir(exist_ok=True)
         for name, path in self.files.items():
             shutil.copyfile(path, folder / name)
 
 
 def find_tokenizer(folder: Path, family: Family, vocab_size: Any) -> TokenizerFolder:
-    """The tokenizer in a folder.
+    """Find the tokenizer in a folder.
 
     Raises:
-        UserError: there is none that stoker reads.
+        UserError: there is no supported tokenizer.
     """
     files = {name: path for name in _FILES if (path := contained(folder, name)) is not None}
     for name, path in files.items():
         if path.stat().st_size > _MAX_BYTES:
-            raise UserError(f"{folder / name} has more than {_MAX_BYTES >> 20} MiB: it belongs to no tokenizer")
+            raise UserError(f"{folder / name} has more than {_MAX_BYTES >> 20} MiB, too large for a tokenizer file")
     if DESCRIPTION in files:
         found = TokenizerFolder(files, {"library": "huggingface", "type": "{folder}"}, folder)
         mask = _named_mask(found, folder) if family == "bert" else None
@@ -89,23 +89,23 @@ def find_tokenizer(folder: Path, family: Family, vocab_size: Any) -> TokenizerFo
     if settings.get("tokenizer_class") == "ByT5Tokenizer" or (family == "t5" and vocab_size == 384):
         return TokenizerFolder(files, {"library": "byte-level"})
     raise UserError(
-        f"{folder} holds no tokenizer that is read here ({DESCRIPTION}, {', '.join(_MODELS)}, or {VOCABULARY} with "
-        f"{MERGES}): name one with --tokenizer FOLDER, or --tokenizer byte-level"
+        f"{folder} holds no supported tokenizer ({DESCRIPTION}, {', '.join(_MODELS)}, or {VOCABULARY} with "
+        f"{MERGES}); give one with --tokenizer FOLDER, or --tokenizer byte-level"
     )
 
 
 def _named_mask(found: TokenizerFolder, folder: Path) -> str | None:
-    """The token that hides others, where it has an unusual name and the folder says so."""
+    """Return the mask token if the folder's tokenizer_config.json gives an unusual one."""
     token = (read_object(folder, SETTINGS) or {}).get("mask_token")
     token = token.get("content") if isinstance(token, dict) else token
     if not isinstance(token, str) or token in USUAL_MASKS:
         return None
-    there = tokenizer_of_keys(TokenizerBlock.model_validate(found.keys_in(folder)))
-    return None if there.token_id(token) is None else token
+    tokenizer = tokenizer_of_keys(TokenizerBlock.model_validate(found.keys_in(folder)))
+    return None if tokenizer.token_id(token) is None else token
 
 
 def tokenizer_named(name: str, family: Family) -> TokenizerFolder:
-    """The tokenizer of `--tokenizer`: a folder, or `byte-level`."""
+    """Return the tokenizer given by `--tokenizer`: a folder, or `byte-level`."""
     if name == "byte-level":
         return TokenizerFolder({}, {"library": "byte-level"})
     folder = Path(name)
@@ -115,11 +115,11 @@ def tokenizer_named(name: str, family: Family) -> TokenizerFolder:
 
 
 def special_ids(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, int | None]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a config.json.
+    """Return `bos_token_id`, `eos_token_id` and `pad_token_id` for a config.json.
 
     Args:
-        settings: the tokenizer_config.json, as far as there is one.
-        tokenizer: of the model.
+        settings: content of tokenizer_config.json, empty without one.
+        tokenizer: tokenizer of the model.
     """
     ids: dict[str, int | None] = {}
     for kind, known in (("bos", None), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id)):
@@ -131,7 +131,7 @@ def special_ids(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
 
 
 def tokenizer_of(root: RootBlock) -> Tokenizer:
-    """The tokenizer of a run of this configuration, with what its task adds; bytes where it names none.
+    """Return the tokenizer of a configuration, with the tokens its task adds; byte-level if none is configured.
 
     Raises:
         UserError: its files cannot be read.
@@ -140,10 +140,10 @@ def tokenizer_of(root: RootBlock) -> Tokenizer:
 
 
 def fitting_tokenizer(root: RootBlock, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model of so many tokens, as `tokenizer_of` gives it.
+    """Return `tokenizer_of` a configuration, checked against the model's vocabulary size.
 
     Raises:
-        UserError: its files cannot be read; or it has more tokens, by itself or with what its task has to add.
+        UserError: its files cannot be read, or it has more tokens than the model, alone or with those its task adds.
     """
     alone = named_tokenizer(root) or ByteTokenizer()
     if alone.vocab_size > vocab_size:
@@ -156,7 +156,7 @@ def fitting_tokenizer(root: RootBlock, vocab_size: int) -> Tokenizer:
         return tokenizer
     if root.model.family == "bert":
         raise UserError(
-            f"the tokenizer has no mask token: neither {' nor '.join(USUAL_MASKS)}; name the one that it has with "
+            f"the tokenizer has no mask token: neither {' nor '.join(USUAL_MASKS)}; set the one that it has with "
             f'"mask_token" in {SETTINGS}, or give another tokenizer with --tokenizer FOLDER'
         )
     raise UserError(
@@ -167,11 +167,11 @@ def fitting_tokenizer(root: RootBlock, vocab_size: int) -> Tokenizer:
 
 
 def folder_of_run(root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder | None:
-    """The files that the tokenizer of a run came from, if they are still there and still make this tokenizer.
+    """Return the files a run's tokenizer was loaded from, if they still exist and still give the same tokenizer.
 
     Args:
-        root: the configuration of the run.
-        document: the tokenizer of its checkpoint.
+        root: configuration of the run.
+        document: tokenizer document of its checkpoint.
     """
     keys = root.model.tokenizer
     named = (keys.type or keys.model) if keys.library == "huggingface" else keys.model or keys.vocab_file
@@ -187,30 +187,30 @@ def folder_of_run(root: RootBlock, document: Mapping[str, Any]) -> TokenizerFold
 
 
 def folder_named(name: str, root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder:
-    """The files of `--tokenizer` for a checkpoint, whose tokens they must make.
+    """Return the files given by `--tokenizer` for a checkpoint; they must give the same tokenizer.
 
     Args:
         name: the folder.
-        root: the configuration of the run.
-        document: the tokenizer of its checkpoint.
+        root: configuration of the run.
+        document: tokenizer document of its checkpoint.
 
     Raises:
-        UserError: there are none, or they make other tokens.
+        UserError: there are no tokenizer files, or they give other tokens.
     """
     found = tokenizer_named(name, root.model.family)
-    kept = {key: value for key, value in root.model.tokenizer.model_dump().items() if key not in _PLACES}
+    kept = {key: value for key, value in root.model.tokenizer.model_dump().items() if key not in _FILE_KEYS}
     keys = TokenizerBlock.model_validate(kept | found.keys_in(found.folder or Path(name)))
     there = root.model_copy(update={"model": root.model.model_copy(update={"tokenizer": keys})})
     if tokenizer_of(there).to_document() != document:
-        raise UserError(f"--tokenizer {name} makes other tokens than the tokenizer of the checkpoint")
+        raise UserError(f"--tokenizer {name} differs from the tokenizer of the checkpoint")
     return found
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write the files of a tokenizer from what a checkpoint knows of it.
+    """Write tokenizer files for transformers from a checkpoint's tokenizer.
 
     Raises:
-        UserError: it is one that transformers has none like.
+        UserError: transformers has no equivalent tokenizer.
     """
     document = tokenizer.to_document()
     if isinstance(tokenizer, ByteTokenizer):
@@ -225,14 +225,14 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     else:
         raise UserError(
             f"the tokenizer of this checkpoint ({document['tokenizer']}) cannot be written for transformers, and its "
-            "files are not where they were; name them with --tokenizer FOLDER"
+            "files have moved; give them with --tokenizer FOLDER"
         )
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     write_template(folder, tokenizer)
 
 
 def write_template(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write the chat template of a tokenizer beside its files, unless they have it."""
+    """Write the chat template of a tokenizer next to its files, unless they contain it."""
     beside = template_beside(folder, str(folder))
     if tokenizer.chat is not None and (beside is None or beside.source != tokenizer.chat.source):
         (folder / TEMPLATE).write_text(tokenizer.chat.source, encoding="utf-8")
@@ -245,7 +245,7 @@ def _tokens(definition: str) -> dict[str, int]:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """The tokenizer_config.json of a folder that was written here, empty where there is none."""
+    """Read the tokenizer_config.json of a written folder, empty if there is none."""
     path = folder / SETTINGS
     try:
         settings = read_json(path) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Torch's own files (`pytorch_model.bin`): tensors alone, read by `weights_only`; there is no other way."""
+"""Torch files (`pytorch_model.bin`), loaded only with `weights_only=True`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..utils.safetensors_io import tensor_dtype_name
 
 
 class TorchFile:
-    """A file that `torch.save` made of a dictionary of tensors; where it can be mapped, it is not read at once.
+    """A dictionary of tensors saved by `torch.save`; memory-mapped if it is a zip archive.
 
     Args:
         path: the file.
@@ -26,7 +26,7 @@ class TorchFile:
         described: name to shape and dtype.
 
     Raises:
-        UserError: it holds something else than tensors, such as code, or is damaged.
+        UserError: it holds anything other than tensors, such as code, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,9 +39,9 @@ class TorchFile:
                 loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         except OSError:
             raise
-        except Exception as error:  # whatever a file that is none of torch's, or a wicked one, makes of its reader
+        except Exception as error:  # malformed or malicious files raise various exceptions
             raise UserError(
-                f"{path}: torch reads no tensors from it ({type(error).__name__}: {_reason(error)}); it holds "
+                f"{path}: torch cannot load tensors from it ({type(error).__name__}: {_reason(error)}); it holds "
                 "something else, or is damaged. Use a safetensors file"
             ) from None
         if not isinstance(loaded, dict) or not all(
@@ -57,10 +57,10 @@ class TorchFile:
 
 
 def _check_stored(path: Path) -> None:
-    """Refuse compressed records: a mapped file gives their bytes as they are, and unpacked they may have any size.
+    """Reject compressed records: memory-mapping would return compressed bytes, and the decompressed size is unbounded.
 
     Raises:
-        UserError: there is one, or the file is no archive after all.
+        UserError: there is a compressed record, or the archive is damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -69,13 +69,13 @@ def _check_stored(path: Path) -> None:
         raise UserError(f"{path} is a damaged archive ({_reason(error)}); use a safetensors file") from None
     if packed:
         raise UserError(
-            f"{path}: {packed[0]!r} is compressed, which torch.save never does; pack it anew without compression, or "
+            f"{path}: {packed[0]!r} is compressed, which torch.save never does; repack it without compression, or "
             "use a safetensors file"
         )
 
 
 def _reason(error: Exception) -> str:
-    """What a reader says, in a line; of torch's advice, which is to trust the file, only what it refused."""
+    """Return an error as one line; of torch's message only the rejected part, without its advice to trust the file."""
     text = " ".join(str(error).split())
     refused = re.search(r"(?i)unsupported (?:(?! Check | Please ).)*", text)
     return (refused.group() if refused else text)[:160]

@@ -1,6 +1,4 @@
-"""Runs for those who develop: a trial of a few steps (`fast_dev_run`), and learning a few batches by heart
-(`overfit_batches`).
-"""
+"""Debug runs: a few steps (`fast_dev_run`), and overfitting a few batches (`overfit_batches`)."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ from ..utils.errors import UserError
 from ..utils.text import counted
 
 TRIAL = "fast_dev_run"
-"""Directory of a trial, in the run directory that the configuration names: nothing of a real run is touched."""
+"""Subdirectory of the run directory, so that a debug run never touches files of a real run."""
 
 
 def trial_of(config: RunConfig) -> RunConfig:
-    """The configuration of the trial that `trainer.fast_dev_run` asks for; without it `config` itself.
+    """Apply `trainer.fast_dev_run` to a configuration; return `config` unchanged if it is off.
 
-    Model, data, optimizer and schedule stay as they are. Steps and validation batches are few; checkpoints, early
-    stopping and loggers are off.
+    Model, data, optimizer and schedule are unchanged. Steps and validation batches are limited; checkpoints, early
+    stopping and loggers are disabled.
     """
     root = config.root
     steps = int(root.trainer.fast_dev_run)
@@ -57,14 +55,14 @@ def trial_of(config: RunConfig) -> RunConfig:
             "checkpoint_callback_params": root.exp_manager.checkpoint_callback_params.model_copy(
                 update={"dirpath": None}
             ),
-            **_place(root),
+            **_log_dir(root),
         }
     )
     update = {"trainer": trainer, "exp_manager": manager, "model": root.model.model_copy(update={"optim": optim})}
     return replace(config, root=root.model_copy(update=update))
 
 
-def _place(root: RootBlock) -> dict[str, str | None]:
+def _log_dir(root: RootBlock) -> dict[str, str | None]:
     keys = root.exp_manager
     if keys.explicit_log_dir is not None:
         return {"explicit_log_dir": f"{keys.explicit_log_dir}/{TRIAL}"}
@@ -72,24 +70,24 @@ def _place(root: RootBlock) -> dict[str, str | None]:
 
 
 def overfitted(data: Data, root: RootBlock) -> Data:
-    """The data that `trainer.overfit_batches` asks for: the first global batches, again and again.
+    """Apply `trainer.overfit_batches`: train, validate and test on the first global batches only.
 
-    Validation and test are the same samples. Without the key `data` itself.
+    Returns `data` unchanged if the key is not set.
 
     Raises:
-        UserError: the training data have fewer samples than that.
+        UserError: the training set has fewer samples than requested.
     """
-    asked, size = root.trainer.overfit_batches, root.model.global_batch_size
-    if not asked:
+    limit, size = root.trainer.overfit_batches, root.model.global_batch_size
+    if not limit:
         return data
     whole = data.train.samples // size
-    # A part of an epoch is one of its whole batches.
-    batches = asked if isinstance(asked, int) else max(1, min(whole, int(asked * data.train.samples / size + 0.5)))
+    # A fraction is rounded to whole global batches of an epoch.
+    batches = limit if isinstance(limit, int) else max(1, min(whole, int(limit * data.train.samples / size + 0.5)))
     if batches > whole:
-        cure = f"use at most {whole}" if whole else "use a smaller `model.global_batch_size`, or more data"
+        hint = f"use at most {whole}" if whole else "use a smaller `model.global_batch_size`, or more data"
         raise UserError(
-            f"`trainer.overfit_batches` ({asked}) asks for {counted(batches * size, 'sample')}, but the training data "
-            f"have {data.train.samples:,}; {cure}"
+            f"`trainer.overfit_batches` ({limit}) needs {counted(batches * size, 'sample')}, but the training data "
+            f"have {data.train.samples:,}; {hint}"
         )
     few = FirstSamples(data.train, batches * size)
     return replace(
@@ -103,11 +101,11 @@ def overfitted(data: Data, root: RootBlock) -> Data:
 
 
 class FirstSamples:
-    """The first samples of others, again and again.
+    """The first samples of a dataset, repeated endlessly.
 
     Args:
-        others: where they come from.
-        samples: how many.
+        others: the dataset.
+        samples: number of samples.
     """
 
     def __init__(self, others: AnySamples, samples: int) -> None:
@@ -116,7 +114,7 @@ class FirstSamples:
         self.samples = samples
 
     def batch(self, first: int, count: int) -> Any:
-        """The samples at positions `first` to `first + count - 1`."""
+        """Return the samples at positions `first` to `first + count - 1`."""
         parts: list[Any] = []
         while count > 0:
             start = first % self.samples

@@ -1,7 +1,7 @@
-"""Which samples each step trains on: a pure function of the step, the consumed samples and the keys.
+"""Batch sampling: the samples of each step as a pure function of step, consumed samples and configuration.
 
-A global batch is cut into micro batches of fixed size. Rank r of R takes the micro batches r, r + R, r + 2R, ... so
-the micro batches, and the random numbers drawn in them, are the same whatever the number of ranks.
+A global batch is split into micro batches of fixed size. Rank r of R gets micro batches r, r + R, r + 2R, ..., so
+micro batches and the random numbers drawn in them do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class RampUp:
-    """A global batch that grows with the samples seen (Megatron's `rampup_batch_size`, nemo_semantics 1.3).
+    """Global batch size ramp-up by consumed samples (Megatron's `rampup_batch_size`, nemo_semantics 1.3).
 
     Attributes:
-        start: first global batch size.
-        increment: added each time.
-        samples: consumed samples at which the full size is reached.
-        final: the full size.
+        start: initial global batch size.
+        increment: size of each increase.
+        samples: consumed samples at which the final size is reached.
+        final: final global batch size.
     """
 
     start: int
@@ -30,7 +30,7 @@ class RampUp:
     final: int
 
     def size(self, consumed: int) -> int:
-        """The global batch size after so many consumed samples."""
+        """Return the global batch size after `consumed` samples."""
         increments = (self.final - self.start) // self.increment
         if consumed >= self.samples or increments == 0:
             return self.final
@@ -38,13 +38,13 @@ class RampUp:
 
 
 class BatchPlan:
-    """Positions in the data of every step from a first one on.
+    """Global batch size and data position of each step.
 
     Args:
-        global_batch_size: samples of a step, once it has grown.
-        first_step: completed steps where this process begins.
-        consumed: samples consumed by then.
-        ramp_up: how the size grows; None: it does not.
+        global_batch_size: final global batch size.
+        first_step: completed steps when this process starts.
+        consumed: samples consumed by `first_step`.
+        ramp_up: batch size ramp-up; None for a constant size.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BatchPlan:
     ) -> None:
         self.global_batch_size = global_batch_size
         self.first_step = first_step
-        # Steps of one size in a row: (first step, samples consumed before it, size).
+        # Runs of steps with equal batch size: (first step, samples consumed before it, size).
         self._phases: list[tuple[int, int, int]] = []
         step = first_step
         while ramp_up is not None and (size := ramp_up.size(consumed)) < global_batch_size:
@@ -63,12 +63,12 @@ class BatchPlan:
         self._starts = [first for first, _, _ in self._phases]
 
     def consumed(self, step: int) -> int:
-        """Samples consumed when `step` steps are completed: the position of the next one's first sample."""
+        """Return the samples consumed after `step` steps: the data position of the next step."""
         first, consumed, size = self._phase(step)
         return consumed + (step - first) * size
 
     def size(self, step: int) -> int:
-        """Samples of the step that follows `step` completed ones."""
+        """Return the global batch size of the step after `step` completed ones."""
         return self._phase(step)[2]
 
     def _phase(self, step: int) -> tuple[int, int, int]:
@@ -78,12 +78,12 @@ class BatchPlan:
 
 
 class StepPart(NamedTuple):
-    """The micro batches of one step that a rank takes.
+    """Micro batches of one rank in one step.
 
     Attributes:
-        first: position of the global batch's first sample.
-        size: samples of a micro batch.
-        numbers: micro batch j begins at sample first + j * size.
+        first: data position of the first sample of the global batch.
+        size: micro batch size.
+        numbers: micro batch indices; micro batch j starts at sample first + j * size.
     """
 
     first: int
@@ -93,13 +93,13 @@ class StepPart(NamedTuple):
 
 @dataclass(frozen=True)
 class RankBatches:
-    """The part of the plan that one rank takes: what its loader is asked for.
+    """Batch sampler of one rank: its micro batches of every step.
 
     Attributes:
-        plan: of the run.
-        micro_batch_size: samples of a micro batch.
-        rank: of this process.
-        world_size: processes.
+        plan: batch plan of the run.
+        micro_batch_size: samples per micro batch.
+        rank: rank of this process.
+        world_size: number of ranks.
     """
 
     plan: BatchPlan
@@ -108,16 +108,16 @@ class RankBatches:
     world_size: int = 1
 
     def __iter__(self) -> Iterator[StepPart]:
-        """What this rank takes of every step, without end."""
+        """Yield the micro batches of this rank for every step, without end."""
         return (self.part(step) for step in count(self.plan.first_step))
 
     def part(self, step: int) -> StepPart:
-        """What this rank takes of one step."""
+        """Return the micro batches of this rank in one step."""
         size = self.micro_batch_size
         numbers = range(self.rank, self.plan.size(step) // size, self.world_size)
         return StepPart(self.plan.consumed(step), size, tuple(numbers))
 
 
 def ramp_up_of(keys: Sequence[int] | None, global_batch_size: int) -> RampUp | None:
-    """`model.rampup_batch_size` as a `RampUp`; null or empty: none."""
+    """Build a `RampUp` from `model.rampup_batch_size`; None if null or empty."""
     return RampUp(*keys, final=global_batch_size) if keys else None

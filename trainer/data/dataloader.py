@@ -1,8 +1,7 @@
-"""This rank's part of the global batches on the device, prepared ahead of the step that needs them.
+"""Prefetching dataloader: the local micro batches of each global batch, on the device.
 
-The position in the data is the number of consumed samples and nothing else (`batching`), so a resumed run asks for the
-same samples without any saved state. On a CUDA device batches are pinned and copied on a stream of their own, one step
-ahead.
+The data position depends on the number of consumed samples only (`batching`), so the dataloader has no state to save.
+For CUDA devices batches are pinned and copied on a side stream, one step ahead.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from .datasets.samples import IGNORED_LABEL, Batch
 from .datasets.seq2seq import AnySamples, NamedTensors
 
 BATCHES_AHEAD = 2
-"""Global batches that wait for their step."""
+"""Prefetched global batches."""
 
 
 def fields_of(batch: Batch | NamedTensors) -> NamedTensors:
-    """The tensors of some samples by name; what they do not have is left out."""
+    """Return the tensors of a batch by name, without optional fields that are None."""
     if isinstance(batch, Batch):
         return {name: tensor for name, tensor in batch._asdict().items() if tensor is not None}
     return batch
 
 
 class MicroBatch(NamedTuple):
-    """Samples that go through the model at once.
+    """Samples of one forward pass.
 
     Attributes:
-        number: which micro batch of the global batch this is.
-        fields: the tensors of the samples by name, as `batch_loss` of the model takes them.
+        number: index of the micro batch in the global batch.
+        fields: tensors by name, the input of the model's `batch_loss`.
     """
 
     number: int
@@ -53,14 +52,13 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """This rank's samples of one optimizer step.
+    """Local samples of one optimizer step.
 
     Attributes:
-        numbers: which micro batches of the global batch these are.
-        fields: the tensors of the samples by name, [samples, ...]. `labels` is among them, int64; ignored positions
-            hold `IGNORED_LABEL`.
-        targets: fp32 scalar tensor, the number of labels of this rank that count; summed over the ranks it divides
-            every micro batch's loss.
+        numbers: indices of the micro batches in the global batch.
+        fields: tensors by name, [B, ...]. `labels` is int64, with `IGNORED_LABEL` at ignored positions.
+        targets: fp32 scalar tensor, the number of local labels that are not ignored; its sum over ranks is the
+            denominator of every micro batch's loss.
     """
 
     numbers: tuple[int, ...]
@@ -69,45 +67,45 @@ class GlobalBatch:
 
     @classmethod
     def of(cls, numbers: tuple[int, ...], fields: dict[str, Tensor]) -> GlobalBatch:
-        """The batch of some samples, whose labels are counted."""
+        """Build a batch and count its targets."""
         return cls(numbers, fields, (fields["labels"] != IGNORED_LABEL).sum().to(torch.float32))
 
     @property
     def labels(self) -> Tensor:
-        """What is to be predicted."""
+        """Labels, int64 [B, S]."""
         return self.fields["labels"]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that travels to the device."""
+        """All tensors of the batch, `targets` last."""
         return (*self.fields.values(), self.targets)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """The micro batches, in order."""
+        """Yield the micro batches in order."""
         parts = [field.chunk(len(self.numbers)) for field in self.fields.values()]
         for number, *rows in zip(self.numbers, *parts, strict=True):
             yield MicroBatch(number, dict(zip(self.fields, rows, strict=True)))
 
     def _with(self, tensors: Iterable[Tensor]) -> GlobalBatch:
-        """The batch with other `tensors`."""
+        """Return the batch with its `tensors` replaced."""
         *fields, targets = tensors
         return GlobalBatch(self.numbers, dict(zip(self.fields, fields, strict=True)), targets)
 
     def to(self, device: torch.device) -> GlobalBatch:
-        """The batch on a device; a copy of a pinned batch to a CUDA device does not wait.
+        """Copy the batch to a device; asynchronous for a pinned batch and a CUDA device.
 
-        Elsewhere it does: a copy to MPS that does not wait reads memory already given back (pytorch #189690).
+        Synchronous elsewhere: a non-blocking copy to MPS reads memory that is already freed (pytorch #189690).
         """
-        free = device.type == "cuda"
-        return self._with(tensor.to(device, non_blocking=free) for tensor in self.tensors)
+        non_blocking = device.type == "cuda"
+        return self._with(tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors)
 
     def pin_memory(self) -> GlobalBatch:
-        """The batch in page-locked memory, from which the device copies without the host; DataLoader calls this too."""
+        """Copy the batch to pinned memory; DataLoader calls this too."""
         return self._with(tensor.pin_memory() for tensor in self.tensors)
 
 
 class _GlobalBatches(Dataset[GlobalBatch]):
-    """What a rank takes of a step, to its samples."""
+    """Maps the micro batches of a step to their samples."""
 
     def __init__(self, samples: AnySamples) -> None:
         self.samples = samples
@@ -119,50 +117,50 @@ class _GlobalBatches(Dataset[GlobalBatch]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    """A batch on its way from a loader worker: through a pipe, as bytes.
+class _NumpyBatch:
+    """A batch sent from a dataloader worker, as NumPy arrays pickled through a pipe.
 
-    Tensors would go through shared memory, of which containers have little, and a socket in the temporary directory,
-    whose path may be too long for one; the worker would then lose them, and the run wait forever.
+    Tensors would be sent through shared memory, which is scarce in containers, and a socket in the temporary directory,
+    whose path may exceed the length limit of sockets; then the batch is lost and the run hangs.
     """
 
     numbers: tuple[int, ...]
     arrays: dict[str, np.ndarray]
 
-    def unpacked(self) -> GlobalBatch:
-        """The batch."""
+    def to_tensors(self) -> GlobalBatch:
+        """Convert the arrays to a batch of tensors."""
         return GlobalBatch.of(self.numbers, {name: torch.from_numpy(array) for name, array in self.arrays.items()})
 
     def pin_memory(self) -> GlobalBatch:
-        """The batch in page-locked memory; the DataLoader's thread calls this."""
-        return self.unpacked().pin_memory()
+        """Copy the batch to pinned memory; called by the DataLoader's pin-memory thread."""
+        return self.to_tensors().pin_memory()
 
 
-class _ToldBatches(Dataset[_Packed | UserError]):
-    """The same in a loader worker, which hands over as a value what the user can mend.
+class _WorkerBatches(Dataset[_NumpyBatch | UserError]):
+    """`_GlobalBatches` for dataloader workers: returns a `UserError` as a value.
 
-    The DataLoader would raise it with the worker's traceback as its text.
+    DataLoader would re-raise it with the worker's traceback as its message.
     """
 
     def __init__(self, batches: _GlobalBatches) -> None:
         self._batches = batches
 
-    def __getitem__(self, part: StepPart) -> _Packed | UserError:
+    def __getitem__(self, part: StepPart) -> _NumpyBatch | UserError:
         try:
             batch = self._batches[part]
-            return _Packed(batch.numbers, {name: field.numpy() for name, field in batch.fields.items()})
+            return _NumpyBatch(batch.numbers, {name: field.numpy() for name, field in batch.fields.items()})
         except UserError as error:
             return error
 
 
 class BatchFeed:
-    """Endless global batches, in the order of the plan.
+    """Dataloader over an endless sequence of global batches.
 
     Args:
-        samples: the training samples.
-        parts: what this rank takes of every step.
-        device: where batches go.
-        num_workers: processes that prepare batches; 0 prepares them in a thread.
+        samples: training dataset.
+        parts: batch sampler of this rank.
+        device: device to copy batches to.
+        num_workers: worker processes; 0 uses a thread.
     """
 
     def __init__(self, samples: AnySamples, parts: RankBatches, device: torch.device, num_workers: int = 0) -> None:
@@ -174,10 +172,10 @@ class BatchFeed:
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         host = self._from_workers() if self._num_workers else self._from_thread()
-        return self._copied_ahead(host) if self._device.type == "cuda" else (b.to(self._device) for b in host)
+        return self._copy_ahead(host) if self._device.type == "cuda" else (b.to(self._device) for b in host)
 
     def close(self) -> None:
-        """Stop the thread that prepares batches."""
+        """Stop the prefetch thread."""
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
@@ -189,23 +187,23 @@ class BatchFeed:
 
     def _from_workers(self) -> Iterator[GlobalBatch]:
         with warnings.catch_warnings():
-            # More workers than cores is the user's choice.
+            # The number of workers is the user's choice.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader = DataLoader(
-                _ToldBatches(self._batches),
+                _WorkerBatches(self._batches),
                 batch_size=None,
                 sampler=self._parts,
                 num_workers=self._num_workers,
                 prefetch_factor=BATCHES_AHEAD,
                 pin_memory=self._device.type == "cuda",
-                # A fork would copy the threads' locks of this process in whatever state they are.
+                # A fork would copy locks held by threads of this process.
                 multiprocessing_context="spawn",
-                worker_init_fn=_heed_parent,
+                worker_init_fn=_init_worker,
             )
-        with _signals_held():
-            return map(_raised, iter(loader))
+        with _signals_blocked():
+            return map(_unwrap, iter(loader))
 
-    def _copied_ahead(self, host: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+    def _copy_ahead(self, host: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
         stream = torch.cuda.Stream(self._device)
 
         def start_copy() -> tuple[GlobalBatch, Any]:
@@ -224,45 +222,45 @@ class BatchFeed:
             yield batch
 
 
-def _raised(item: GlobalBatch | _Packed | UserError) -> GlobalBatch:
+def _unwrap(item: GlobalBatch | _NumpyBatch | UserError) -> GlobalBatch:
     if isinstance(item, UserError):
         raise item
-    return item.unpacked() if isinstance(item, _Packed) else item
+    return item.to_tensors() if isinstance(item, _NumpyBatch) else item
 
 
-_HELD = (signal.SIGINT, signal.SIGTERM) if hasattr(signal, "sigwaitinfo") else (signal.SIGINT,)
-"""Signals that ask a run to stop. Ctrl-C and schedulers send them to all its processes, but the run needs its loader
-workers until it has finished the step."""
+_BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM) if hasattr(signal, "sigwaitinfo") else (signal.SIGINT,)
+"""Stop signals. Ctrl-C and schedulers send them to all processes, but the run needs its dataloader workers until it has
+finished the step."""
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Start processes that never see `_HELD`: blocked signals stay blocked in them, from their first instruction."""
+def _signals_blocked() -> Iterator[None]:
+    """Context in which new processes inherit `_BLOCKED_SIGNALS` as blocked, from their first instruction."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    resource_tracker.ensure_running()  # when started later it would end the blocking
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    resource_tracker.ensure_running()  # if started inside, it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _heed_parent(worker: int) -> None:
-    """In a loader worker: end on a SIGTERM from the process that started it, and on nobody else's."""
-    if signal.SIGTERM in _HELD and hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_wait_for_order, args=(os.getppid(),), name="order", daemon=True).start()
+def _init_worker(worker: int) -> None:
+    """In a dataloader worker: exit on SIGTERM from the parent process, and ignore SIGTERM from others."""
+    if signal.SIGTERM in _BLOCKED_SIGNALS and hasattr(signal, "sigwaitinfo"):
+        threading.Thread(target=_exit_on_sigterm_from, args=(os.getppid(),), name="sigterm", daemon=True).start()
 
 
-def _wait_for_order(parent: int) -> None:
+def _exit_on_sigterm_from(parent: int) -> None:
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
         pass
     os._exit(0)
 
 
 class _Producer:
-    """A thread that prepares a few batches ahead; an exception in it is raised where the batch is asked for."""
+    """Prefetch thread; an exception in it is re-raised in the consumer."""
 
     def __init__(self, batches: _GlobalBatches, parts: RankBatches, *, pin: bool) -> None:
         self._batches = batches

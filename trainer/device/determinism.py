@@ -1,4 +1,4 @@
-"""`trainer.deterministic`: only operations that give equal bits from equal inputs, every time."""
+"""`trainer.deterministic`: restrict torch to deterministic operations."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..utils.environment import make_cublas_deterministic
 
 @contextmanager
 def determinism(wish: bool | Literal["warn"]) -> Iterator[None]:
-    """Within it torch takes deterministic operations only.
+    """Context in which torch uses deterministic algorithms only.
 
     Args:
-        wish: `trainer.deterministic`: True makes an operation that has no such form an error, `warn` a warning.
+        wish: `trainer.deterministic`; an operation without a deterministic algorithm raises (True) or warns (`warn`).
     """
     if not wish:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    # cuBLAS reads it when its first handle is made, which is later than this.
+    # cuBLAS reads the variable when its first handle is created, which is later.
     make_cublas_deterministic()
     torch.use_deterministic_algorithms(True, warn_only=wish == "warn")
     try:
@@ -35,13 +35,13 @@ def determinism(wish: bool | Literal["warn"]) -> Iterator[None]:
 
 
 def attention_flags(root: RootBlock, variables: Mapping[str, str] | None = None) -> AttentionFlags:
-    """The NVTE_* variables, with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 for `trainer.deterministic: true` or `warn`.
+    """Return the NVTE_* flags, with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 for `trainer.deterministic: true` or `warn`.
 
-    Torch reports deterministic algorithms in both, which TransformerEngine takes for the same wish.
+    Torch reports deterministic algorithms as enabled in both cases, and TransformerEngine follows that.
 
     Args:
         root: the configuration.
-        variables: the environment; None is this process's.
+        variables: the environment; None for `os.environ`.
 
     Raises:
         ValueError: a variable is neither 0 nor 1.

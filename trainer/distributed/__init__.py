@@ -1,1 +1,1 @@
-"""How several processes train one model: their places, the mesh of devices, shards, launcher."""
+"""Distributed training: process placement and launcher, collectives, replicated and sharded data parallelism."""

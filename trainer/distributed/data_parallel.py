@@ -1,7 +1,7 @@
-"""The data axes of a run: what every layout offers to the trainer, and which class a layout is.
+"""Data parallelism: base class of all layouts and its factory.
 
-Gradients are summed over ranks, never averaged: every rank divides its losses by the number of target tokens of the
-whole global batch, so the sum is the gradient of one process, however the targets are spread.
+Gradients are summed over ranks, not averaged: every rank divides its losses by the number of target tokens of the whole
+global batch, so the sum equals the single-process gradient however the targets are distributed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..utils.local_shard import Piece, piece_of
 
 
 class DataParallel:
-    """A model on the ranks of a run.
+    """Data-parallel model; base class for all layouts.
 
     Args:
-        layout: what to cut and when to communicate.
-        shard_group: the ranks that hold different rows.
+        layout: data-parallel layout.
+        shard_group: process group of the ranks that hold different shards.
 
     Attributes:
-        takes_gradients: gradients are added up and summed over ranks while the backward pass runs, so that the caller
-            has nothing to accumulate.
+        takes_gradients: gradients are accumulated and all-reduced by hooks during backward, so the caller does not
+            accumulate them.
     """
 
     takes_gradients = False
@@ -38,35 +38,35 @@ class DataParallel:
         self._shard_group = shard_group
 
     def cut(self, model: LanguageModel) -> None:
-        """Prepare a model, on the meta device or with all its weights, before its optimizer is made."""
+        """Shard a model, on the meta device or with its full weights, before the optimizer is built."""
         raise NotImplementedError
 
     def fill(self, parameter: Tensor, whole: Tensor) -> None:
-        """Copy what this rank holds of a whole parameter."""
+        """Copy a full parameter into the local shard."""
         raise NotImplementedError
 
     def piece_of(self, tensor: Tensor) -> Piece:
-        """The rows of a parameter, or of its gradient, that this rank updates."""
+        """Return the shard of a parameter, or of its gradient, that this rank updates."""
         return piece_of(tensor)
 
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
-        """Get to know the model, now with its weights, and its optimizer; once, before the first step."""
+        """Register the model, with its weights loaded, and the optimizer; called once before the first step."""
 
     def before_micro_batch(self, *, first: bool, last: bool) -> None:
-        """Say which micro batch of the step comes."""
+        """Prepare for the next micro batch of the step."""
 
     def before_update(self) -> None:
-        """Make sure that the gradients are summed."""
+        """Wait for pending gradient reductions."""
 
     def after_update(self) -> None:
-        """Bring weights that other ranks have updated here, where this layout keeps them."""
+        """All-gather weights updated by other ranks, if this layout keeps full weights."""
 
     def give_back(self) -> None:
-        """Drop whole weights that this layout does not keep; after an evaluation."""
+        """Reshard weights that were gathered for an evaluation."""
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
-        """How an optimizer learns of the rows it does not hold: arguments of `optim.base.Optimizer`."""
+        """Collectives for sharded optimizers: arguments of `optim.base.Optimizer`."""
         if self.layout.shards == 1:
             return {}
         return {
@@ -76,16 +76,16 @@ class DataParallel:
         }
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """Add a tensor up, in place, over the ranks that hold the other rows."""
+        """All-reduce (sum) a tensor over the shard group, in place."""
         dist.all_reduce(tensor, group=self._shard_group)
         return tensor
 
     def gather_rows(self, local: Tensor, rows: int) -> Tensor:
-        """All rows of a tensor of which every shard holds its own, in order.
+        """All-gather the rows of a sharded tensor.
 
         Args:
-            local: this rank's rows; as `torch.chunk` cuts them, the last ranks may have fewer or none.
-            rows: of the whole tensor.
+            local: local shard; chunked as by `torch.chunk`, so the last ranks may have fewer rows or none.
+            rows: rows of the full tensor.
         """
         shards = self.layout.shards
         size = -(-rows // shards)
@@ -97,7 +97,7 @@ class DataParallel:
 
 
 def units(model: LanguageModel) -> list[list[nn.Parameter]]:
-    """The parameters that are trained, in groups that are communicated together: embeddings, each layer, the rest."""
+    """Return the trainable parameters in communication buckets: embeddings, each layer, the rest."""
     tables = [module for name, module in model.named_children() if name.endswith("embedding")]
     before = [parameter for table in tables for parameter in table.parameters()]
     layers = [list(layer.parameters()) for stack in stacks_of(model) for layer in stack.layers]
@@ -110,13 +110,13 @@ def units(model: LanguageModel) -> list[list[nn.Parameter]]:
 def data_parallel(
     layout: DataLayout, device: torch.device, reduce_dtype: torch.dtype | None, timeout: timedelta | None = None
 ) -> DataParallel:
-    """The data axes of a run.
+    """Build the data parallelism of a run.
 
     Args:
-        layout: of the run.
-        device: of this rank.
-        reduce_dtype: in which gradients are summed; None: as they are.
-        timeout: how long a rank waits for another; None: torch's own.
+        layout: data-parallel layout.
+        device: device of this rank.
+        reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
+        timeout: timeout of collectives; None for torch's default.
     """
     from .ddp import Replicated
     from .fsdp import Sharded

@@ -1,9 +1,9 @@
-"""Weights that every rank keeps whole: data parallel (DDP), and the distributed optimizer (ZeRO-1) that cuts its state.
+"""Replicated parameters: data parallel (DDP), and the distributed optimizer (ZeRO-1) with sharded optimizer state.
 
-No flat buffers: while the backward pass runs, the gradients of a layer are summed as soon as all are there, in place
-unless they shall be summed in another dtype than the one they are kept in; with a distributed optimizer each rank
-receives the sums of its own rows only, updates those, and the rows of the other ranks are gathered into the weights
-themselves. FSDP2 does the same with a copy into and out of every message.
+No flat buffers: during backward the gradients of a layer are all-reduced as soon as all are ready, in place unless the
+reduction dtype differs from theirs. With a distributed optimizer they are reduce-scattered, each rank updates its own
+rows, and the other rows are all-gathered directly into the weights. FSDP2 does the same with copies into and out of
+communication buffers.
 
 Source: Rajbhandari et al. 2020, arXiv 1910.02054, section 5 (ZeRO-1 communicates as much as data parallel).
 """
@@ -26,12 +26,12 @@ from .data_parallel import DataParallel, units
 
 
 class Replicated(DataParallel):
-    """Sums gradients; a unit (the embeddings, a layer, what comes after) is one message.
+    """Data parallelism with replicated parameters; gradients are communicated per bucket (see `units`).
 
     Args:
-        layout: of the run.
-        device: of this rank.
-        reduce_dtype: in which gradients are summed; None: as they are.
+        layout: data-parallel layout.
+        device: device of this rank.
+        reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
     """
 
     takes_gradients = True
@@ -41,21 +41,21 @@ class Replicated(DataParallel):
         self._device = device
         self._reduce_dtype = reduce_dtype
         self._units: list[list[nn.Parameter]] = []
-        self._missing: list[int] = []
+        self._pending: list[int] = []
         self._optimizer: Optimizer | None = None
         self._first = self._last = True
-        # Messages go out in the order of the gradients, beside the backward pass.
+        # Side stream, so that communication overlaps with backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def cut(self, model: LanguageModel) -> None:
-        """The weights stay whole."""
+        """Do nothing: the weights are replicated."""
 
     def fill(self, parameter: Tensor, whole: Tensor) -> None:
-        """Copy a whole parameter."""
+        """Copy a full parameter."""
         parameter.detach().copy_(whole)
 
     def piece_of(self, tensor: Tensor) -> Piece:
-        """All of a tensor, or with a distributed optimizer this rank's part of its rows."""
+        """Return the full tensor, or with a distributed optimizer the local rows."""
         if self.layout.shards == 1:
             return super().piece_of(tensor)
         local, rows = tensor.detach(), tensor.shape[0]
@@ -63,91 +63,92 @@ class Replicated(DataParallel):
         return Piece(local[start : start + count], start, rows)
 
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
-        """Watch the gradients, which the optimizer adds up."""
+        """Register gradient hooks; the optimizer accumulates the gradients."""
         self._optimizer = optimizer
         self._units = units(model)
-        self._missing = [len(unit) for unit in self._units]
+        self._pending = [len(unit) for unit in self._units]
         for number, unit in enumerate(self._units):
             for parameter in unit:
-                parameter.register_post_accumulate_grad_hook(self._gradient_is_there(number))
+                parameter.register_post_accumulate_grad_hook(self._grad_hook(number))
 
     def before_micro_batch(self, *, first: bool, last: bool) -> None:
-        """Gradients are summed over ranks in the last micro batch of a step only."""
+        """Set the micro batch; gradients are reduced over ranks only in the last one of a step."""
         self._first, self._last = first, last
 
     def before_update(self) -> None:
-        """The update waits for the sums."""
+        """Make the current stream wait for the gradient reductions."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Gather the rows that other ranks have updated."""
+        """All-gather the rows updated by other ranks."""
         if self.layout.shards == 1:
             return
         for unit in self._units:
             weights = [parameter.detach() for parameter in unit]
             even = [weight for weight in weights if self._is_even(weight)]
             if even:
-                with self._one_message():
+                with self._coalesced():
                     for weight in even:
                         dist.all_gather_into_tensor(weight, self.piece_of(weight).local)
             for weight in weights:
                 if not self._is_even(weight):
                     weight.copy_(self.gather_rows(self.piece_of(weight).local, weight.shape[0]))
 
-    def _gradient_is_there(self, unit: int) -> Callable[[Tensor], None]:
+    def _grad_hook(self, unit: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            self._missing[unit] -= 1
-            if self._missing[unit] == 0:
-                self._missing[unit] = len(self._units[unit])
-                self._unit_is_there(self._units[unit])
+            self._pending[unit] -= 1
+            if self._pending[unit] == 0:
+                self._pending[unit] = len(self._units[unit])
+                self._on_unit_ready(self._units[unit])
 
         return hook
 
     @torch.no_grad()
-    def _unit_is_there(self, unit: list[nn.Parameter]) -> None:
-        """All gradients of a micro batch for one unit."""
+    def _on_unit_ready(self, unit: list[nn.Parameter]) -> None:
+        """Accumulate and reduce the gradients of a bucket, once all are ready."""
         assert self._optimizer is not None
-        narrow = self._reduce_dtype in (None, unit[0].dtype)
-        if self._first and self._last and narrow:
+        same_dtype = self._reduce_dtype in (None, unit[0].dtype)
+        if self._first and self._last and same_dtype:
             gradients = [parameter.grad for parameter in unit if parameter.grad is not None]
         else:
             gradients = self._optimizer.accumulate(unit)
         if self._last:
-            with self._beside_the_backward():
+            with self._communication_stream():
                 self._sum(gradients)
 
     def _sum(self, gradients: Sequence[Tensor]) -> None:
-        """Over the ranks; with a distributed optimizer the rows of other ranks may stay unsummed."""
-        cut = [self.layout.shards > 1 and self._is_even(gradient) for gradient in gradients]
+        """Reduce gradients over ranks in place; with a distributed optimizer only the local rows are then valid."""
+        sharded = [self.layout.shards > 1 and self._is_even(gradient) for gradient in gradients]
         sums = [gradient.to(self._reduce_dtype or gradient.dtype) for gradient in gradients]
-        if any(cut):
-            with self._one_message():
-                for total, is_cut in zip(sums, cut, strict=True):
-                    if is_cut:
+        if any(sharded):
+            with self._coalesced():
+                for total, is_sharded in zip(sums, sharded, strict=True):
+                    if is_sharded:
+                        # in place: the output is a slice of the input
                         dist.reduce_scatter_tensor(self.piece_of(total).local, total)
-        if not all(cut):
-            with self._one_message():
-                for total, is_cut in zip(sums, cut, strict=True):
-                    if not is_cut:
+        if not all(sharded):
+            with self._coalesced():
+                for total, is_sharded in zip(sums, sharded, strict=True):
+                    if not is_sharded:
                         dist.all_reduce(total)
-        for gradient, total, is_cut in zip(gradients, sums, cut, strict=True):
+        for gradient, total, is_sharded in zip(gradients, sums, sharded, strict=True):
             if total is not gradient:
-                into, of = (self.piece_of(each).local if is_cut else each for each in (gradient, total))
-                into.copy_(of)
+                destination, source = (self.piece_of(each).local if is_sharded else each for each in (gradient, total))
+                destination.copy_(source)
 
     def _is_even(self, tensor: Tensor) -> bool:
         return tensor.shape[0] % self.layout.shards == 0
 
-    def _one_message(self) -> AbstractContextManager[Any]:
-        """Within it NCCL collects what it is asked for; gloo does one after the other."""
+    def _coalesced(self) -> AbstractContextManager[Any]:
+        """Context in which NCCL coalesces collectives into one launch; gloo runs them one by one."""
         if self._stream is None:
             return nullcontext()
         return dist._coalescing_manager(device=self._device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     @contextmanager
-    def _beside_the_backward(self) -> Iterator[None]:
+    def _communication_stream(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Weights that are cut over ranks (ZeRO-2, ZeRO-3, hybrid): FSDP2, a layer being the unit of communication."""
+"""Sharded parameters (ZeRO-2, ZeRO-3, hybrid) by FSDP2, with one FSDP unit per layer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..config.parameter_layout import DataLayout
 from ..utils.local_shard import piece_of
 from .data_parallel import DataParallel
 
-# FSDP2 needs one group to sum the same parameter over shards and one to sum it over replicas.
+# FSDP2 reduces gradients over the shard group, then over the replica group.
 AXES = ("dp_replicate", "dp_shard")
 
 
 class Sharded(DataParallel):
-    """Parameters are DTensors of this rank's rows; the optimizer works on those.
+    """Data parallelism with sharded parameters: DTensors, on whose local shards the optimizer works.
 
-    Gradients are summed in every micro batch, so that only rows of them are kept.
+    Gradients are reduce-scattered in every micro batch, so that only their local shards are kept.
 
     Args:
-        layout: of the run.
-        device: of this rank.
-        reduce_dtype: in which gradients are summed; None: as they are.
-        timeout: how long a rank waits for another; None: torch's own.
+        layout: data-parallel layout.
+        device: device of this rank.
+        reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
+        timeout: timeout of collectives; None for torch's default.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class Sharded(DataParallel):
         timeout: timedelta | None = None,
     ) -> None:
         self.mesh = init_device_mesh(device.type, (layout.replicas, layout.shards), mesh_dim_names=AXES)
-        if timeout is not None:  # the groups of `hybrid` do not take over that of the group of all
+        if timeout is not None:  # subgroups do not inherit the timeout of the default group
             for axis in AXES:
                 _set_pg_timeout(timeout, self.mesh.get_group(axis))
         super().__init__(layout, self.mesh.get_group("dp_shard"))
-        # Casting inputs would round the count of target tokens.
+        # Casting inputs to bf16 would round the count of target tokens.
         self._policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        self._parts: list[FSDPModule] = []
+        self._fsdp_modules: list[FSDPModule] = []
 
     def cut(self, model: LanguageModel) -> None:
-        """Turn the parameters into DTensors."""
+        """Shard the parameters into DTensors."""
         for module in (*(layer for stack in stacks_of(model) for layer in stack.layers), model):
             fully_shard(
                 module,
@@ -57,19 +57,19 @@ class Sharded(DataParallel):
                 mp_policy=self._policy,
             )
             assert isinstance(module, FSDPModule)
-            self._parts.append(module)
-        for part in self._parts:
+            self._fsdp_modules.append(module)
+        for part in self._fsdp_modules:
             part.set_gradient_divide_factor(1.0)
-            # With a factor alone NCCL would multiply on the way, and gloo has no such operation.
+            # With only a divide factor NCCL would use premul-sum, which gloo does not support.
             part.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(model, "loss")
 
     def fill(self, parameter: Tensor, whole: Tensor) -> None:
-        """Copy this rank's rows of a whole parameter."""
+        """Copy the local rows of a full parameter."""
         piece = piece_of(parameter)
         piece.local.copy_(whole[piece.start : piece.start + piece.local.shape[0]])
 
     def give_back(self) -> None:
-        """Drop the whole weights, which the next optimizer step makes stale."""
-        for part in self._parts:
+        """Free the gathered weights, which the next optimizer step makes stale."""
+        for part in self._fsdp_modules:
             part.reshard()

@@ -1,8 +1,8 @@
-"""Starts one process per device on this machine, watches them, and tells how the run ended. No torch here.
+"""Launcher: start one worker process per local device, watch them and report the outcome. Does not import torch.
 
-The launcher is the one voice of a run: workers send how they ended through a pipe, and the launcher prints it once.
-Workers live in sessions of their own, so a signal reaches them once, through the launcher. Their standard input is a
-pipe from the launcher: when it closes, because the launcher was killed, they end themselves.
+Workers send their outcome through a pipe, and the launcher reports the error once. Each worker has its own session, so
+that signals reach it once, through the launcher. Its stdin is a pipe from the launcher: when it closes, because the
+launcher was killed, the worker exits.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from ..utils.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATE
 from .placement import Placement
 
 GRACE_SECONDS = 8.0
-"""Time for the others to end by themselves once one rank is gone."""
+"""Time for the other workers to exit by themselves after one has failed."""
 _POLL_SECONDS = 0.05
 _STOPPED = {signal.SIGTERM: EXIT_TERMINATED, signal.SIGINT: EXIT_INTERRUPTED}
 
 
 @dataclass
 class Worker:
-    """One process and how it ended."""
+    """A worker process and its outcome."""
 
     rank: int
     process: subprocess.Popen[bytes]
     outcome_pipe: int
     ended_at: float | None = None
     outcome: dict[str, Any] | None = None
-    _told: bytes = field(default=b"", repr=False)
+    _received: bytes = field(default=b"", repr=False)
 
     def poll(self) -> bool:
-        """Whether it has ended; reads what it says of its outcome, as a pipe holds less than a long traceback."""
+        """Return True if it has exited; also drain the outcome pipe, whose buffer is smaller than a long traceback."""
         if self.ended_at is not None:
             return True
         has_ended = self.process.poll() is not None
-        # Not until the end of the pipe: a process that the worker has left behind may hold it open.
+        # Do not read until EOF: an orphaned child of the worker may hold the pipe open.
         with contextlib.suppress(BlockingIOError):
-            while text := os.read(self.outcome_pipe, 1 << 16):
-                self._told += text
+            while data := os.read(self.outcome_pipe, 1 << 16):
+                self._received += data
         if has_ended:
             self.ended_at = time.monotonic()
             os.close(self.outcome_pipe)
             with contextlib.suppress(ValueError):
-                self.outcome = json.loads(self._told)
+                self.outcome = json.loads(self._received)
         return has_ended
 
     @property
     def code(self) -> int | None:
-        """The exit code it wanted, or minus the signal that killed it; None while it runs."""
+        """Exit code, or minus the signal that killed it; None while it runs."""
         if self.ended_at is None:
             return None
         return self.process.returncode if self.outcome is None else self.outcome["code"]
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process is suspended (SIGSTOP), as far as the system tells."""
+        """True if the process is suspended (SIGSTOP); False if unknown."""
         try:
             status = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
@@ -76,21 +76,21 @@ class Worker:
         return status.rpartition(")")[2].split()[0] in "Tt"
 
     def kill(self) -> None:
-        """End it and everything it started."""
+        """Kill the worker and all its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def launch(config: RunConfig, placement: Placement, imports: Sequence[str] = ()) -> int:
-    """Run the training on all devices of this machine; returns the exit code of the run.
+    """Run the training on all devices of this node; return the exit code.
 
     Args:
-        config: of the run.
-        placement: its processes.
-        imports: the modules that `--import` named.
+        config: run configuration.
+        placement: processes of the run.
+        imports: modules given by `--import`.
 
     Raises:
-        UserError: what the workers could not do, in their words.
+        UserError: the error of the failed worker.
     """
     with _Launch(config, placement, imports) as run:
         return run.wait()
@@ -127,62 +127,62 @@ class _Launch:
             signal.signal(number, handler)
 
     def wait(self) -> int:
-        """Watch the workers until the last has ended."""
+        """Wait until all workers have exited; return the exit code."""
         while True:
             ended = [worker for worker in self._workers if worker.poll()]
             if len(ended) == len(self._workers):
                 break
-            failed = [worker.ended_at for worker in ended if worker.ended_at is not None and not _went_well(worker)]
+            failed = [worker.ended_at for worker in ended if worker.ended_at is not None and not _succeeded(worker)]
             if failed and time.monotonic() - min(failed) > GRACE_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)
-        return self._conclude()
+        return self._exit_code()
 
-    def _conclude(self) -> int:
+    def _exit_code(self) -> int:
         if all(worker.code == EXIT_DONE for worker in self._workers):
             return EXIT_DONE
         codes = {worker.code for worker in self._workers}
         if len(codes) == 1 and (code := codes.pop()) in _STOPPED.values():
             return code or EXIT_BUG
-        lines, code = self._blame()
+        lines, code = self._root_failure()
         if self._signal is not None:
-            asked = _STOPPED[self._signal]
-            if all(worker.code in (-self._signal, -signal.SIGKILL, asked, EXIT_DONE) for worker in self._workers):
-                return asked
-            code = asked if code == EXIT_BUG else code
+            signal_code = _STOPPED[self._signal]
+            if all(worker.code in (-self._signal, -signal.SIGKILL, signal_code, EXIT_DONE) for worker in self._workers):
+                return signal_code
+            code = signal_code if code == EXIT_BUG else code
         raise UserError(lines, code)
 
-    def _blame(self) -> tuple[list[str], int]:
-        """Of all that ended badly or not at all, the one that the others only suffered from, and its exit code."""
+    def _root_failure(self) -> tuple[list[str], int]:
+        """Return the error lines and exit code of the worker that failed first, rather than of those it took down."""
         where = f" on {socket.gethostname()}" if self._placement.nodes > 1 else ""
-        bad = sorted(
-            (worker for worker in self._workers if worker.ended_at is not None and not _went_well(worker)),
+        failed = sorted(
+            (worker for worker in self._workers if worker.ended_at is not None and not _succeeded(worker)),
             key=lambda worker: worker.ended_at or 0.0,
         )
-        for worker in bad:
+        for worker in failed:
             if worker.code is not None and worker.code < 0 and -worker.code != self._signal:
                 name = signal.Signals(-worker.code).name
                 return [f"rank {worker.rank}{where} (process {worker.process.pid}) was killed by {name}"], EXIT_BUG
-        told = [(worker.rank, worker.outcome) for worker in bad if worker.outcome and worker.outcome["lines"]]
-        told.sort(key=lambda found: found[1]["kind"] == "lost")
-        silent = [worker for worker in self._workers if worker.code is None]
-        if silent and (not told or told[0][1]["kind"] == "lost"):
-            worker = min(silent, key=lambda worker: not worker.is_stopped)
-            how = "was stopped (SIGSTOP) and did not answer" if worker.is_stopped else "did not answer"
-            return [f"rank {worker.rank}{where} (process {worker.process.pid}) {how}; the run was ended"], EXIT_BUG
-        if not told:
+        reported = [(worker.rank, worker.outcome) for worker in failed if worker.outcome and worker.outcome["lines"]]
+        reported.sort(key=lambda found: found[1]["kind"] == "lost")
+        hung = [worker for worker in self._workers if worker.code is None]
+        if hung and (not reported or reported[0][1]["kind"] == "lost"):
+            worker = min(hung, key=lambda worker: not worker.is_stopped)
+            state = "was stopped (SIGSTOP) and did not respond" if worker.is_stopped else "did not respond"
+            return [f"rank {worker.rank}{where} (process {worker.process.pid}) {state}; the run was ended"], EXIT_BUG
+        if not reported:
             worker = next(worker for worker in self._workers if worker.code != EXIT_DONE)
-            return [f"rank {worker.rank}{where} ended with exit code {worker.code} and said nothing"], EXIT_BUG
-        rank, first = told[0]
+            return [f"rank {worker.rank}{where} ended with exit code {worker.code} without an error message"], EXIT_BUG
+        rank, first = reported[0]
         lines = list(first["lines"])
         if first["kind"] != "user":
             lines[0] = f"rank {rank}{where}: {lines[0]}"
-        return (_with_trace_in_file(lines) if first["kind"] == "crash" else lines), first["code"]
+        return (_save_trace(lines) if first["kind"] == "crash" else lines), first["code"]
 
     def _start(self) -> None:
         place = self._placement
         listener = None
-        if place.address is None:  # a run on this machine alone: nobody else may connect
+        if place.address is None:  # single node: only local processes may connect
             listener = socket.create_server(("127.0.0.1", 0))
             address = listener.getsockname()[:2]
         else:
@@ -192,7 +192,7 @@ class _Launch:
             read_end, write_end = os.pipe()
             os.set_blocking(read_end, False)
             shared = [write_end] + ([listener.fileno()] if listener and rank == 0 else [])
-            with _interrupts_held():
+            with _sigint_blocked():
                 process = subprocess.Popen(
                     [sys.executable, "-m", "stoker.trainer.cli.rank_entry"],
                     stdin=subprocess.PIPE,
@@ -202,7 +202,7 @@ class _Launch:
                         local_rank=local_rank,
                         per_node=place.per_node,
                         address=address,
-                        # Now: modules of the user's own, imported before the configuration is read, may load torch.
+                        # Set at process start: user modules imported by the worker may import torch.
                         env_vars=self._config.root.env_vars,
                     ),
                     pass_fds=shared,
@@ -210,7 +210,7 @@ class _Launch:
                 )
             os.close(write_end)
             self._workers.append(Worker(rank, process, read_end))
-            order = {
+            task = {
                 "command": sys.argv,
                 "imports": list(self._imports),
                 "document": self._config.document,
@@ -223,10 +223,10 @@ class _Launch:
                 "outcome": write_end,
             }
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended already: that will be told
-                process.stdin.write(json.dumps(order).encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # it has exited already, which `wait` reports
+                process.stdin.write(json.dumps(task).encode() + b"\n")
                 process.stdin.flush()
-            if self._signal is not None:  # it may have come before this worker was one of those it is handed to
+            if self._signal is not None:  # the signal may have arrived before this worker was started
                 self._forward(self._signal, None)
         if listener is not None:
             listener.close()
@@ -239,15 +239,15 @@ class _Launch:
                     worker.process.send_signal(number)
 
 
-def _with_trace_in_file(lines: list[str]) -> list[str]:
-    """The first line alone; the traceback below it goes into a file, or stays where no file can be written."""
+def _save_trace(lines: list[str]) -> list[str]:
+    """Move the traceback after the first line to a file; return `lines` unchanged if it cannot be written."""
     path = keep_trace("\n".join(lines) + "\n")
     return lines if path is None else [f"{lines[0]}; the traceback is in {path}"]
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Start a process in which SIGINT waits to be let through: a starting interpreter would print a traceback."""
+def _sigint_blocked() -> Iterator[None]:
+    """Context in which new processes start with SIGINT blocked: a starting interpreter would print a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -255,5 +255,5 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _went_well(worker: Worker) -> bool:
+def _succeeded(worker: Worker) -> bool:
     return worker.code in (EXIT_DONE, *_STOPPED.values())

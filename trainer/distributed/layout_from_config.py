@@ -1,4 +1,4 @@
-"""The data axes that the keys of a run ask for."""
+"""Data-parallel layout from the configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..config.schema.root import RootBlock
 
 
 def layout_of(root: RootBlock, world_size: int) -> DataLayout | None:
-    """What each of the processes of a run holds, or None for one process."""
+    """Return the data-parallel layout of a run, or None for a single process."""
     keys = root.model
     return plan_layout(
         world_size,
@@ -21,7 +21,7 @@ def layout_of(root: RootBlock, world_size: int) -> DataLayout | None:
 
 
 def reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
-    """The dtype in which gradients are summed over processes; None: as they are, where weights are not bf16."""
+    """Return the gradient reduction dtype for bf16 weights; None (no cast) for other weights."""
     if weights != torch.bfloat16:
         return None
     return torch.bfloat16 if root.model.fsdp_grad_reduce_dtype == "bf16" else torch.float32

@@ -1,4 +1,4 @@
-"""Where the processes of a run are: who starts them, how many, and which one this is. No torch here."""
+"""Process placement: who starts the processes, how many, and the rank of this one. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ..config.schema.trainer_and_data import TrainerBlock
 from ..utils.errors import UserError
 
 _SLURM_RANK, _SLURM_TASKS = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
-"""Only srun sets the second: a batch script has a SLURM_PROCID and a SLURM_NTASKS too, and is no rank of anything."""
+"""Only srun sets the second: a batch script, which is not a rank, has SLURM_PROCID and SLURM_NTASKS too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The processes of a run as this process sees them.
+    """Processes of a run, as seen by this process.
 
     Attributes:
-        world_size: processes in the run.
-        per_node: processes on this machine.
-        node: number of this machine.
-        nodes: machines.
-        rank: of this process, where somebody else (torchrun, srun) started one process per device; None: they are
-            still to be started.
-        address: host and port where the processes meet, or None for a run on one machine that we start.
+        world_size: number of processes.
+        per_node: processes per node.
+        node: rank of this node.
+        nodes: number of nodes.
+        rank: rank of this process, if torchrun or srun started one process per device; None if the launcher starts
+            them.
+        address: rendezvous host and port, or None for a single-node run started by the launcher.
     """
 
     world_size: int
@@ -35,24 +35,24 @@ class Placement:
 
     @property
     def is_single(self) -> bool:
-        """Whether this one process is the whole run."""
+        """True for a run of one process."""
         return self.world_size == 1
 
     @property
     def local_rank(self) -> int:
-        """Of this process, which knows its rank."""
+        """Local rank of this process, if `rank` is set."""
         return (self.rank or 0) % self.per_node
 
 
 def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
-    """Read `trainer.devices` and `trainer.num_nodes`, and what torchrun or SLURM say.
+    """Determine the placement from `trainer.devices`, `trainer.num_nodes` and the variables of torchrun or SLURM.
 
     Args:
-        trainer: the keys.
-        environ: of this process.
+        trainer: the `trainer` block.
+        environ: environment of this process.
 
     Raises:
-        UserError: they contradict each other, or the machines have no place to meet.
+        UserError: they contradict each other, or there is no rendezvous address.
     """
     per_node = devices_here(trainer)
     world = per_node * trainer.num_nodes
@@ -95,12 +95,12 @@ def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
 
 
 def devices_here(trainer: TrainerBlock) -> int:
-    """Processes on this machine: `trainer.devices`, of which `auto` is one for each GPU."""
+    """Return the processes on this node: `trainer.devices`, where `auto` is one per GPU."""
     if trainer.devices != "auto":
         return trainer.devices
     if trainer.accelerator in ("cpu", "mps"):
         return 1
-    import torch  # seconds, and only where nobody said how many
+    import torch  # takes seconds, so only if the number is not given
 
     return max(1, torch.cuda.device_count())
 

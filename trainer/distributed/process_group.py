@@ -1,6 +1,6 @@
-"""The processes of a run and what they say to each other besides gradients: small, rare messages.
+"""Ranks of a run and small collectives other than gradients.
 
-Text travels as bytes in tensors (JSON where it has structure): torch's object collectives would pickle it.
+Text is sent as bytes in tensors (structured data as JSON), because torch's object collectives use pickle.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..utils.errors import UserError
 
 @dataclass
 class Ranks:
-    """The place of this process in a run; the default is a run of one process.
+    """Rank of this process and collectives; the default is a single-process run.
 
     Attributes:
-        rank: of this process, 0 to world_size - 1.
-        world_size: processes in the run.
-        local_rank: of this process on its machine, which is the index of its device.
-        timeout: how long a process waits for another; None: torch's own.
+        rank: global rank, 0 to world_size - 1.
+        world_size: number of ranks.
+        local_rank: rank on this node, the index of the device.
+        timeout: timeout of collectives; None for torch's default.
     """
 
     rank: int = 0
@@ -38,25 +38,25 @@ class Ranks:
     local_rank: int = 0
     timeout: timedelta | None = None
     group: dist.ProcessGroup | None = field(default=None, repr=False)
-    """Where messages go; None: the group of all."""
+    """Process group; None for the default group."""
     _pending: tuple[Any, Tensor] | None = field(default=None, repr=False)
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes and prints for all."""
+        """True on rank 0, which writes and prints for all ranks."""
         return self.rank == 0
 
     def apart(self) -> Ranks:
-        """The same processes with a channel of their own for text, for a thread beside training."""
+        """Return the same ranks with a separate gloo process group, for use from another thread."""
         group: Any = dist.new_group(backend="gloo", timeout=self.timeout) if self.world_size > 1 else None
         return Ranks(self.rank, self.world_size, self.local_rank, self.timeout, group)
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all ranks."""
         self.gather("")
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all processes, by rank."""
+        """All-gather a string; return the strings by rank."""
         if self.world_size == 1:
             return [text]
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
@@ -69,40 +69,40 @@ class Ranks:
         return [bytes(row[: int(n) - 1].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
 
     def from_first(self, text: str = "") -> str:
-        """What the first process passes here."""
+        """Broadcast a string from rank 0."""
         return self.gather(text if self.is_first else "")[0]
 
     def agree(self, flags: int) -> int:
-        """Bitwise or of the flags that all processes passed in their call before this one.
+        """All-reduce flags by bitwise or, asynchronously: return the result of the previous call.
 
-        The answer comes one call late, so that nobody waits for a message; 0 at the first call.
+        The result is one call late, so that no rank waits; 0 at the first call.
         """
         if self.world_size == 1:
             return flags
-        answer = 0
+        result = 0
         if self._pending is not None:
             work, tensor = self._pending
             work.wait()
-            answer = int(tensor)
+            result = int(tensor)
         tensor = torch.tensor(flags, dtype=torch.int64)
         self._pending = dist.all_reduce(tensor, op=dist.ReduceOp.BOR, async_op=True), tensor
-        return answer
+        return result
 
     def agree_now(self, flags: int) -> int:
-        """Bitwise or of the flags of all processes; all wait for the answer."""
+        """All-reduce flags by bitwise or, synchronously."""
         return reduce(or_, map(int, self.gather(str(int(flags)))))
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add a tensor up over all processes, in place; returns it."""
+        """All-reduce (sum) a tensor over all ranks, in place; return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def raise_together(self, error: UserError | None) -> None:
-        """Raise on every process what any of them has found, so that none waits for one that is gone.
+        """Raise an error of any rank on all ranks, so that none waits for one that has exited.
 
         Raises:
-            UserError: the first rank's error that there is; of another rank than the first, it names the rank.
+            UserError: the error of the lowest failed rank, prefixed with the rank unless that is 0.
         """
         if self.world_size == 1:
             if error is not None:
@@ -118,14 +118,14 @@ class Ranks:
 
 
 def join(rank: int, world_size: int, local_rank: int, *, store: Store | None, timeout: float) -> Ranks:
-    """Meet the other processes: gloo between hosts' memories, NCCL between GPUs.
+    """Initialize the process group: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Args:
-        rank: of this process.
-        world_size: processes in the run.
-        local_rank: on this machine.
-        store: where the processes find each other; None: where MASTER_ADDR and MASTER_PORT say (torchrun's).
-        timeout: seconds after which a process that waits for another gives up.
+        rank: global rank.
+        world_size: number of ranks.
+        local_rank: rank on this node.
+        store: rendezvous store; None uses MASTER_ADDR and MASTER_PORT, as set by torchrun.
+        timeout: timeout of collectives in seconds.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else None
@@ -137,13 +137,13 @@ def join(rank: int, world_size: int, local_rank: int, *, store: Store | None, ti
 
 
 def leave() -> None:
-    """End the connection to the other processes."""
+    """Destroy the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def describe_process(ranks: Ranks, device: torch.device, digest: str) -> dict[str, Any]:
-    """What a run's record says of this process."""
+    """Describe this process for the run's manifest."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "rank": ranks.rank,

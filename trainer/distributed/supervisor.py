@@ -1,4 +1,4 @@
-"""`stoker train --restart N`: starts a run again from its newest checkpoint when it ends by accident."""
+"""`stoker train --restart N`: restart a run from its newest checkpoint after a crash."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ _PAUSE_SECONDS = 1.0
 def supervise(
     config: RunConfig, placement: Placement, restarts: int, say: Callable[[str], None], imports: Sequence[str] = ()
 ) -> int:
-    """Run until it is done, is told to stop, or fails `restarts` times in a row without a new checkpoint.
+    """Run until training is done or stopped, or has failed `restarts` times in a row without a new checkpoint.
 
-    Bad input, a full disk and divergence would only happen again, so they end it at once.
+    Bad input, a full disk and divergence would recur, so they are not retried.
 
     Args:
-        config: of the run.
-        placement: its processes on this machine.
-        restarts: how many times to start again.
-        say: prints a line.
-        imports: the modules that `--import` named.
+        config: run configuration.
+        placement: processes on this node.
+        restarts: maximum number of restarts without a new checkpoint.
+        say: prints a message.
+        imports: modules given by `--import`.
 
     Raises:
-        UserError: the run cannot be resumed, or failed for good.
+        UserError: the run cannot be resumed, or the restarts are used up.
     """
     manager = config.root.exp_manager
     if restarts < 0:
         raise UserError(f"--restart {restarts}: must be 0 or more")
     if not manager.resume_if_exists or not manager.create_checkpoint_callback:
         raise UserError(
-            "--restart goes on from checkpoints; set exp_manager.resume_if_exists=True "
+            "--restart resumes from checkpoints; set exp_manager.resume_if_exists=True "
             "exp_manager.create_checkpoint_callback=True"
         )
     left = restarts
     while True:
-        before = _progress(config)
+        before = _checkpoint_names(config)
         try:
             return launch(config, placement, imports)
         except UserError as error:
             if error.exit_code != EXIT_BUG:
                 raise
-            left = restarts if _progress(config) != before else left
+            left = restarts if _checkpoint_names(config) != before else left
             if left == 0:
-                given_up = f"given up: {restarts} restart{'s' * (restarts > 1)} without a new checkpoint"
-                raise UserError([*error.lines, given_up], EXIT_BUG) from error
+                last_line = f"giving up: {restarts} restart{'s' * (restarts > 1)} without a new checkpoint"
+                raise UserError([*error.lines, last_line], EXIT_BUG) from error
             left -= 1
             say("\n".join(error.lines[:1]))
-            say(f"starting again from the newest checkpoint ({left} more without progress)")
+            say(f"restarting from the newest checkpoint ({left} more without progress)")
             time.sleep(_PAUSE_SECONDS)
 
 
-def _progress(config: RunConfig) -> list[str]:
-    """The checkpoints there are."""
+def _checkpoint_names(config: RunConfig) -> list[str]:
+    """Return the names of the complete checkpoints."""
     place = named_place(config.root)
-    assert place is not None  # a run that may resume
+    assert place is not None  # set, because the run can resume
     folder = checkpoint_place(config.root, place)
     return sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)

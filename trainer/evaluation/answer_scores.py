@@ -1,4 +1,4 @@
-"""What a model that was trained on pairs or conversations answers, scored against what was wanted."""
+"""Exact match and ROUGE-L of generated answers against references, for models trained on pairs or conversations."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True, slots=True)
 class AnswerScores:
-    """Scores of a model, and of what it must beat.
+    """Scores of a model, and of a baseline.
 
     Attributes:
-        model: of its answers.
-        copied_name: of the words of a function's name, for docstrings; None for other pairs.
+        model: scores of the generated answers.
+        copied_name: for docstrings, scores of the words of the function's name; None for other data.
     """
 
     model: TextScores
     copied_name: TextScores | None
 
     def lines(self) -> Iterator[str]:
-        """The figures for a terminal."""
+        """Yield report lines for the terminal."""
         matches = f"{self.model.exact_match:.4f} over {self.model.texts:,} texts"
-        yield f"exact match    {matches}{self._beside('exact_match')}"
-        yield f"ROUGE-L        {self.model.rouge_l:.4f}{self._beside('rouge_l')}"
+        yield f"exact match    {matches}{self._baseline_suffix('exact_match')}"
+        yield f"ROUGE-L        {self.model.rouge_l:.4f}{self._baseline_suffix('rouge_l')}"
 
     def to_document(self) -> dict[str, float | dict[str, float] | None]:
-        """All figures, for JSON."""
+        """Return all scores, for JSON."""
         return {**asdict(self.model), "copied_name": asdict(self.copied_name) if self.copied_name else None}
 
-    def _beside(self, figure: str) -> str:
+    def _baseline_suffix(self, figure: str) -> str:
         if self.copied_name is None:
             return ""
         return f" (the words of the function's name: {getattr(self.copied_name, figure):.4f})"
@@ -55,45 +55,45 @@ class AnswerScores:
 def score_examples(
     restored: Restored, examples: Sequence[Example], batch_size: int, limit: int | None = None
 ) -> AnswerScores:
-    """Let a GPT go on with prompts, greedily, and compare.
+    """Decode answers to prompts greedily with a GPT and score them.
 
-    An answer may be as long as the longest one that is wanted.
+    At most as many tokens are generated as the longest reference has.
 
     Args:
-        restored: a GPT that was trained on answers to prompts, or on conversations.
-        examples: prompts and the texts that are wanted; of conversations the last answer.
-        batch_size: prompts at once.
-        limit: take so many examples, the same in all runs and a fair sample of all; None takes all.
+        restored: a GPT trained on prompt/answer pairs or conversations.
+        examples: prompts and references; of a conversation the last answer.
+        batch_size: prompts per batch.
+        limit: number of examples, a fixed random sample; None uses all.
     """
     chosen = _sample(examples, limit)
     prompts = [example.tokens[: example.prompt].tolist() for example in chosen]
     data = restored.config.root.model.data
     stop = [end] if data.chat and (end := end_of_answer(restored.tokenizer)) else []
     longest = max(len(example.tokens) - example.prompt for example in examples)
-    written = generate_batch(restored, prompts, max_new_tokens=longest, stop=stop, batch_size=batch_size)
+    outputs = generate_batch(restored, prompts, max_new_tokens=longest, stop=stop, batch_size=batch_size)
     targets = [example.answer for example in chosen]
     baseline = None
     if data.data_impl == "pystd_docstring":
         baseline = score_texts(targets, [copied_name(example.question) for example in chosen])
-    return AnswerScores(score_texts(targets, [one.text for one in written]), baseline)
+    return AnswerScores(score_texts(targets, [output.text for output in outputs]), baseline)
 
 
-def _sample(every: Sequence[ItemT], limit: int | None) -> list[ItemT]:
-    """So many, in an order that is the same for all runs."""
-    order = np.argsort(philox(0, 0).random_raw(len(every)), kind="stable")[:limit]
-    return [every[number] for number in order.tolist()]
+def _sample(items: Sequence[ItemT], limit: int | None) -> list[ItemT]:
+    """Return a random sample of `limit` items (None: all, shuffled) that is the same in all runs."""
+    order = np.argsort(philox(0, 0).random_raw(len(items)), kind="stable")[:limit]
+    return [items[number] for number in order.tolist()]
 
 
 def score_answers(
     restored: Restored, pairs: Sequence[TextPair], batch_size: int, limit: int | None = None
 ) -> AnswerScores:
-    """Let a model answer to inputs, greedily, and compare.
+    """Decode answers to inputs greedily with a T5 and score them.
 
     Args:
-        restored: a T5 that was trained on pairs.
-        pairs: inputs and the texts that are wanted.
-        batch_size: inputs that are read at once.
-        limit: take so many pairs, the same in all runs and a fair sample of all; None takes all.
+        restored: a T5 trained on pairs.
+        pairs: inputs and references.
+        batch_size: inputs per batch.
+        limit: number of pairs, a fixed random sample; None uses all.
     """
     assert isinstance(restored.model, T5)
     root = restored.config.root

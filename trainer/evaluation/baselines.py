@@ -1,6 +1,6 @@
-"""What a model must beat: two ways to code held-out bytes without one, and a docstring without reading the function.
+"""Baselines: two compressors in bits per byte of held-out text, and docstrings copied from function names.
 
-Bits per byte are comparable between any two models of the same text, whatever their tokens are.
+Bits per byte do not depend on the tokenizer, so models with different vocabularies are comparable.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 
 
 def unigram_bits_per_byte(train: bytes, held_out: bytes) -> float:
-    """Cross-entropy of the held-out bytes under the byte frequencies of the training text, in bits per byte.
+    """Return the cross-entropy of the held-out bytes under the byte frequencies of the training text, in bits per byte.
 
-    Each count starts at 1 (Laplace's rule of succession), so that an unseen byte costs much but not infinitely much.
+    Counts start at 1 (Laplace's rule of succession), so unseen bytes have a finite cost.
     """
     counts = np.bincount(np.frombuffer(train, np.uint8), minlength=256) + 1.0
     bits = -np.log2(counts / counts.sum())
@@ -22,7 +22,7 @@ def unigram_bits_per_byte(train: bytes, held_out: bytes) -> float:
 
 
 def xz_bits_per_byte(held_out: bytes) -> float:
-    """Size of the held-out bytes after xz (LZMA2, strongest preset), in bits per byte; it sees no training text."""
+    """Return the xz size (LZMA2, strongest preset) of the held-out bytes in bits per byte; no training text is used."""
     return 8 * len(lzma.compress(held_out, preset=9 | lzma.PRESET_EXTREME)) / len(held_out)
 
 
@@ -31,10 +31,10 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def copied_name(source: str) -> str:
-    """What the name of a function says: its words, with a capital and a full stop, as a docstring has them.
+    """Return the words of a function's name as a sentence: capitalized, with a full stop.
 
     Args:
-        source: of the function; without a `def` in it the answer is empty.
+        source: source of the function; the result is empty if it has no `def`.
     """
     found = _NAME.search(source)
     if found is None:

@@ -1,4 +1,4 @@
-"""Loss of a model on held-out samples, per token and per byte of text."""
+"""Held-out loss per token and per byte of text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..utils.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What a model makes of held-out text.
+    """Result of an evaluation.
 
     Attributes:
         loss: mean cross-entropy, nats per token.
-        tokens: how many tokens were predicted.
-        bytes: UTF-8 bytes of text those tokens stand for; 0 for data without text.
+        tokens: number of predicted tokens.
+        bytes: UTF-8 bytes of the predicted tokens; 0 for data without text.
     """
 
     loss: float
@@ -36,37 +36,37 @@ class EvaluationResult:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): the number of equally likely tokens that would be as hard to predict."""
+        """exp(loss)."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """All bits the tokens cost over the bytes they stand for, or None without text.
+        """Cross-entropy in bits per UTF-8 byte, or None without text.
 
-        It does not depend on the tokenizer, unlike loss and perplexity. Tokens without bytes (eos) cost bits too.
+        Independent of the tokenizer, unlike loss and perplexity. Tokens without bytes (eos) count in the numerator.
         """
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
     def to_document(self) -> dict[str, Any]:
-        """All figures, for JSON (null where one is not a finite number)."""
+        """Return all metrics, for JSON (None if not finite)."""
         figures = {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
 
 
 class ScoringModel(Protocol):
-    """What a model must offer to be evaluated; those of all families do."""
+    """Interface of a model that can be evaluated; implemented by all families."""
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
-        """Sum of the losses of the labels that count, divided by `denominator`; a scalar."""
+        """Return the summed loss over all labels that are not ignored, divided by `denominator`; a scalar."""
         ...
 
 
 class StoppedError(Exception):
-    """An evaluation was told to stop before it had a result."""
+    """An evaluation was interrupted before it had a result."""
 
 
 def summed_loss(model: ScoringModel, precision: PrecisionPlan, device: torch.device) -> Callable[..., Tensor]:
-    """The sum of a model's losses over a batch, in the arithmetic of its precision: what `evaluate` takes."""
+    """Return a function for `evaluate` that sums a model's losses over a batch, in its precision."""
 
     def total(**fields: Tensor) -> Tensor:
         with precision.context(device):
@@ -75,7 +75,7 @@ def summed_loss(model: ScoringModel, precision: PrecisionPlan, device: torch.dev
     return total
 
 
-@torch.no_grad()  # not inference mode: FSDP2 keeps the weights it gathers here
+@torch.no_grad()  # not inference_mode: FSDP2 reuses the weights it all-gathers here in training
 def evaluate(
     loss: Callable[..., Tensor],
     samples: AnySamples,
@@ -87,23 +87,23 @@ def evaluate(
     ranks: Ranks | None = None,
     is_told_to_stop: Callable[[], bool] | None = None,
 ) -> EvaluationResult:
-    """Run a model over samples, each once; the ranks take turns with the batches.
+    """Evaluate a model on each sample once; batches are distributed round-robin over the ranks.
 
     Args:
-        loss: the tensors of some samples by name to the sum of the cross-entropies of the labels that count, in nats,
-            a scalar; without dropout.
-        samples: what to evaluate on.
-        token_bytes: bytes each token id stands for, [vocabulary].
-        batch_size: samples that go through the model at once; the result depends on it by rounding only.
-        limit_batches: stop after this many batches; None goes to the end.
-        device: where the model is.
-        ranks: the processes that evaluate together; each gets the result of all. None: this one alone.
-        is_told_to_stop: asked after each batch but the last; all ranks must get the same answer.
+        loss: maps the tensors of a batch by name to the summed cross-entropy over all labels that are not ignored, in
+            nats, a scalar; without dropout.
+        samples: held-out samples.
+        token_bytes: UTF-8 bytes per token id, [V].
+        batch_size: samples per forward pass; it affects the result by rounding only.
+        limit_batches: maximum number of batches; None for all.
+        device: device of the model.
+        ranks: ranks that evaluate together; each gets the total result. None: this process alone.
+        is_told_to_stop: called after each batch but the last; must return the same value on all ranks.
 
     Raises:
-        StoppedError: `is_told_to_stop` said so.
+        StoppedError: `is_told_to_stop` returned True.
         ValueError: `batch_size` or `limit_batches` below 1.
-        UserError: no label counts.
+        UserError: all labels are ignored.
     """
     if batch_size < 1 or (limit_batches is not None and limit_batches < 1):
         raise ValueError(f"`batch_size` ({batch_size}) and `limit_batches` ({limit_batches}) must be at least 1")
@@ -111,24 +111,24 @@ def evaluate(
     if limit_batches is not None:
         batches = min(batches, limit_batches)
     ranks = ranks or Ranks()
-    losses: list[Tensor] = []  # read once at the end, so that the device never waits for the host
+    losses: list[Tensor] = []  # copied to the host once at the end, to avoid synchronizing in the loop
     tokens, text_bytes = 0, 0
-    # Every rank makes the same number of calls, the last ones perhaps with nothing to count: sharded weights are
-    # gathered by all or by none.
-    turns = -(-batches // ranks.world_size)
-    for turn in range(turns):
-        if turn and is_told_to_stop is not None and is_told_to_stop():
-            raise StoppedError(f"after {turn} of {turns} batches")
-        number = turn * ranks.world_size + ranks.rank
+    # Every rank makes the same number of calls, if need be with all labels ignored: all-gathers of sharded weights are
+    # collective.
+    rounds = -(-batches // ranks.world_size)
+    for round_index in range(rounds):
+        if round_index and is_told_to_stop is not None and is_told_to_stop():
+            raise StoppedError(f"after {round_index} of {rounds} batches")
+        number = round_index * ranks.world_size + ranks.rank
         count = min(batch_size, samples.samples - number * batch_size) if number < batches else 0
         fields = fields_of(samples.batch(min(number, batches - 1) * batch_size, max(count, 1)))
         if count == 0:
             fields["labels"] = torch.full_like(fields["labels"], IGNORED_LABEL)
         labels = fields["labels"]
         counted = labels[labels != IGNORED_LABEL].numpy()
-        # A compiled model would be compiled again for a smaller last batch.
+        # Pad a smaller last batch, which a compiled model would recompile for.
         if len(labels) < batch_size and (number > 0 or ranks.world_size > 1):
-            fields = {name: _with_rows(name, field, batch_size) for name, field in fields.items()}
+            fields = {name: _pad_rows(name, field, batch_size) for name, field in fields.items()}
         losses.append(loss(**{name: field.to(device) for name, field in fields.items()}))
         tokens += len(counted)
         text_bytes += int(token_bytes[counted].sum())
@@ -137,16 +137,16 @@ def evaluate(
         total, tokens, text_bytes = ranks.sum_(torch.tensor([total, tokens, text_bytes], dtype=torch.float64)).tolist()
     if tokens == 0:
         raise UserError(
-            f"there is nothing to measure: not one token of {min(batches * batch_size, samples.samples):,} held-out "
-            "samples counts, every label is ignored; evaluate more of the data, or other data"
+            f"there is nothing to evaluate: all labels of {min(batches * batch_size, samples.samples):,} held-out "
+            "samples are ignored; evaluate more of the data, or other data"
         )
     return EvaluationResult(total / tokens, int(tokens), int(text_bytes))
 
 
-def _with_rows(name: str, field: Tensor, rows: int) -> Tensor:
-    """A field with rows in which nothing counts added behind; all their tokens are there, to be looked at.
+def _pad_rows(name: str, field: Tensor, rows: int) -> Tensor:
+    """Append rows whose labels are ignored to a field; their attention mask is True.
 
-    Experts leave them out, since they have no label (`models/moe/token_mask.py`).
+    Routers skip these tokens because they have no label (`models/moe/token_mask.py`).
     """
     value = IGNORED_LABEL if name == "labels" else field.dtype == torch.bool
     return torch.cat([field, field.new_full((rows - len(field), *field.shape[1:]), value)])

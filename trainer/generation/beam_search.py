@@ -1,7 +1,7 @@
-"""Beam search: the texts of the highest probability that a search of limited width finds.
+"""Beam search.
 
-Scores, length penalty and the ways to stop are those of `transformers`: a text that has ended counts with the sum of
-its log-probabilities, divided by its length, end token included, to the power of the length penalty.
+Scores, length penalty and stopping criteria are those of `transformers`: the score of a finished hypothesis is the sum
+of its log-probabilities divided by its length (including the eos token) to the power of the length penalty.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ...models.incremental_decoding import Decoder
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """How texts are searched.
+    """Beam search settings.
 
     Attributes:
-        beams: texts that are followed at once.
-        length_penalty: above 0 favours long texts, below 0 short ones.
-        early_stopping: end when as many texts have ended as there are beams (True), when no text that goes on, as long
-            as it is now, can become better (False), or when none can at any length (`never`).
+        beams: number of beams.
+        length_penalty: above 0 favours long sequences, below 0 short ones.
+        early_stopping: stop when `beams` hypotheses are finished (True), when no running beam scores better at its
+            current length (False), or when none can become better at any length (`never`).
 
     Raises:
         ValueError: a number out of range.
@@ -45,12 +45,12 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A text that has ended.
+    """A finished hypothesis.
 
     Attributes:
-        score: of it.
-        tokens: without the end token.
-        ended: by an end token, not for its length.
+        score: length-normalized log-probability.
+        tokens: token ids, without the eos token.
+        ended: finished by an eos token, not by the length limit.
     """
 
     score: float
@@ -58,14 +58,14 @@ class Found:
     ended: bool
 
 
-class _Search:
-    """The beams of one text."""
+class _BeamState:
+    """Beams and finished hypotheses of one prompt."""
 
     def __init__(self, search: BeamSearch, ends: Collection[int], most: int) -> None:
         self._search = search
         self._ends = ends
         self._most = most
-        # all begin alike: only the first is followed, lest all become the same
+        # All beams start equal: only the first one is expanded, or all would stay the same.
         self.scores = [0.0] + [-math.inf] * (search.beams - 1)
         self._running: list[tuple[int, ...]] = [()] * search.beams
         self.found: list[Found] = []
@@ -73,42 +73,42 @@ class _Search:
 
     @property
     def done(self) -> bool:
-        """Whether nothing changes any more."""
+        """True if the search of this prompt is finished."""
         full = len(self.found) == self._search.beams
         return not self._improvable or (self._search.early_stopping is True and full)
 
-    def take(self, scores: Sequence[float], places: Sequence[int], vocabulary: int) -> tuple[list[int], list[int]]:
-        """Go on by one token.
+    def extend(self, scores: Sequence[float], indices: Sequence[int], vocabulary: int) -> tuple[list[int], list[int]]:
+        """Extend the beams by one token.
 
         Args:
-            scores: of the best continuations of all beams, best first, of which beams at least do not end.
-            places: of each, beam * vocabulary + token.
-            vocabulary: tokens there are.
+            scores: scores of the best continuations of all beams, best first; at least `beams` of them are not eos.
+            indices: index of each continuation, beam * vocabulary + token.
+            vocabulary: vocabulary size.
 
         Returns:
-            The beam that each beam goes on from, and its new token.
+            For each new beam the index of the beam it extends, and its new token.
         """
-        width, length = self._search.beams, len(self._running[0]) + 1
+        beams, length = self._search.beams, len(self._running[0]) + 1
         done = self.done
         sources: list[int] = []
         running: list[tuple[int, ...]] = []
         kept: list[float] = []
-        for rank, (score, place) in enumerate(zip(scores, places, strict=True)):
-            beam, token = divmod(place, vocabulary)
-            ends = token in self._ends
-            if not ends and len(running) < width:
+        for rank, (score, index) in enumerate(zip(scores, indices, strict=True)):
+            beam, token = divmod(index, vocabulary)
+            is_end = token in self._ends
+            if not is_end and len(running) < beams:
                 sources.append(beam)
                 running.append((*self._running[beam], token))
                 kept.append(score)
-            if (ends or length == self._most) and rank < width and not done and score > -math.inf:
-                text = self._running[beam] if ends else (*self._running[beam], token)
-                self.found.append(Found(score / length**self._search.length_penalty, text, ends))
-        self.found = sorted(self.found, key=lambda found: -found.score)[:width]
+            if (is_end or length == self._most) and rank < beams and not done and score > -math.inf:
+                tokens = self._running[beam] if is_end else (*self._running[beam], token)
+                self.found.append(Found(score / length**self._search.length_penalty, tokens, is_end))
+        self.found = sorted(self.found, key=lambda found: -found.score)[:beams]
         self._running, self.scores = running, kept
-        never = self._search.early_stopping == "never" and self._search.length_penalty > 0
-        best = kept[0] / (self._most if never else length) ** self._search.length_penalty
-        self._improvable = self._improvable and (len(self.found) < width or best > self.found[-1].score)
-        return sources, [text[-1] for text in running]
+        to_any_length = self._search.early_stopping == "never" and self._search.length_penalty > 0
+        best = kept[0] / (self._most if to_any_length else length) ** self._search.length_penalty
+        self._improvable = self._improvable and (len(self.found) < beams or best > self.found[-1].score)
+        return sources, [tokens[-1] for tokens in running]
 
 
 @torch.no_grad()
@@ -123,24 +123,24 @@ def search_texts(
     within: Callable[[], AbstractContextManager[object]],
     start: int | None,
 ) -> list[list[Found]]:
-    """The best continuations of each text, or the best answers to it.
+    """Search the best continuations of each prompt (GPT) or answers to it (T5).
 
     Args:
-        decoder: of `beams` rows for each prompt, one after the other.
-        prompts: what is read, none empty.
-        search: how.
-        most: tokens of the longest text.
-        ends: tokens that end one.
-        device: of the decoder.
-        within: makes the context of the arithmetic that a step runs in.
-        start: as of `TokenLoop`.
+        decoder: decoder with `beams` consecutive rows per prompt.
+        prompts: token ids, none empty.
+        search: beam search settings.
+        most: maximum number of new tokens.
+        ends: eos token ids.
+        device: device of the decoder.
+        within: returns the autocast context of a step.
+        start: decoder start token of T5, as in `TokenLoop`; None for GPT.
 
     Returns:
-        For each prompt what was found, best first, at least one text.
+        The finished hypotheses of each prompt, best first, at least one each.
     """
-    width = search.beams
-    searches = [_Search(search, ends, most) for _ in prompts]
-    read = [prompt for prompt in prompts for _ in range(width if start is None else 1)]
+    beams = search.beams
+    searches = [_BeamState(search, ends, most) for _ in prompts]
+    read = [prompt for prompt in prompts for _ in range(beams if start is None else 1)]
     longest = max(map(len, read))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in read], device=device)
     with within():
@@ -149,24 +149,25 @@ def search_texts(
             assert start is not None
             logits = decoder.step(torch.full((decoder.rows,), start, device=device))
     for number in range(most):
-        scores, places = _best(logits, searches, (1 + max(1, len(ends))) * width)
-        gone_on = [
-            one.take(score, place, logits.shape[1]) for one, score, place in zip(searches, scores, places, strict=True)
+        scores, indices = _best(logits, searches, (1 + max(1, len(ends))) * beams)
+        extensions = [
+            one.extend(score, index, logits.shape[1])
+            for one, score, index in zip(searches, scores, indices, strict=True)
         ]
         if number + 1 == most or all(one.done for one in searches):
             break
-        rows = [text * width + beam for text, (sources, _) in enumerate(gone_on) for beam in sources]
+        rows = [text * beams + beam for text, (sources, _) in enumerate(extensions) for beam in sources]
         if rows != list(range(decoder.rows)):
             decoder.reorder(torch.tensor(rows, device=device))
-        following = torch.tensor([token for _, new in gone_on for token in new], device=device)
+        next_tokens = torch.tensor([token for _, new in extensions for token in new], device=device)
         with within():
-            logits = decoder.step(following)
+            logits = decoder.step(next_tokens)
     return [one.found for one in searches]
 
 
-def _best(logits: Tensor, searches: Sequence[_Search], count: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Scores and places of the best continuations of the beams of each text."""
-    so_far = torch.tensor([score for one in searches for score in one.scores], device=logits.device)
-    scores = logits.float().log_softmax(dim=-1) + so_far[:, None]
+def _best(logits: Tensor, searches: Sequence[_BeamState], count: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Return scores and indices (beam * vocabulary + token) of the `count` best continuations of each prompt."""
+    beam_scores = torch.tensor([score for one in searches for score in one.scores], device=logits.device)
+    scores = logits.float().log_softmax(dim=-1) + beam_scores[:, None]
     best = scores.view(len(searches), -1).topk(count)
     return best.values.tolist(), best.indices.tolist()

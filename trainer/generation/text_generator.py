@@ -1,4 +1,4 @@
-"""Texts that a model writes: batches of prompts of any lengths, piece by piece or whole."""
+"""Text generation: streamed, batched and by beam search, for prompts of any length."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DEFAULT_BATCH = 32
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a model has written.
+    """Output of the generator for one prompt.
 
     Attributes:
-        tokens: without the end token; those of a stop string are among them.
-        text: up to the first stop string, without it.
-        ended: by an end token or a stop string, not for its length.
+        tokens: generated token ids without the eos token, including those of a stop string.
+        text: generated text up to the first stop string, without it.
+        ended: ended by an eos token or stop string, not by the length limit.
     """
 
     tokens: list[int]
@@ -45,12 +45,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where texts end.
+    """Stopping criteria.
 
     Attributes:
-        most: tokens that are written, at most.
-        stop: texts before which one ends.
-        ends: tokens that end one; None: the tokenizer's eos.
+        most: maximum number of new tokens.
+        stop: stop strings; the text ends before them.
+        ends: eos token ids; None uses the tokenizer's eos.
     """
 
     most: int
@@ -59,20 +59,20 @@ class Limits:
 
 
 class Generator:
-    """Writes texts with a model.
+    """Generate text with a GPT or T5.
 
-    A prompt is token ids: what a GPT goes on with, or what a T5 reads (with its end token) and answers.
+    A prompt is a sequence of token ids: the prefix that a GPT continues, or the encoder input of a T5 (with eos).
 
     Args:
-        model: a GPT or a T5, in evaluation mode, built for calls of generation.
-        tokenizer: its own.
-        precision: arithmetic of the model.
-        device: where it is.
-        context: tokens that a GPT was trained to see; a text that grows beyond goes on from its last half.
-        names: what is written for tokens that have no text, such as sentinels.
+        model: a GPT or T5 in evaluation mode, built for generation.
+        tokenizer: tokenizer of the model.
+        precision: precision plan.
+        device: device of the model.
+        context: context length of a GPT; a longer sequence is truncated to its last half and continued.
+        names: text for tokens without one, such as sentinels.
 
     Raises:
-        UserError: the model writes no text.
+        UserError: the model cannot generate text.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Generator:
         names: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         if isinstance(model, BERT):
-            raise UserError("a BERT fills in hidden tokens and writes no text; use a GPT or a T5")
+            raise UserError("a BERT predicts masked tokens and cannot generate text; use a GPT or a T5")
         self._model = model
         self._tokenizer = tokenizer
         self._precision = precision
@@ -96,16 +96,16 @@ class Generator:
 
     @classmethod
     def of(cls, restored: Restored, names: Mapping[int, str] = MappingProxyType({})) -> Generator:
-        """A generator of what a checkpoint holds."""
+        """Create a generator from a restored checkpoint."""
         return cls(restored.model, restored.tokenizer, restored.precision, restored.device, restored.context, names)
 
     @property
     def context(self) -> int | None:
-        """Tokens of a text that a GPT sees at most; None of a T5, which refuses what is too long."""
+        """Maximum context length of a GPT; None for a T5, which rejects prompts that are too long."""
         return None if isinstance(self._model, T5) else self._context
 
     def compile(self) -> None:
-        """Compile the steps: a minute at first, and steps of a small batch are then about twice as fast."""
+        """Compile the decoding step: takes a minute, then steps of small batches are about twice as fast."""
         stacks_of(self._model)[-1].compile_steps()
 
     def stream(
@@ -115,16 +115,16 @@ class Generator:
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, str]]:
-        """One batch, piece by piece.
+        """Generate one batch and stream the text.
 
         Yields:
-            The number of a prompt and more of its text, whenever there is some.
+            (index of the prompt, next part of its text), as it becomes available.
 
         Raises:
-            UserError: a prompt that cannot be read, or a model that has diverged.
+            UserError: an invalid prompt, or non-finite logits.
         """
         rows = [self._row(limits) for _ in prompts]
-        read = [self._readable(prompt) for prompt in prompts]
+        read = [self._truncated(prompt) for prompt in prompts]
         loop = self._loop(len(read), read, limits, sampling)
         for number, piece in self._pieces(loop, read, rows, seeds or [0] * len(rows)):
             if piece:
@@ -138,21 +138,21 @@ class Generator:
         seeds: Sequence[int] | None = None,
         batch_size: int = DEFAULT_BATCH,
     ) -> list[Written]:
-        """The text of each prompt: what `stream` gives for it alone, up to rounding.
+        """Generate a text for each prompt; equal up to rounding to `stream` of that prompt alone.
 
         Args:
             prompts: token ids.
-            limits: where texts end.
-            sampling: how tokens are chosen.
-            seeds: of each prompt; None: 0 for all.
-            batch_size: prompts at once; those of like length are taken together.
+            limits: stopping criteria.
+            sampling: sampling settings.
+            seeds: random seed per prompt; None uses 0 for all.
+            batch_size: prompts per batch; prompts of similar length are batched together.
 
         Raises:
             UserError: as `stream`.
         """
         if not prompts:
             return []
-        read = [self._readable(prompt) for prompt in prompts]
+        read = [self._truncated(prompt) for prompt in prompts]
         seeds = seeds or [0] * len(read)
         loop = self._loop(min(batch_size, len(read)), read, limits, sampling)
         rows = [self._row(limits) for _ in read]
@@ -171,11 +171,11 @@ class Generator:
         search: BeamSearch,
         batch_size: int = DEFAULT_BATCH,
     ) -> list[Written]:
-        """The best text of each prompt, by beam search; arguments as of `write`.
+        """Generate a text for each prompt by beam search; arguments as in `write`.
 
-        A stop string cuts what was found: the search does not know of it. A text ends where it fills the context.
+        Stop strings truncate the result; the search itself ignores them. A sequence ends when it fills the context.
         """
-        read = [self._readable(prompt) for prompt in prompts]
+        read = [self._truncated(prompt) for prompt in prompts]
         found: dict[int, Written] = {}
         longest = [self._room(limits, len(prompt)) for prompt in read]
         order = sorted(range(len(read)), key=lambda number: (longest[number], -len(read[number])))
@@ -197,11 +197,11 @@ class Generator:
                 found[number] = row.written()
         return [found[number] for number in range(len(read))]
 
-    # ---------------------------------------------------------------- parts
+    # ---------------------------------------------------------------- helpers
 
     @property
     def _start(self) -> int | None:
-        """What a T5's answer begins with."""
+        """Decoder start token of a T5; None for GPT."""
         return self._tokenizer.pad_id if isinstance(self._model, T5) else None
 
     def _ends(self, limits: Limits) -> Collection[int]:
@@ -210,12 +210,12 @@ class Generator:
     def _within(self) -> AbstractContextManager[object]:
         return self._precision.context(self._device)
 
-    def _readable(self, prompt: Sequence[int]) -> list[int]:
-        """A prompt as the model reads it: of a GPT the last tokens that it can see.
+    def _truncated(self, prompt: Sequence[int]) -> list[int]:
+        """Return the prompt, for a GPT truncated on the left to the context length.
 
         Raises:
-            ValueError: it is empty.
-            UserError: it is longer than a T5 reads.
+            ValueError: the prompt is empty.
+            UserError: the prompt is longer than the maximum encoder length of a T5.
         """
         if not prompt:
             raise ValueError("`prompts` must hold at least one token each")
@@ -223,39 +223,39 @@ class Generator:
             return list(prompt[-self._context :])
         if self._longest is not None and len(prompt) > self._longest:
             raise UserError(
-                f"the prompt has {len(prompt):,} tokens with its end, and this T5 reads at most {self._longest:,} "
+                f"the prompt has {len(prompt):,} tokens including eos, and this T5 supports at most {self._longest:,} "
                 "(`model.max_position_embeddings`); shorten it"
             )
         return list(prompt)
 
     def _most(self, limits: Limits) -> int:
-        """Tokens that are written at most: a T5 has no more positions than it was built with."""
+        """Return the maximum number of new tokens; for a T5 limited by its decoder positions."""
         positions = self._model.max_positions[1] if isinstance(self._model, T5) else None
         return limits.most if positions is None else min(limits.most, positions)
 
     def _room(self, limits: Limits, read: int) -> int:
-        """Tokens that can follow so many before a GPT's context is full; its last token needs no place there."""
+        """Return the new tokens that fit after `prompt_length` ones; the last token of a GPT needs no cache slot."""
         most = self._most(limits)
         return most if isinstance(self._model, T5) else min(most, self._context - read + 1)
 
     def _decoder(self, rows: int, longest: int, most: int, per_memory: int = 1) -> Decoder:
-        """Room for texts that begin with so many tokens, and for those that are written."""
+        """Allocate a decoder with a KV cache for prompts of up to `longest` tokens and `most` new ones."""
         assert not isinstance(self._model, BERT)
-        of_t5 = isinstance(self._model, T5)
-        slots = most if of_t5 else min(self._context, longest + most)
-        need = cache_bytes(self._model, rows, slots, longest if of_t5 else 0, per_memory)
-        there = self._free_memory()
-        if there is not None and need > there:
+        is_t5 = isinstance(self._model, T5)
+        slots = most if is_t5 else min(self._context, longest + most)
+        need = cache_bytes(self._model, rows, slots, longest if is_t5 else 0, per_memory)
+        free = self._free_memory()
+        if free is not None and need > free:
             raise UserError(
-                f"keys and values of {rows:,} texts of up to {slots:,} tokens need {need / 2**30:,.1f} GiB, of "
-                f"{there / 2**30:,.1f} GiB there are; write fewer texts at once, or shorter ones"
+                f"the KV cache of {rows:,} sequences of up to {slots:,} tokens needs {need / 2**30:,.1f} GiB, but "
+                f"{free / 2**30:,.1f} GiB are free; use a smaller batch, or fewer tokens"
             )
         if isinstance(self._model, T5):
             return T5Decoder(self._model, rows, slots, longest, per_memory)
         return GPTDecoder(self._model, rows, slots)
 
     def _free_memory(self) -> int | None:
-        """Bytes that may be had on the device, None where unknown."""
+        """Return the free memory of the device in bytes, None if unknown."""
         if self._device.type != "cuda":
             return host_memory()
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
@@ -277,34 +277,34 @@ class Generator:
             device=self._device,
             within=self._within,
             start=self._start,
-            recorded=self._device.type == "cuda" and not _waits_for_experts(self._model),
+            recorded=self._device.type == "cuda" and not _synchronizes(self._model),
         )
 
     def _pieces(
         self, loop: TokenLoop, prompts: Sequence[Sequence[int]], rows: Sequence[_Row], seeds: Sequence[int]
     ) -> Iterator[tuple[int, str]]:
-        """Run a batch until all its texts have ended."""
-        going = set(range(len(rows)))
+        """Run a batch until all its sequences have ended; yield (row, text part)."""
+        running = set(range(len(rows)))
         for tokens in loop.run(prompts, seeds):
-            for number in sorted(going):
+            for number in sorted(running):
                 yield number, rows[number].take(tokens[number])
                 if rows[number].done:
                     loop.end(number)
-                    going.discard(number)
-            if not going:
+                    running.discard(number)
+            if not running:
                 break
         for number, row in enumerate(rows):
-            yield number, row.finish(ended=number not in going)
+            yield number, row.finish(ended=number not in running)
 
 
 class _Row:
-    """A text that grows.
+    """Text of one sequence during generation.
 
     Args:
-        tokenizer: of the model.
-        limits: where it ends.
-        names: of tokens that have no text.
-        answer: the text stands by itself: a space that the tokenizer puts before every text is none of it.
+        tokenizer: tokenizer of the model.
+        limits: stopping criteria.
+        names: text for tokens without one.
+        answer: the text is not a continuation, so the space that the tokenizer puts before every text is dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits, names: Mapping[int, str], *, answer: bool) -> None:
@@ -319,7 +319,7 @@ class _Row:
         self.done = False
 
     def take(self, token: int) -> str:
-        """What one more token adds to the text."""
+        """Add a token; return the text it adds."""
         if token in self._ends:
             self.done = True
             return ""
@@ -332,7 +332,7 @@ class _Row:
         return self._add(piece)
 
     def finish(self, *, ended: bool) -> str:
-        """The rest of the text."""
+        """End the sequence; return the rest of its text."""
         self._ended = ended
         return self._add("" if self._stream.stopped else self._stream.close())
 
@@ -347,7 +347,7 @@ class _Row:
 
 
 def _batches(order: Sequence[int], kinds: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Numbers in their order, so many at most at once, all of one kind."""
+    """Split `order` into batches of at most `size` indices of equal `kinds`, keeping the order."""
     for _, same in groupby(order, key=lambda number: kinds[number]):
         numbers = list(same)
         for first in range(0, len(numbers), size):
@@ -360,8 +360,8 @@ def _ends_of(tokenizer: Tokenizer, limits: Limits) -> Collection[int]:
     return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
-def _waits_for_experts(model: LanguageModel) -> bool:
-    """Whether a step waits for the device: experts that run one after the other read on the host who has how many."""
+def _synchronizes(model: LanguageModel) -> bool:
+    """Return True if a step synchronizes with the device: sequential experts read their token counts on the host."""
     return any(
         moe.experts.implementation == "sequential" or moe.experts.up.dtype == torch.float64
         for moe in moe_layers(model).values()
@@ -381,22 +381,22 @@ def generate_batch(
     stop_ids: Collection[int] | None = None,
     batch_size: int = DEFAULT_BATCH,
 ) -> list[Written]:
-    """What the model of a checkpoint writes, see `Generator.write`.
+    """Generate texts with a restored checkpoint, see `Generator.write`.
 
     Args:
         restored: the checkpoint.
-        prompts: token ids, as they are: what a GPT goes on with, or what a T5 reads, with its end token.
-        max_new_tokens: of each text.
-        temperature: see `Sampling`, as for top_k and top_p.
-        top_k: see there.
-        top_p: see there.
-        seeds: of the random numbers of each prompt; None: 0 for all.
-        stop: texts before which one ends.
-        stop_ids: tokens that end one; None: the tokenizer's eos.
-        batch_size: prompts at once.
+        prompts: token ids: prefixes for a GPT, encoder inputs with eos for a T5.
+        max_new_tokens: maximum number of new tokens per prompt.
+        temperature: see `Sampling`.
+        top_k: see `Sampling`.
+        top_p: see `Sampling`.
+        seeds: random seed per prompt; None uses 0 for all.
+        stop: stop strings.
+        stop_ids: eos token ids; None uses the tokenizer's eos.
+        batch_size: prompts per batch.
 
     Raises:
-        UserError: a prompt that cannot be read, or a model that writes no text.
+        UserError: an invalid prompt, or a model that cannot generate text.
     """
     limits = Limits(max_new_tokens, stop, stop_ids)
     sampling = Sampling(temperature, top_k, top_p)

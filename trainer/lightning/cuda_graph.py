@@ -1,8 +1,7 @@
-"""Micro batches as CUDA graphs: recorded once, then launched by one call instead of one for each kernel.
+"""CUDA graphs of micro batches: forward and backward are captured once, then replayed with one launch.
 
-A small model keeps the host busier than the GPU: T5 base launches 1,600 kernels a step. Only forward and backward of a
-micro batch are recorded; the update, whose numbers change, follows as ever. The samples are copied to where the graph
-reads them, and it writes every gradient to the same place each time.
+Small models are bound by kernel launches: T5 base launches 1,600 kernels a step. The optimizer step is not captured, as
+its scalars change. Inputs are copied to static buffers, and every replay writes the gradients to the same addresses.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from ..plan.memory_check import is_out_of_memory
 from ..utils.errors import UserError
 
-# before one is recorded: they compile and tune the kernels, which a recording cannot
+# Eager micro batches before capture: they compile and autotune the kernels, which is not possible during capture.
 WARM_UP = 3
 
 Fields = Mapping[str, Tensor]
@@ -26,14 +25,14 @@ RunMicroBatch = Callable[[Fields, Tensor], Tensor]
 
 
 class Recording(NamedTuple):
-    """A micro batch that can be run again.
+    """A captured micro batch.
 
     Attributes:
-        fields: the samples it reads.
-        denominator: of its loss, likewise.
-        replay: runs it, without a wait.
-        loss: where its loss is then.
-        gradients: where those of the parameters are then, None for one that has none.
+        fields: static input buffers by name.
+        denominator: static buffer of the loss denominator.
+        replay: launch the graph, asynchronously.
+        loss: output buffer of the loss.
+        gradients: output buffers of the parameters' gradients, None for parameters without one.
     """
 
     fields: dict[str, Tensor]
@@ -44,20 +43,20 @@ class Recording(NamedTuple):
 
 
 def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: list[nn.Parameter]) -> Recording:
-    """Record a micro batch as a CUDA graph; no gradient changes, for nothing runs yet.
+    """Capture a micro batch as a CUDA graph; nothing runs during capture, so `.grad` is unchanged.
 
     Raises:
-        UserError: something in it cannot be recorded.
-        RuntimeError: there is no memory for it, see `memory.is_out_of_memory`.
+        UserError: an operation in it cannot be captured.
+        RuntimeError: out of memory, see `memory.is_out_of_memory`.
     """
     own_fields, own_denominator = {name: field.clone() for name, field in fields.items()}, denominator.clone()
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
-        parameter.grad = None  # the backward then makes one in the graph's memory, instead of adding to what is there
+        parameter.grad = None  # so that backward allocates it in the graph's memory pool instead of accumulating
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
-        # a recording that fails leaves its own stream behind as the current one; the thread that copies the next batch
-        # to the device goes on meanwhile
+        # A failed capture leaves its own stream as the current one, hence the outer context. The mode is thread_local
+        # because the prefetch thread issues copies to the device meanwhile.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
@@ -65,15 +64,15 @@ def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: 
             loss = run(own_fields, own_denominator)
         gradients = [parameter.grad for parameter in parameters]
     except RuntimeError as error:
-        _leave_recording(pool)
-        # where the end of a recording fails too, that error is told and this one is its context
+        _clean_up_failed_capture(pool)
+        # If ending the capture fails too, `error` is that failure and the original one is its context.
         for cause in (error, error.__context__):
             if cause is not None and is_out_of_memory(cause):
                 raise cause from None
-        said = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         raise UserError(
             [
-                f"`model.enable_cuda_graph`: forward and backward cannot be recorded: {said}",
+                f"`model.enable_cuda_graph`: forward and backward cannot be captured: {reason}",
                 "use model.enable_cuda_graph=False, or another model.attention_backend",
             ]
         ) from error
@@ -83,28 +82,28 @@ def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: 
     return Recording(own_fields, own_denominator, graph.replay, loss, gradients)
 
 
-def _leave_recording(pool: tuple[int, int]) -> None:
-    """What torch does at the end of a recording, and leaves out where the end fails.
+def _clean_up_failed_capture(pool: tuple[int, int]) -> None:
+    """Do the cleanup that torch skips if ending a capture fails.
 
-    Its generator would refuse to draw from then on, and its allocator keep back what another stream has used.
+    Otherwise the RNG would stay in capture mode, and the allocator would hold back blocks used on other streams.
     """
     device = torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
-    with suppress(RuntimeError):  # the end got that far
+    with suppress(RuntimeError):  # already done if ending the capture got that far
         torch._C._cuda_endAllocateToPool(device, pool)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 class RecordedMicroBatches:
-    """Runs micro batches, from the fourth of a shape on by its recording.
+    """Run micro batches, replaying a CUDA graph from the fourth micro batch of each shape on.
 
     Args:
-        run: forward and backward of a micro batch of named tensors, whose loss is divided by a scalar tensor; returns
-            the loss, detached. It may not wait for the device.
-        parameters: of the model.
-        give_up: is told in a line why there is no recording, which micro batches then go on without; None: the run
-            ends. A recording keeps the memory of a micro batch for itself, beside what else a run needs.
-        record: `record`, or what stands in for it where there is no CUDA device.
+        run: forward and backward of a micro batch (tensors by name, loss denominator); returns the detached loss. It
+            must not synchronize with the device.
+        parameters: parameters of the model.
+        give_up: called with a warning when capture fails, for instance because a graph keeps the memory of a micro
+            batch reserved; the run continues without graphs. None: raise instead.
+        record: `record`, or a substitute for tests without a CUDA device.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class RecordedMicroBatches:
         self._seen: dict[Any, int] = {}
 
     def __call__(self, fields: Fields, denominator: Tensor) -> Tensor:
-        """What `run` does: the loss, and gradients added to `.grad`."""
+        """Return the loss and accumulate the gradients into `.grad`, as `run` does."""
         shape = tuple((name, field.shape, field.dtype) for name, field in fields.items())
         seen = self._seen[shape] = self._seen.get(shape, 0) + 1
         if seen > WARM_UP and shape not in self._recordings and not self._given_up:
@@ -133,7 +132,7 @@ class RecordedMicroBatches:
         return self._replay(self._recordings[shape], fields, denominator)
 
     def _add(self, shape: Any, fields: Fields, denominator: Tensor) -> None:
-        """Record a micro batch of a shape, or give up."""
+        """Capture a micro batch of a new shape, or give up."""
         try:
             self._recordings[shape] = self._record(self._run, fields, denominator, self._parameters)
         except (UserError, RuntimeError) as error:
@@ -141,20 +140,22 @@ class RecordedMicroBatches:
                 raise
             cause: BaseException | None = error
             seen: set[int] = set()
-            while cause is not None and id(cause) not in seen:  # raised again as its own cause, it is in a circle
+            while cause is not None and id(cause) not in seen:  # an exception re-raised from itself makes a cycle
                 seen.add(id(cause))
-                # what was computed hangs on the frames: its autograd nodes would be used again, on the wrong stream
+                # Frames keep the failed attempt's autograd nodes alive, which would be reused on the wrong stream.
                 traceback.clear_frames(cause.__traceback__)
                 cause = cause.__cause__ or cause.__context__
             self._given_up = True
-            self._recordings.clear()  # their memory may be what is missing
-            why = error.lines[0] if isinstance(error, UserError) else "out of memory while a CUDA graph was recorded"
-            self._give_up(f"warning: {why}; the run goes on without, model.enable_cuda_graph=False for no such try")
+            self._recordings.clear()  # free their memory
+            why = error.lines[0] if isinstance(error, UserError) else "out of memory while capturing a CUDA graph"
+            self._give_up(
+                f"warning: {why}; continuing without CUDA graphs, set model.enable_cuda_graph=False to silence this"
+            )
 
     def _replay(self, recording: Recording, fields: Fields, denominator: Tensor) -> Tensor:
         for parameter, gradient in zip(self._parameters, recording.gradients, strict=True):
             if gradient is not None and parameter.grad is gradient:
-                parameter.grad = gradient.clone()  # of the micro batch before: the graph is about to write over it
+                parameter.grad = gradient.clone()  # from the previous micro batch; the replay overwrites the buffer
         for name, field in recording.fields.items():
             field.copy_(fields[name])
         recording.denominator.copy_(denominator)

@@ -1,6 +1,6 @@
-"""What training does to the experts of a model besides its optimizer: the share of a micro batch, the expert bias.
+"""Per-step state of MoE layers outside the optimizer: scale of the router losses and update of the expert bias.
 
-Everything is in place and on the device, without a wait, so that compiled layers and CUDA graphs read what is new.
+All updates are in place on the device, without synchronization, so that compiled layers and CUDA graphs see them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..distributed.process_group import Ranks
 
 
 class ExpertBalance:
-    """Goes with every step of a model with experts.
+    """Update the MoE layers around every optimizer step.
 
-    The losses of the router are means over the tokens of a micro batch. Their gradients get the factor 1 / micro
-    batches of the global batch on all ranks, whose gradients are summed: so they count once, as the mean over micro
-    batches, however these are spread.
+    Router losses are means over the tokens of a micro batch. Since gradients are summed over micro batches and ranks,
+    their gradients are scaled by 1 / (micro batches of the global batch on all ranks), which gives the mean over micro
+    batches however these are distributed.
 
-    The expert bias (arXiv 2408.15664; Megatron's `moe_router_enable_expert_bias`) moves after each step by
-    rate * sign(mean of the counts - counts), where the counts are the tokens of each expert in the global batch.
+    The expert bias (arXiv 2408.15664; Megatron's `moe_router_enable_expert_bias`) is updated after each step by
+    rate * sign(mean(counts) - counts), where counts are the tokens per expert in the global batch.
 
     Args:
-        layers: the layers with experts by name.
-        micro_batches: completed steps to the micro batches of the step that follows, on all ranks.
-        bias_rates: of the layers whose expert bias moves, by name.
-        ranks: the processes of the run.
+        layers: MoE layers by name.
+        micro_batches: maps completed steps to the number of micro batches of the next step, on all ranks.
+        bias_rates: update rates of the layers with an expert bias, by name.
+        ranks: ranks of the run.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class ExpertBalance:
         self._layers = list(layers.values())
         self._micro_batches = micro_batches
         self._ranks = ranks
-        # Layers of one size and rate move together. The buffers themselves are looked up every time: moving a module
-        # to a device replaces them.
+        # Layers of equal size and rate are updated together. Buffers are looked up each time, because moving a module
+        # to another device replaces them.
         self._biased: dict[tuple[int, float], list[MoE]] = {}
         for name, rate in bias_rates.items():
             layer = layers[name]
@@ -57,31 +57,31 @@ class ExpertBalance:
 
     @torch.no_grad()
     def before_step(self, step: int) -> None:
-        """Tell the layers the share of a micro batch in the step that follows `step` completed ones."""
+        """Set the router loss scale of the layers for the step after `step` completed ones."""
         shares = _of("loss_share", self._layers)
         torch._foreach_zero_(shares)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_add_(shares, 1.0 / self._micro_batches(step))  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def after_update(self, grad_norm: Tensor) -> None:
-        """Move the biases by what the experts had to do since the last step, and begin to count anew.
+        """Update the expert biases from the token counts of this step, and reset the counts.
 
         Args:
-            grad_norm: of the step; where it is not finite the step was skipped, and the biases stay too.
+            grad_norm: gradient norm of the step; if not finite, the step was skipped and the biases are unchanged.
         """
         for (_, rate), layers in self._biased.items():
             step_counts = _of("step_counts", layers)
             counts = self._ranks.sum_(torch.stack(step_counts))
-            moves = rate * (counts.mean(dim=1, keepdim=True) - counts).sign()
-            moves = torch.where(grad_norm.isfinite(), moves, 0.0)
-            torch._foreach_add_(_of("expert_bias", layers), list(moves.unbind()))  # pyright: ignore[reportPrivateImportUsage]
+            deltas = rate * (counts.mean(dim=1, keepdim=True) - counts).sign()
+            deltas = torch.where(grad_norm.isfinite(), deltas, 0.0)
+            torch._foreach_add_(_of("expert_bias", layers), list(deltas.unbind()))  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_zero_(step_counts)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def build_expert_balance(
     root: RootBlock, model: LanguageModel, micro_batches: Callable[[int], int], ranks: Ranks
 ) -> ExpertBalance | None:
-    """What goes with the steps of a model, or None for one without experts; arguments as in `ExpertBalance`."""
+    """Build the `ExpertBalance` of a model, or None without MoE layers."""
     layers = moe_layers(model)
     if not layers:
         return None
@@ -94,7 +94,7 @@ def build_expert_balance(
 
 
 def stack_keys_of(keys: AnyModelBlock, layer: str) -> StackKeys:
-    """The keys of the stack that a layer belongs to, by its name (`decoder.layers.3.mlp`)."""
+    """Return the keys of the stack that contains a layer, given its name (`decoder.layers.3.mlp`)."""
     stacks = stacks_of_keys(keys)
     return stacks.get(f"{layer.partition('.')[0]}.") or stacks[""]
 

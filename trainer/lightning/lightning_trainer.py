@@ -1,4 +1,4 @@
-"""Lightning's part: its loop, on this rank's device, with everything else switched off."""
+"""Lightning trainer: its training loop on this rank's device, with all other features disabled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .lightning_module import LanguageModule
 
 
 def fit(module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch.device, ranks: Ranks) -> None:
-    """Run Lightning's loop from the module's step to `max_steps`.
+    """Run Lightning's training loop from the module's step to `max_steps`.
 
-    The trainer is bare: reports, validation, checkpoints and precision are ours, so its own are off. It starts no
-    process, whatever scheduler started this one.
+    The trainer is barebones: logging, validation, checkpointing and precision are implemented by `loop` and `module`.
+    It launches no processes, whatever the cluster environment.
     """
     with _quiet_lightning():
         trainer = pl.Trainer(
@@ -36,17 +36,17 @@ def fit(module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch
             limit_val_batches=0,
             use_distributed_sampler=False,
         )
-        # Lightning counts optimizer steps here; with a step of its own it would stop too late after a resume.
+        # Lightning counts optimizer steps here; starting from zero it would stop too late after a resume.
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
         progress.ready = progress.completed = module.step
-        # Raised for a signal that comes before the loop takes the handlers back; `StopRequest` has it too.
+        # Raised for a signal that arrives before our handlers are restored; `StopRequest` has recorded it too.
         with suppress(SIGTERMException):
             trainer.fit(module)
     assert trainer.global_step == module.step
 
 
 class _Environment(ClusterEnvironment):
-    """Tells Lightning the place of this process, which it must not look for itself."""
+    """Cluster environment with the ranks of this process, which keeps Lightning from detecting its own."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -88,17 +88,17 @@ class _Environment(ClusterEnvironment):
 
 
 class _ResidentStrategy(SingleDeviceStrategy):
-    """One device, on which model and optimizer stay when training ends (Lightning would move them to the CPU)."""
+    """Single device; model and optimizer stay on it after training (Lightning would move them to the CPU)."""
 
     def teardown(self) -> None:
-        """Leave everything where it is."""
+        """Do nothing, so that the model stays on its device."""
 
 
 class MeshStrategy(ParallelStrategy):
-    """Several ranks whose model is where it belongs already: whole on each (`distributed.replicated`) or cut over them.
+    """Strategy for several ranks whose model is already replicated (`distributed.replicated`) or sharded.
 
-    Gradients, clipping, checkpoints and the order of the data are the trainer's own; for Lightning and for callbacks
-    this knows who is who, and how to wait and to share small things.
+    Gradients, clipping, checkpoints and data order are handled elsewhere; this gives Lightning and callbacks the ranks
+    and basic collectives.
     """
 
     def __init__(self, device: torch.device, ranks: Ranks) -> None:
@@ -108,48 +108,48 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
         return self._device
 
     @property
     def world_size(self) -> int:
-        """Ranks in the run."""
+        """Number of ranks."""
         return self._ranks.world_size
 
     @property
     def global_rank(self) -> int:
-        """Of this process in the run."""
+        """Global rank."""
         return self._ranks.rank
 
     @property
     def local_rank(self) -> int:
-        """Of this process on its machine."""
+        """Local rank on this node."""
         return self._ranks.local_rank
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes and prints for all."""
+        """True on rank 0."""
         return self._ranks.is_first
 
     def model_to_device(self) -> None:
-        """Nothing to do: the model was built where it is."""
+        """Do nothing: the model was built on the device."""
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         self._ranks.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Nothing is sent: what Lightning would share, a log directory, is the same on every rank here."""
+        """Return `obj`: Lightning broadcasts only the log directory, which is the same on every rank here."""
         return obj
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensor of every rank, stacked."""
+        """Gather a tensor from all ranks, stacked along a new first dimension."""
         rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(rows, tensor.contiguous(), group=group)
         return torch.stack(rows)
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Sum or mean of a tensor over all ranks."""
+        """Reduce a tensor to its sum or mean over all ranks."""
         if not isinstance(tensor, Tensor):
             return tensor
         total = tensor.clone()
@@ -157,12 +157,12 @@ class MeshStrategy(ParallelStrategy):
         return total / self.world_size if str(reduce_op).lower() in ("mean", "avg") else total
 
     def teardown(self) -> None:
-        """Leave everything where it is."""
+        """Do nothing, so that the model stays on its device."""
 
 
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Keep Lightning's greetings and hints, which are not about this run, off the terminal."""
+    """Suppress Lightning's informational messages and hints."""
     loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -170,7 +170,7 @@ def _quiet_lightning() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"(pytorch_lightning|lightning_fabric)\..*")
-            # The compiler recommends TF32, for fp32 runs that were asked for and bf16 runs that have no use for it.
+            # torch.compile recommends TF32 even for explicit fp32 runs, and for bf16 runs, where it has no effect.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             yield
     finally:

@@ -1,7 +1,7 @@
 """An exponential moving average of the weights (Polyak averaging; NeMo's `exp_manager.ema`).
 
-After an update, average = decay * average + (1 - decay) * weight, starting from the weights at the start of training.
-The average is fp32 (fp64 for fp64 weights), taken from the optimizer's fp32 main weights where there are some.
+Update rule: average = decay * average + (1 - decay) * weight, initialized with the weights at the start of training.
+The average is fp32 (fp64 for fp64 weights), computed from the optimizer's fp32 main weights if it has any.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..utils.local_shard import Piece, local_tensor, piece_of
 
 
 class EMA:
-    """Averages of named parameters.
+    """Exponential moving average of the parameters.
 
     Args:
-        parameters: the weights by name, on their device.
-        main_weights: fp32 copies of some of them on this rank, which are averaged instead.
-        decay: weight of the old average at each update.
-        every_n_steps: steps between two updates.
+        parameters: weights by name, on their device.
+        main_weights: local shards of the optimizer's fp32 main weights by name, averaged instead of the weights.
+        decay: decay per update.
+        every_n_steps: steps between updates.
         cpu_offload: keep the averages in host memory.
-        settle: called before the host reads weights that are in its memory: waits until they are complete there.
-        piece_of: the rows of a weight that this rank averages.
-        spread: called when this rank's rows of the weights have changed: brings them to the other ranks.
+        settle: synchronize with pending copies of weights to host memory; called before the host reads them.
+        piece_of: returns the local shard of a weight that this rank averages.
+        spread: all-gather the weights; called after this rank's shards have changed.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int, grad_norm: Tensor) -> None:
-        """Take in the weights after `step` completed steps, if an update is due then.
+        """Update the average after `step` completed steps, if an update is due.
 
         Args:
-            step: how many.
-            grad_norm: of the last one; where it is not finite that step was skipped, and the average stays too.
+            step: completed steps.
+            grad_norm: gradient norm of the last step; if not finite, the step was skipped and so is the update.
         """
         if step % self._every_n_steps:
             return
         self._settle()
-        is_taken = grad_norm.isfinite()  # read by the device, so that nobody waits for it
-        weight = is_taken.to(next(iter(self._averages.values()))) * (1.0 - self._decay)
+        is_finite = grad_norm.isfinite()  # stays on the device: no synchronization
+        weight = is_finite.to(next(iter(self._averages.values()))) * (1.0 - self._decay)
         if any(source.is_cpu != average.is_cpu or source.dtype != average.dtype for source, average in self._pairs()):
-            for source, average in self._pairs():  # one at a time: copies of all would fill the memory
+            for source, average in self._pairs():  # one tensor at a time: casting all at once needs too much memory
                 average.lerp_(source.to(average, non_blocking=source.is_cpu), weight)
             return
         averages, sources = [self._averages[name] for name in self._sources], list(self._sources.values())
@@ -79,19 +79,19 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the parameters hold the averages, in their own dtype; after it their own bits again.
+        """Context in which the parameters hold the averages, cast to their dtype; on exit they are restored bitwise.
 
-        Values are copied, not exchanged: compiled code and sharded parameters keep the addresses they know.
+        Values are copied in place, because compiled code and sharded parameters rely on their addresses.
         """
-        kept = {name: parameter.clone() for name, parameter in self._parameters.items()}
+        originals = {name: parameter.clone() for name, parameter in self._parameters.items()}
         self._fill(self._averages)
         try:
             yield
         finally:
-            self._fill(kept)
+            self._fill(originals)
 
     def pieces(self) -> dict[str, Piece]:
-        """The averages by parameter name, as a checkpoint reads and writes them: this rank's rows."""
+        """Return the local shards of the averages by parameter name, for checkpoints."""
         return {name: self._pieces[name].of(average) for name, average in self._averages.items()}
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:

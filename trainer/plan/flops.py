@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step by closed formula, and the peaks of cards they are compared with (MFU)."""
+"""Model FLOPs of a training step in closed form, and peak FLOP/s of GPUs, for MFU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...models.config.stack import StackKeys
 from ...models.config.t5 import T5Keys
 
 # Dense (no sparsity) bf16 tensor-core peaks in TFLOP/s with fp32 accumulation, by the name the driver reports.
-# NVIDIA's data sheets print twice these, for the sparse case. Compared with secondary sources: A100, H100 SXM and PCIe,
-# H200 SXM, L4, L40, L40S, A10, A30, A40, B200, RTX 4090. Not compared with any yet: the NVL forms, GH200, GB200, H20,
-# H800, A800, RTX 6000 Ada, RTX 5090; look them up before quoting an MFU of those.
+# NVIDIA's data sheets list twice these values, with sparsity. Verified with secondary sources: A100, H100 SXM and PCIe,
+# H200 SXM, L4, L40, L40S, A10, A30, A40, B200, RTX 4090. Not verified: the NVL variants, GH200, GB200, H20, H800, A800,
+# RTX 6000 Ada, RTX 5090; check them before quoting an MFU.
 _BF16_PEAKS: tuple[tuple[str, float], ...] = (
     (r"GB200", 2500),
     (r"B200", 2250),
@@ -42,36 +42,38 @@ _BF16_PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def matmul_parameters(keys: GPTKeys, vocab_size: int) -> int:
-    """Weights a token is multiplied with: attention, MLP or its experts, head; no embedding table, biases or norms.
+    """Return the matmul parameters active per token: attention, MLP or routed experts, head; no embedding, bias, norm.
 
     Args:
-        keys: the model.
-        vocab_size: rows of the head, padding included.
+        keys: model configuration.
+        vocab_size: padded vocabulary size V.
     """
     return _stack_parameters(keys) + vocab_size * keys.hidden_size
 
 
 def training_flops_per_token(keys: GPTKeys, vocab_size: int, sequence_length: int, *, frozen: bool = False) -> float:
-    """Forward and backward FLOPs per token: 6 N + 6 L d s; with frozen weights, which have no gradient, 4 N.
+    """Return forward and backward FLOPs per token: 6 N + 6 L d s; with frozen weights 4 N + 6 L d s.
 
     N is `matmul_parameters`; the second term is QK^T and PV, 12 L d s for full attention (PaLM, arXiv 2204.02311,
-    appendix B) halved because the mask is causal. A window of w tokens makes s of it 2 w - w^2 / s. Recomputed FLOPs do
-    not count.
+    appendix B) halved because the mask is causal. With a sliding window of w tokens, s is replaced by 2 w - w^2 / s.
+    Recomputed FLOPs do not count.
     """
-    return (4.0 if frozen else 6.0) * matmul_parameters(keys, vocab_size) + _one_way(keys, sequence_length)
+    return (4.0 if frozen else 6.0) * matmul_parameters(keys, vocab_size) + _causal_attention_flops(
+        keys, sequence_length
+    )
 
 
 def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: SampleForm, *, frozen: bool = False) -> float:
-    """Forward and backward FLOPs of a sample of any family: 6 per weight and token it meets, and those of attention.
+    """Return forward and backward FLOPs of a sample, for any family: 6 per active weight and token, plus attention.
 
-    Attention costs 12 L d for each pair of a query and a key, half of that where a causal mask hides half of them. The
-    cross-attention of T5 turns every token of the encoder into keys and values once in each layer of the decoder.
+    Attention costs 12 L d per query-key pair, half of that with a causal mask. T5's cross-attention projects every
+    encoder token to keys and values once in each decoder layer.
 
     Args:
-        keys: the model.
-        vocab_size: rows of the head, padding included.
-        form: the sample.
-        frozen: the weights get no gradient, which costs 2 of the 6; what is trained beside them does not count.
+        keys: model configuration.
+        vocab_size: padded vocabulary size V.
+        form: sample lengths.
+        frozen: weights are frozen, which saves 2 of the 6; added PEFT parameters do not count.
     """
     length, answer = form.length, form.decoder_length
     each = 4.0 if frozen else 6.0
@@ -79,31 +81,31 @@ def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: SampleFor
         case T5Keys():
             encoder, decoder = keys.encoder, keys.decoder
             query, key_value = _attention_widths(decoder)
-            asked = 2 * decoder.num_layers * decoder.hidden_size * query * answer
-            read = 2 * decoder.num_layers * decoder.hidden_size * key_value * length
-            weights = _stack_parameters(encoder, of_t5=True) * length + asked + read
+            query_and_output = 2 * decoder.num_layers * decoder.hidden_size * query * answer
+            key_and_value = 2 * decoder.num_layers * decoder.hidden_size * key_value * length
+            weights = _stack_parameters(encoder, of_t5=True) * length + query_and_output + key_and_value
             weights += _stack_parameters(decoder, of_t5=True) * answer
             pairs = 12.0 * decoder.num_layers * query * answer * length
-            pairs += _both_ways(encoder, length) + _one_way(decoder, answer) * answer
+            pairs += _bidirectional_attention_flops(encoder, length) + _causal_attention_flops(decoder, answer) * answer
             return each * (weights + vocab_size * decoder.hidden_size * answer) + pairs
         case BertKeys():
             transform = keys.hidden_size**2 if keys.bert.mlm_transform else 0
             weights = _stack_parameters(keys) + transform + vocab_size * keys.hidden_size
-            return each * weights * length + _both_ways(keys, length)
+            return each * weights * length + _bidirectional_attention_flops(keys, length)
         case _:
             return training_flops_per_token(keys, vocab_size, length, frozen=frozen) * length
 
 
 def _attention_widths(keys: StackKeys) -> tuple[int, int]:
-    """Channels of all query heads, and of all key heads."""
+    """Return the total width of the query heads, H * D, and of the key heads, G * D."""
     groups = keys.num_query_groups or keys.num_attention_heads
     return keys.num_attention_heads * head_dim_of(keys), groups * head_dim_of(keys)
 
 
 def _stack_parameters(keys: StackKeys, *, of_t5: bool = False) -> int:
-    """Weights of a stack that a token is multiplied with: of experts those it goes to, as far as they may take it.
+    """Return the matmul parameters of a stack active per token: of experts the top-k, times a capacity factor below 1.
 
-    Rows that fill an expert up to its capacity do not count, as recomputed FLOPs do not.
+    Padding of experts to their capacity does not count, nor does recomputation.
     """
     query, key_value = _attention_widths(keys)
     attention = keys.hidden_size * (query + 2 * key_value) + query * keys.hidden_size
@@ -112,15 +114,17 @@ def _stack_parameters(keys: StackKeys, *, of_t5: bool = False) -> int:
     moe = moe_slice(keys, of_t5=of_t5)
     if moe is None:
         return keys.num_layers * (attention + dense)
-    taken = moe.topk * min(1.0, moe.capacity_factor or 1.0)
-    of_experts = round(taken * per_channel * moe.ffn_hidden_size) + per_channel * (moe.shared_ffn_hidden_size or 0)
+    routed = moe.topk * min(1.0, moe.capacity_factor or 1.0)
+    expert_parameters = round(routed * per_channel * moe.ffn_hidden_size) + per_channel * (
+        moe.shared_ffn_hidden_size or 0
+    )
     sparse = sum(moe.layers)
     router = moe.experts * keys.hidden_size
-    return keys.num_layers * attention + (keys.num_layers - sparse) * dense + sparse * (router + of_experts)
+    return keys.num_layers * attention + (keys.num_layers - sparse) * dense + sparse * (router + expert_parameters)
 
 
-def _one_way(keys: StackKeys, tokens: int) -> float:
-    """FLOPs of causal attention per token."""
+def _causal_attention_flops(keys: StackKeys, tokens: int) -> float:
+    """Return the FLOPs of causal attention per token."""
     seen: float = tokens
     window = window_of(keys, causal=True)
     if window is not None:
@@ -129,8 +133,8 @@ def _one_way(keys: StackKeys, tokens: int) -> float:
     return 6 * keys.num_layers * _attention_widths(keys)[0] * seen
 
 
-def _both_ways(keys: StackKeys, tokens: int) -> float:
-    """FLOPs of the attention of a whole sample where tokens see each other both ways."""
+def _bidirectional_attention_flops(keys: StackKeys, tokens: int) -> float:
+    """Return the FLOPs of bidirectional attention per sample."""
     pairs = float(tokens**2)
     for side in window_of(keys, causal=False) or ():
         beyond = tokens - 1 - side if 0 <= side < tokens else 0
@@ -139,7 +143,7 @@ def _both_ways(keys: StackKeys, tokens: int) -> float:
 
 
 def bf16_peak(card: str) -> float | None:
-    """Dense bf16 FLOP/s of a card by its driver name; None for an unknown card or a MIG slice."""
+    """Return the dense bf16 peak FLOP/s of a GPU by its driver name; None for an unknown GPU or a MIG slice."""
     if "MIG" in card:
         return None
     for pattern, teraflops in _BF16_PEAKS:

@@ -1,4 +1,4 @@
-"""Making names and files on the disk durable; apart from `safe_io.py`, which needs torch."""
+"""Atomic, durable file writes; separate from `safe_io.py`, which imports torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Fsync a directory, so that file creations and renames in it survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -16,9 +16,9 @@ def sync_directory(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that whoever reads it, after a crash too, finds what it held before or all of the new content.
+    """Replace the content of a file atomically and durably: readers see the old or the new content, never a part.
 
-    One process at a time: the new file has a fixed name beside `path` until it is whole.
+    Not safe for concurrent writers: the temporary file has a fixed name next to `path`.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

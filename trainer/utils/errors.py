@@ -1,4 +1,4 @@
-"""How a run ends when it cannot go on: exit codes and the one exception that carries lines for the user."""
+"""Exit codes, and the exception for errors reported to the user without a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXIT_TERMINATED = 143
 
 
 class UserError(Exception):
-    """Something the user can mend. The command line prints its lines, without a traceback, and exits with its code."""
+    """An error the user can fix. The command line prints its lines without a traceback and exits with `exit_code`."""
 
     def __init__(self, lines: str | Sequence[str], exit_code: int = EXIT_BAD_INPUT) -> None:
         self.lines = [lines] if isinstance(lines, str) else list(lines)
@@ -25,9 +25,9 @@ class UserError(Exception):
 
 
 def keep_trace(text: str) -> Path | None:
-    """Write a traceback to a new file in the current directory; None where none can be written.
+    """Write a traceback to a new file in the current directory; return its path, or None if it cannot be written.
 
-    The processes of a run may crash in the same second: each has a file of its own.
+    Ranks may crash in the same second: each gets its own file.
     """
     name = time.strftime("stoker-crash-%Y%m%d-%H%M%S")
     for path in (Path(f"{name}.txt"), Path(f"{name}-{os.getpid()}.txt")):

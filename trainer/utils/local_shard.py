@@ -1,7 +1,7 @@
-"""Rows of tensors: what a rank holds of each parameter and of each tensor of the optimizer.
+"""Local shards of parameters and optimizer state.
 
-Parameters are cut along their first dimension, in equal chunks but for the last (FSDP2: DTensor, `Shard(0)`). A
-checkpoint says which rows each file holds, so it loads on any other number of ranks.
+Tensors are sharded along the first dimension, in equal chunks except for the last (FSDP2: DTensor, `Shard(0)`). A
+checkpoint records the rows of each file, so it loads on any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows `start` to `start + len(local)` of a tensor of `rows` rows.
+    """Local shard: rows `start` to `start + len(local)` of a tensor of `rows` rows.
 
     Attributes:
-        local: the rows, on the device; a scalar is whole.
-        start: first row.
-        rows: rows of the whole tensor; 1 for a scalar.
-        copy: place of this rank among those that hold the same rows.
-        copies: how many ranks hold them.
+        local: local rows; a scalar is not sharded.
+        start: first local row.
+        rows: rows of the full tensor; 1 for a scalar.
+        copy: index of this rank among those with the same rows.
+        copies: number of ranks with the same rows.
     """
 
     local: Tensor
@@ -34,15 +34,15 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Shape of the full tensor."""
         return (self.rows, *self.local.shape[1:]) if self.local.ndim else ()
 
     def of(self, local: Tensor) -> Piece:
-        """The same rows of another tensor that is cut alike."""
+        """Return a shard with the same rows of another, equally sharded tensor."""
         return Piece(local, self.start, self.rows, self.copy, self.copies)
 
     def share(self) -> Piece:
-        """The part of the rows that this rank writes, so that ranks with the same rows write each one once."""
+        """Return the part of the rows that this rank saves, so that replicas together save every row once."""
         if not self.local.ndim:
             return self if self.copy == 0 else Piece(self.local.new_empty(0), 0, 0)
         first, count = chunk(self.local.shape[0], self.copies, self.copy)
@@ -50,10 +50,10 @@ class Piece:
 
 
 def piece_of(tensor: Tensor) -> Piece:
-    """What this rank holds of a parameter: all of a plain tensor, as every rank does; its rows of a DTensor.
+    """Return the local shard of a parameter: the local rows of a DTensor, or all rows of a plain, replicated tensor.
 
     Raises:
-        ValueError: a DTensor that is cut along another dimension than the first.
+        ValueError: a DTensor sharded along a dimension other than the first.
     """
     local = local_tensor(tensor)
     rows = tensor.shape[0] if tensor.ndim else 1
@@ -68,23 +68,23 @@ def piece_of(tensor: Tensor) -> Piece:
         elif isinstance(placement, Shard) and placement.dim == 0:
             start, _ = chunk(rows, size, place)
         else:
-            raise ValueError(f"`tensor` ({placement}) must be cut along its first dimension only")
+            raise ValueError(f"`tensor` ({placement}) must be sharded along its first dimension only")
     return Piece(local, start, rows, copy, copies)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor of this rank, sharing memory with `tensor`."""
+    """Return the local plain tensor, which shares memory with `tensor`."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def place_among_all() -> tuple[int, int]:
-    """This rank and the number of ranks."""
+    """Return (rank, world size); (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def chunk(rows: int, parts: int, part: int) -> tuple[int, int]:
-    """First row and number of rows of a part, as `torch.chunk` cuts: all parts equal but the last ones."""
+    """Return first row and number of rows of a chunk, as split by `torch.chunk`: the last ones may be smaller."""
     size = -(-rows // parts)
     first = min(part * size, rows)
     return first, min(size, rows - first)

@@ -1,9 +1,8 @@
-"""stoker's models for the lm-evaluation-harness: the model type `stoker`, found by its entry point `lm_eval.models`.
+"""Model type `stoker` for the lm-evaluation-harness, registered by the entry point `lm_eval.models`.
 
     lm-eval run --model stoker --model_args checkpoint=DIR --tasks NAME
 
-Texts become tokens as with the harness's own type `hf`: a text is encoded as transformers encodes it, so a converted
-model gets the scores that it has there.
+Text is tokenized as by the harness's model type `hf`, so a converted model gets the same scores as in transformers.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from .loglikelihood import Request, Score, Scorer, rolling_windows
 
 _DEVICES = ("auto", "cpu", "cuda", "mps")
 _MAX_NEW_TOKENS = 256
-_TEXTS_AT_ONCE = 32
+_GENERATE_BATCH_SIZE = 32
 _GENERATION_KEYS = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks"}
 
 
 class StokerLM(TemplateLM):
-    """A GPT or a T5 of a stoker checkpoint.
+    """A GPT or T5 checkpoint as a model of the lm-evaluation-harness.
 
     Args:
-        checkpoint: a run directory, its checkpoints directory or one step in it.
+        checkpoint: a run directory, its checkpoints directory or one step of it.
         device: `auto`, `cpu`, `cuda` or `mps`.
-        batch_size: requests at once, a number or `auto`: as many as fit into a fixed number of tokens.
-        max_length: tokens that are read at once; the length of the model's samples without it.
-        seed: of texts that are sampled.
-        base: where the frozen weights of an adapter are, if they have moved.
-        ema: take the moving average of the weights that were trained.
-        max_batch_size: the harness hands it on; nothing here needs it.
+        batch_size: requests per batch, a number or `auto` for a fixed number of tokens per batch.
+        max_length: context length; None for the sample length of training.
+        seed: random seed for sampling.
+        base: path of the base weights of an adapter, if they have moved.
+        ema: use the moving average of the weights.
+        max_batch_size: passed by the harness; ignored.
 
     Raises:
-        UserError: there is no such checkpoint, or its model writes no text; or a value is none of those above.
+        UserError: there is no such checkpoint, its model cannot generate text, or an argument is invalid.
     """
 
     def __init__(
@@ -73,10 +72,10 @@ class StokerLM(TemplateLM):
         if name not in _DEVICES:
             raise UserError(f"lm-eval: device={device} must be one of {', '.join(_DEVICES)}")
         self._restored = restored = restore(
-            Path(checkpoint), name, None if base is None else Path(base), average=_yes_or_no("ema", ema)
+            Path(checkpoint), name, None if base is None else Path(base), average=_parse_bool("ema", ema)
         )
         if isinstance(restored.model, BERT):
-            raise UserError("lm-eval: a BERT fills in hidden tokens and writes no text; use a GPT or a T5")
+            raise UserError("lm-eval: a BERT predicts masked tokens and cannot generate text; use a GPT or a T5")
         self.backend = "seq2seq" if isinstance(restored.model, T5) else "causal"
         self._device = restored.device
         self._tokenizer: Tokenizer = restored.tokenizer
@@ -100,17 +99,17 @@ class StokerLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in the harness's cache of requests."""
+        """Name of the tokenizer in the harness's request cache."""
         return str(self._restored.path)
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document; 0 where the vocabulary has none."""
+        """Token id of eos; 0 if the tokenizer has none."""
         return 0 if self._tokenizer.eos_id is None else self._tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text that has no context: what begins every text, or a bos, or the eos before it."""
+        """Token before a text without context: the last start token, else bos, else eos."""
         if self._start:
             return self._start[-1]
         special = getattr(self._tokenizer, "special", None)
@@ -118,23 +117,23 @@ class StokerLM(TemplateLM):
         return self.eot_token_id if bos is None else bos
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that the harness notes beside results; None where none is asked for.
+        """Return the chat template, which the harness stores with the results; None if none is used.
 
         Raises:
-            UserError: one is asked for by name: a checkpoint has one, without a name.
+            UserError: a template is requested by name: a checkpoint has one unnamed template.
         """
         if isinstance(chat_template, str) and chat_template:
-            raise UserError(f"lm-eval: a checkpoint has one chat template; ask for it without a name ({chat_template})")
+            raise UserError(f"lm-eval: a checkpoint has one chat template; select it without a name ({chat_template})")
         return self._chat.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, up to where the assistant's answer begins.
+        """Render a conversation up to the start of the assistant's answer.
 
         Raises:
-            UserError: the template fails on it, or the task begins the answer itself (`gen_prefix`).
+            UserError: the template fails, or the task prefills the answer (`gen_prefix`).
         """
         if not add_generation_prompt:
-            raise UserError("lm-eval: a task with a gen_prefix begins the assistant's answer, which is not done here")
+            raise UserError("lm-eval: tasks with a gen_prefix are not supported")
         if self._renderer is None:
             self._renderer = self._chat.renderer()
             weakref.finalize(self, self._renderer.close)
@@ -145,13 +144,13 @@ class StokerLM(TemplateLM):
         return chat_of(self._tokenizer)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text.
+        """Tokenize a text.
 
         Args:
             string: the text.
-            add_special_tokens: put around it what the tokenizer puts around texts: before that of a GPT, unless the
-                text begins with it already; behind what a T5 reads. None is True.
-            kwargs: none that matter here.
+            add_special_tokens: add special tokens: for a GPT the start tokens, unless the text begins with them; for a
+                T5 the final eos. None means True.
+            kwargs: ignored.
         """
         tokens = [int(token) for token in self._tokenizer.encode(string)]
         if add_special_tokens is False:
@@ -161,9 +160,9 @@ class StokerLM(TemplateLM):
         return tokens if self._start and tokens[: len(self._start)] == self._start else [*self._start, *tokens]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, in windows where it is longer than the model reads."""
+        """Return the log-probability of each text, in windows if it is longer than the context."""
         if self.backend == "seq2seq":
-            raise UserError("lm-eval: a T5 answers texts, it gives none on its own a probability; choose another task")
+            raise UserError("lm-eval: a T5 has no unconditional log-likelihood; choose another task")
         windows, owners = [], []
         for number, request in enumerate(requests):
             (text,) = _arguments(request)
@@ -178,19 +177,19 @@ class StokerLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to the first of the strings in `until`.
+        """Generate a continuation of each context, up to the first stop string in `until`.
 
         Raises:
-            UserError: `generation_kwargs` that are not known, or leave no room for a context.
+            UserError: `generation_kwargs` that are unknown, or leave no room for the context.
         """
-        alike: dict[str, list[int]] = {}
+        groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
-            alike.setdefault(json.dumps(_arguments(request)[1], sort_keys=True), []).append(number)
+            groups.setdefault(json.dumps(_arguments(request)[1], sort_keys=True), []).append(number)
         written = [""] * len(requests)
         with tqdm(total=len(requests), desc="Generating", disable=disable_tqdm) as bar:
-            for numbers in alike.values():
-                contexts, asked = zip(*(_arguments(requests[number]) for number in numbers), strict=True)
-                texts = self._generate(contexts, asked[0], [self._seed + number for number in numbers])
+            for numbers in groups.values():
+                contexts, kwargs = zip(*(_arguments(requests[number]) for number in numbers), strict=True)
+                texts = self._generate(contexts, kwargs[0], [self._seed + number for number in numbers])
                 for number, text in zip(numbers, texts, strict=True):
                     written[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
@@ -198,7 +197,7 @@ class StokerLM(TemplateLM):
         return written
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside the results."""
+        """Return the information that the harness stores with the results."""
         restored = self._restored
         return {
             "model_num_parameters": sum(parameter.numel() for parameter in restored.model.parameters()),
@@ -219,27 +218,27 @@ class StokerLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
         return [(score.log_probability, score.is_greedy) for score in scores]
 
-    def _score(self, requests: Sequence[Request], about: str, is_quiet: bool) -> list[Score]:
-        with tqdm(total=len(requests), desc=about, disable=is_quiet) as bar:
+    def _score(self, requests: Sequence[Request], description: str, disable_tqdm: bool) -> list[Score]:
+        with tqdm(total=len(requests), desc=description, disable=disable_tqdm) as bar:
             return self._scorer.score(requests, bar.update)
 
-    def _generate(self, contexts: Sequence[str], asked: dict[str, Any], seeds: Sequence[int]) -> list[str]:
+    def _generate(self, contexts: Sequence[str], kwargs: dict[str, Any], seeds: Sequence[int]) -> list[str]:
         from ...generation.text_generator import generate_batch
 
-        wanted: dict[str, Any] = dict(normalize_gen_kwargs(asked, _MAX_NEW_TOKENS))
+        wanted: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, _MAX_NEW_TOKENS))
         if unknown := set(wanted) - _GENERATION_KEYS:
             raise UserError(
-                f"lm-eval: generation_kwargs {', '.join(sorted(unknown))} are not known here; known are "
+                f"lm-eval: generation_kwargs {', '.join(sorted(unknown))} are not supported; supported are "
                 f"{', '.join(sorted(_GENERATION_KEYS))}"
             )
         new_tokens = wanted["max_gen_toks"]
         room = self.max_length if self.backend == "seq2seq" else self.max_length - new_tokens
         if room < 1:
             raise UserError(
-                f"lm-eval: max_gen_toks ({new_tokens:,}) must be less than the {self.max_length:,} tokens that the "
-                "model reads; lower it in the task's generation_kwargs"
+                f"lm-eval: max_gen_toks ({new_tokens:,}) must be less than the context length {self.max_length:,}; "
+                "lower it in the task's generation_kwargs"
             )
-        written = generate_batch(
+        outputs = generate_batch(
             self._restored,
             [self.tok_encode(context)[-room:] for context in contexts],
             max_new_tokens=new_tokens,
@@ -248,9 +247,9 @@ class StokerLM(TemplateLM):
             top_p=wanted.get("top_p"),
             seeds=seeds,
             stop=handle_stop_sequences(wanted["until"], None),
-            batch_size=self._batch_size or _TEXTS_AT_ONCE,
+            batch_size=self._batch_size or _GENERATE_BATCH_SIZE,
         )
-        return [one.text for one in written]
+        return [output.text for output in outputs]
 
 
 register_model("stoker")(StokerLM)
@@ -260,23 +259,23 @@ def _arguments(request: Instance) -> tuple[Any, ...]:
     return request.args
 
 
-def _yes_or_no(name: str, given: bool | str) -> bool:
-    """A value of the harness's `--model_args`.
+def _parse_bool(name: str, given: bool | str) -> bool:
+    """Parse a boolean of the harness's `--model_args`.
 
     Raises:
-        UserError: it is neither true nor false.
+        UserError: the value is neither true nor false.
     """
-    said = str(given).lower()
-    if said not in ("true", "false"):
+    text = str(given).lower()
+    if text not in ("true", "false"):
         raise UserError(f"lm-eval: {name}={given} must be true or false")
-    return said == "true"
+    return text == "true"
 
 
 def _batch_size(given: int | str) -> int | None:
-    """A number, or None for `auto`.
+    """Parse a batch size; None for `auto`.
 
     Raises:
-        UserError: it is neither.
+        UserError: the value is neither a positive number nor `auto`.
     """
     if str(given).partition(":")[0] == "auto":
         return None

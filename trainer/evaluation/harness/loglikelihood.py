@@ -1,7 +1,7 @@
-"""How probable a model finds a text after another one: sums of log-probabilities, many texts at once.
+"""Batched log-likelihoods of continuations given a context.
 
-Texts of like length go through the model together, the longest first. Only the tokens that are scored go through the
-head: the logits of all others, 200 kB a token with a vocabulary of 50,000, are never made.
+Requests are batched by length, the longest first. Logits are computed only for the scored tokens: 200 kB per token in
+fp32 for a vocabulary of 50,000.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ...data.tokenizers.tokenizer import Tokenizer
 from ...device.precision import PrecisionPlan
 
 TOKENS_AT_ONCE = {"cuda": 1 << 15, "mps": 1 << 13, "cpu": 1 << 11}
-"""Tokens of a batch, with padding, where no batch size is given."""
+"""Tokens per batch including padding, if no batch size is given."""
 _LOGITS_AT_ONCE = 1 << 27
-"""Numbers; half a GiB in fp32."""
+"""Logits computed at once; half a GiB in fp32."""
 
 
 class Request(NamedTuple):
-    """Tokens that are scored after others.
+    """A continuation to be scored given a context.
 
     Attributes:
-        context: what is given, at least one token; of a T5 what the encoder reads.
-        continuation: what is scored, at least one token.
+        context: context tokens, at least one; the encoder input for a T5.
+        continuation: tokens to be scored, at least one.
     """
 
     context: Sequence[int]
@@ -38,11 +38,11 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a model makes of a request.
+    """Result of a request.
 
     Attributes:
-        log_probability: of the whole continuation, in nats.
-        is_greedy: each of its tokens is the most probable one.
+        log_probability: log-probability of the continuation, in nats.
+        is_greedy: each token of the continuation is the most probable one.
     """
 
     log_probability: float
@@ -50,43 +50,42 @@ class Score(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What goes through the model once.
+    """One row of a batch.
 
     Attributes:
-        read: tokens of a GPT, or of a T5's encoder.
-        written: tokens of a T5's decoder; empty for a GPT.
-        scored: for each request that is answered by it, its number and its continuation, whose labels are those of the
+        inputs: input tokens of a GPT, or of a T5's encoder.
+        decoder_inputs: decoder input tokens of a T5; empty for a GPT.
+        scored: (index, continuation) of each request computed by this row; the continuations are the labels of the
             last positions.
     """
 
-    read: Sequence[int]
-    written: Sequence[int]
+    inputs: Sequence[int]
+    decoder_inputs: Sequence[int]
     scored: list[tuple[int, Sequence[int]]]
 
     @property
     def last(self) -> Sequence[int]:
-        """The tokens whose positions the labels belong to."""
-        return self.written or self.read
+        """Input tokens at whose positions the labels are predicted."""
+        return self.decoder_inputs or self.inputs
 
     @property
     def tokens(self) -> int:
-        return len(self.read) + len(self.written)
+        return len(self.inputs) + len(self.decoder_inputs)
 
 
 class Scorer:
-    """Scores continuations with a GPT or a T5.
+    """Score continuations with a GPT or T5.
 
     Args:
-        model: in evaluation mode, built for calls of generation.
-        tokenizer: its own.
-        precision: arithmetic of the model.
-        device: where the model is.
-        longest: tokens that are read at most; of a longer request of a GPT the beginning is left out, and of a longer
-            context of a T5.
-        batch_size: requests at once; None takes as many as fit into `TOKENS_AT_ONCE`.
+        model: a GPT or T5 in evaluation mode, built for generation.
+        tokenizer: tokenizer of the model.
+        precision: precision plan.
+        device: device of the model.
+        longest: context length; longer requests of a GPT, and longer contexts of a T5, are truncated on the left.
+        batch_size: requests per batch; None for as many as fit into `TOKENS_AT_ONCE`.
 
     Raises:
-        ValueError: the model is neither, or a number is below 1.
+        ValueError: the model is neither GPT nor T5, or a number is below 1.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Scorer:
         batch_size: int | None = None,
     ) -> None:
         if not isinstance(model, GPT | T5):
-            raise ValueError(f"`model` ({type(model).__name__}) must be a GPT or a T5: others write no text.")
+            raise ValueError(f"`model` ({type(model).__name__}) must be a GPT or a T5.")
         if longest < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"`longest` ({longest}) and `batch_size` ({batch_size}) must be at least 1.")
         self._model = model
@@ -108,18 +107,18 @@ class Scorer:
         self._precision = precision
         self._device = device
         self._longest = longest
-        # What an expert with a capacity takes depends on the other texts of a batch: there every text goes alone.
+        # With an expert capacity, token dropping depends on the other rows of a batch: use batches of one.
         alone = any(getattr(module, "capacity_factor", None) is not None for module in model.modules())
         self._batch_size = 1 if alone else batch_size
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request], progress: Callable[[int], object] = lambda count: None) -> list[Score]:
-        """The score of each request.
+        """Return the score of each request.
 
         Args:
-            requests: in any order. Those whose model inputs are the same, as answers of one token to one question are,
-                go through the model once.
-            progress: told how many more requests are done.
+            requests: in any order. Requests with equal model inputs, such as single-token answers to one question, are
+                computed once.
+            progress: called with the number of newly finished requests.
 
         Raises:
             ValueError: an empty context or continuation, or a continuation of a GPT longer than `longest`.
@@ -135,7 +134,7 @@ class Scorer:
                     numbers += [number] * len(continuation)
             with self._precision.context(self._device):
                 hidden = self._hidden(batch)[self._tensor(rows), self._tensor(places)]
-                logs, hits = self._of_labels(hidden, self._tensor(labels))
+                logs, hits = self._score_labels(hidden, self._tensor(labels))
             for number, log, hit in zip(numbers, logs, hits, strict=True):
                 before = found[number] or Score(0.0, True)
                 found[number] = Score(before.log_probability + log, before.is_greedy and hit)
@@ -143,22 +142,24 @@ class Scorer:
         return [score for score in found if score is not None]
 
     def _rows(self, requests: Sequence[Request]) -> list[_Row]:
-        """What goes through the model, the longest first, so that what is too large for the memory is so at once."""
+        """Return the batch rows, the longest first, so that running out of memory happens at the start."""
         rows: dict[object, _Row] = {}
         for number, (context, continuation) in enumerate(requests):
             if not context or not continuation:
-                raise ValueError(f"the context and the continuation of request {number} must have a token each.")
+                raise ValueError(
+                    f"the context and the continuation of request {number} must have at least one token each."
+                )
             if isinstance(self._model, T5):
-                written = [self._start, *continuation[:-1]]
-                rows[number] = _Row(context[-self._longest :], written, [(number, continuation)])
+                decoder_inputs = [self._start, *continuation[:-1]]
+                rows[number] = _Row(context[-self._longest :], decoder_inputs, [(number, continuation)])
                 continue
             if len(continuation) > self._longest:
                 raise ValueError(
-                    f"the continuation of request {number} has {len(continuation):,} tokens, and the model reads "
-                    f"{self._longest:,}; score it in windows."
+                    f"the continuation of request {number} has {len(continuation):,} tokens, more than the context "
+                    f"length {self._longest:,}; score it in windows."
                 )
-            read = [*context, *continuation][-self._longest - 1 : -1]
-            rows.setdefault(tuple(read), _Row(read, [], [])).scored.append((number, continuation))
+            inputs = [*context, *continuation][-self._longest - 1 : -1]
+            rows.setdefault(tuple(inputs), _Row(inputs, [], [])).scored.append((number, continuation))
         return sorted(rows.values(), key=lambda row: -row.tokens)
 
     def _batches(self, rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
@@ -169,21 +170,21 @@ class Scorer:
             first += size
 
     def _hidden(self, batch: Sequence[_Row]) -> Tensor:
-        """What the head reads, (batch, tokens, hidden_size); padding is behind, where a causal model sees none."""
-        read = self._padded([row.read for row in batch])
+        """Return the hidden states, [B, S, hidden_size]; padding is on the right, where causal attention ignores it."""
+        inputs = self._padded([row.inputs for row in batch])
         if isinstance(self._model, GPT):
-            return self._model.hidden_states(read)
-        lengths = self._tensor([len(row.read) for row in batch])
-        present = torch.arange(read.shape[1], device=self._device) < lengths[:, None]
-        encoded = self._model.encode(read, None if present.all() else present)
-        return self._model.decode(self._padded([row.written for row in batch]), encoded)
+            return self._model.hidden_states(inputs)
+        lengths = self._tensor([len(row.inputs) for row in batch])
+        present = torch.arange(inputs.shape[1], device=self._device) < lengths[:, None]
+        encoded = self._model.encode(inputs, None if present.all() else present)
+        return self._model.decode(self._padded([row.decoder_inputs for row in batch]), encoded)
 
-    def _of_labels(self, hidden: Tensor, labels: Tensor) -> tuple[list[float], list[bool]]:
-        """Log-probabilities of labels, and whether each is the most probable token.
+    def _score_labels(self, hidden: Tensor, labels: Tensor) -> tuple[list[float], list[bool]]:
+        """Return the log-probability of each label, and whether it is the most probable token.
 
         Args:
-            hidden: (n, hidden_size), from which each label is predicted.
-            labels: int64 (n,).
+            hidden: [N, hidden_size], the hidden state that predicts each label.
+            labels: int64 [N].
         """
         step = max(1, _LOGITS_AT_ONCE // self._model.output_weight.shape[0])
         logs, hits = [], []
@@ -209,13 +210,13 @@ class Scorer:
 
 
 def rolling_windows(tokens: Sequence[int], first: int, longest: int) -> Iterator[Request]:
-    """Windows in which every token of a text is scored once, each with as much of the text before it as there is room.
+    """Yield windows that score every token of a text once, with as much context as fits.
 
     Args:
-        tokens: of the text.
-        first: the token before the text.
-        longest: tokens that are read at once. All windows but the first and the last score as many, after one token
-            of context; the last one is filled up with context.
+        tokens: token ids of the text.
+        first: token id that precedes the text.
+        longest: context length. All windows but the last score this many tokens after one token of context; the last
+            one is filled up with context.
     """
     if tokens:
         yield Request([first], tokens[:longest])
