@@ -125,8 +125,8 @@ def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
     """`pystd` is a part of the standard library, all of which takes seconds to parse: what begins with a, b or c."""
     from stoker.trainer.data.sources import text_sources
 
-    left_out = text_sources._left_out_of_pystd
-    monkeypatch.setattr(text_sources, "_left_out_of_pystd", lambda name: left_out(name) or name[0] not in "abc")
+    left_out = text_sources._is_excluded_from_pystd
+    monkeypatch.setattr(text_sources, "_is_excluded_from_pystd", lambda name: left_out(name) or name[0] not in "abc")
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_what_cannot_be_imported_is_one_line(here, name, text, says):
 
 
 def test_a_name_has_one_data_set(here):
-    with pytest.raises(ValueError, match="'mock' is stoker's"):
+    with pytest.raises(ValueError, match="'mock' is already provided by stoker"):
         register_dataset("mock")(len)  # type: ignore[type-var]
     register_dataset("mine")(test_a_name_has_one_data_set)  # type: ignore[type-var]
     register_dataset("mine")(test_a_name_has_one_data_set)  # type: ignore[type-var]

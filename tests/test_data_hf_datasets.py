@@ -84,7 +84,7 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ({"train": ROWS}, {"nme": "x"}, r"dataset_kwargs` \(nme\) must be of name, revision"),
         ({"validation": ROWS}, {}, "no split `train`; it has validation"),
-        ({"train": ROWS}, {"test": "held"}, r"no split `held`; it has train; .*kwargs\.test names it"),
+        ({"train": ROWS}, {"test": "held"}, r"no split `held`; it has train; set .*kwargs\.test"),
         (
             ConnectionError("no\nnetwork"),
             {},

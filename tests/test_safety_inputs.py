@@ -324,7 +324,7 @@ def test_a_tokenizer_with_an_id_of_2_to_the_48(saved: Path, place: Place, refuse
 
     checkpoint = _resealed(saved, place.folder.parent / "wicked", change)
     told = refused("generate", "--checkpoint", checkpoint, "--prompt", "a", "--device", "cpu")
-    assert "the tokenizers library refuses it" in told
+    assert "the tokenizers library rejects it" in told
 
 
 def test_a_tokenizer_that_leads_out(place: Place, refused: Callable[..., str]) -> None:
@@ -357,8 +357,8 @@ TEMPLATES = {
     "file": ("{% include '/etc/passwd' %}", "no loader for this environment"),
     "memory": ("{{ 'a' * 10**11 }}", "of memory"),
     "output": ("{% for i in range(9999) %}{{ 'aaaaaaaaaa' * 9999 }}{% endfor %}", "characters"),
-    "time": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than"),
-    "no_template": ("{% for %}", "it is no template"),
+    "time": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it exceeded the limit"),
+    "no_template": ("{% for %}", "it is not a valid template"),
 }
 
 

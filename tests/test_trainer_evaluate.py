@@ -316,7 +316,7 @@ def test_evaluate_tells_what_a_folder_leaves_out(
     assert _run(evaluate_command, *command) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["bytes"] == 26
-    assert "1 file left out, no plain text by name: b.jsonl" in said.err
+    assert "1 file skipped, not plain text by name: b.jsonl" in said.err
 
 
 def test_generate_command_repeats_itself(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_an_allocation_that_fails_is_an_error_of_the_user(tmp_path, monkeypatch)
     def fail(*_):
         raise failed.value
 
-    monkeypatch.setattr(build_datasets, "_mock", fail)
+    monkeypatch.setattr(build_datasets, "_mock_data", fail)
     with pytest.raises(UserError, match="out of memory on cpu") as error:
         run_training(tiny_config(tmp_path / "run"))
     assert "micro_batch_size" in error.value.lines[1]

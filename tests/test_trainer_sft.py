@@ -205,7 +205,7 @@ def test_a_template_without_answers_is_told(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
     data = {"path": str(tmp_path / "chat.jsonl"), "chat": True, "splits_string": "1"}
     there = root(tmp_path, data, tokenizer={"chat_template": "{{ messages[0].content }}"})
-    with pytest.raises(UserError, match=r"none of the examples of the train split \(1\) .* template marks no answers"):
+    with pytest.raises(UserError, match=r"none of the examples of the train split \(1\) .* renders no answers"):
         build_data(there)
 
 
@@ -227,7 +227,7 @@ def test_rows_too_short_for_the_prompts_are_told(tmp_path: Path) -> None:
             r"line 1 of .* must have a text `output`; it has `input` \(`model\.data\.label_key` names it",
         ),
         ('{"prompt": "x", "completion": "y"}', r"model\.data\.context_key=prompt model\.data\.label_key=completion$"),
-        ('{"messages": []}', r"line 1 of .* is a conversation \(`messages`\), .*: data=chat reads it"),
+        ('{"messages": []}', r"line 1 of .* is a conversation \(`messages`\), .*; use data=chat"),
         ("", "bad.jsonl holds no example"),
     ],
 )
