@@ -101,7 +101,7 @@ def test_config_prints_values_with_origins(capsys: Captured, tmp_path: Path, mon
     assert re.search(r"^  hidden_size: 768 +# default$", out, re.MULTILINE)
     assert re.search(r"^  family: gpt +# default; own key$", out, re.MULTILINE)
     assert re.search(r"^#   model.mcore_gpt: true +historical +conf/model/mine.yaml:2", out, re.MULTILINE)
-    assert "1 key of NeMo without meaning here" in err
+    assert "1 key of NeMo without effect here" in err
 
 
 def test_config_prints_a_file_that_can_be_used(
@@ -377,7 +377,7 @@ def test_a_current_directory_that_is_gone(capsys: Captured, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main.main(["config"]) == 2
-    assert capsys.readouterr().err == "the current directory is gone; change to one that exists\n"
+    assert capsys.readouterr().err == "the current directory no longer exists; change to one that does\n"
 
 
 def test_a_home_that_does_not_exist(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

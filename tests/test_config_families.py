@@ -120,10 +120,10 @@ model:
 @pytest.mark.parametrize(
     ("model", "data", "family", "told_by"),
     [
-        ("bert_binary_head: false", "", "bert", "model.bert_binary_head is there"),
-        ("mcore_bert: true", "", "bert", "model.mcore_bert is there"),
-        ("add_lm_head: true", "", "bert", "model.add_lm_head is there"),
-        ("add_pooler: false", "seq_length_dec: 64", "t5", "model.data.seq_length_dec is there"),
+        ("bert_binary_head: false", "", "bert", "model.bert_binary_head is set"),
+        ("mcore_bert: true", "", "bert", "model.mcore_bert is set"),
+        ("add_lm_head: true", "", "bert", "model.add_lm_head is set"),
+        ("add_pooler: false", "seq_length_dec: 64", "t5", "model.data.seq_length_dec is set"),
         ("", "dataset_type: t5", "t5", "model.data.dataset_type is t5"),
         ("bert_binary_head: false\n  mcore_gpt: true", "", "gpt", ""),
         ("bert_binary_head: false\n  family: gpt", "", "gpt", ""),
@@ -229,7 +229,7 @@ def test_a_key_of_the_decoder_at_model_is_read_for_the_decoder() -> None:
     assert not config.historical
     (warned,) = [finding for finding in config.findings if finding.level == "warning"]
     assert warned.keys == (f"model.decoder.{key}",)
-    assert "for the decoder" in warned.message
+    assert "applied to the decoder" in warned.message
     assert "decoder" in problems("model=t5_tiny", f"model.{key}=false", f"model.decoder.{key}=true").popitem()[1].rule
 
 

@@ -157,4 +157,4 @@ def test_nemos_list_of_files_says_what_is_learnt(folder: Path, tmp_path: Path) -
     with pytest.raises(ConfigError) as caught:
         load_run_config("none", tmp_path, [], {}, finetune=True)
     (problem,) = [problem for problem in caught.value.problems if problem.key == "model.data.data_impl"]
-    assert (problem.rule, problem.origin) == ("must be named: what the model is to learn", "default")
+    assert (problem.rule, problem.origin) == ("must be set: the fine-tuning data", "default")

@@ -313,7 +313,7 @@ def test_rules_are_asked_for_each_stack_of_each_family() -> None:
         ("moe_extended_tp=true", "expert parallelism"),
         ("expert_tensor_parallel_size=2", "expert parallelism"),
         ("expert_model_parallel_size=2", "expert parallelism"),
-        ("moe_router_force_load_balancing=true", "at random"),
+        ("moe_router_force_load_balancing=true", "random routing"),
     ],
 )
 def test_values_that_are_refused(override: str, rule: str) -> None:

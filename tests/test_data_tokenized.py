@@ -229,7 +229,8 @@ def test_the_configuration_names_what_is_wrong() -> None:
     assert problems("data=mmap", f"{at}={{train: {{a: b}}}}")
     assert problems("data=mmap", f"{at}=true")
     assert (
-        "ends documents" in problems("tokenizer=char", "model.data.eod_mask_loss=true")["model.data.eod_mask_loss"].rule
+        "end-of-document token"
+        in problems("tokenizer=char", "model.data.eod_mask_loss=true")["model.data.eod_mask_loss"].rule
     )
     loaded = load("data=mmap", f"{at}={{train: [0.5, a, 0.5, b], validation: c}}").root.model.data.data_prefix
     assert loaded == {"train": [0.5, "a", 0.5, "b"], "validation": "c"}

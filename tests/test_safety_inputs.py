@@ -253,8 +253,8 @@ def test_wicked_adapters(place: Place, refused: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("_target_: os.system", "a configuration never names code to run"),
-        ("seed: !!python/object/apply:os.mkdir [MARKER]", "a file cannot make objects"),
+        ("_target_: os.system", "a configuration must not name code to run"),
+        ("seed: !!python/object/apply:os.mkdir [MARKER]", "only plain values are supported, not objects"),
         ("a: &a [1, 1]\nb: &b [*a, *a]\nc: &c [*b, *b]\n" + "d: [" + ", ".join(["*c"] * 120) + "]", "alias"),
     ],
     ids=["target", "tag", "aliases"],
@@ -291,11 +291,11 @@ def _resealed(saved: Path, folder: Path, change: Callable[[dict[str, Any]], obje
 CHECKPOINTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "target": (
         lambda documents: documents["config"]["model"].update({"_target_": "os.system"}),
-        "a configuration never names code to run",
+        "a configuration must not name code to run",
     ),
     "environment": (
         lambda documents: documents["config"]["model"].update({"encoder_seq_length": "${oc.env:HOME}"}),
-        "values that come from the environment are not read from here",
+        "environment variables are not resolved here",
     ),
     "a_million_layers": (
         lambda documents: documents["config"]["model"].update({"num_layers": 10**6}),

@@ -420,7 +420,7 @@ def test_a_wicked_checkpoint(saved: Callable[[str], Path], tmp_path: Path, capsy
     seal(step, records, state, document, tokenizer)
     told = refusal(capsys, tmp_path / "ours", tmp_path / "back", options=())
     assert "model._target_ = os.system" in told
-    assert "a configuration never names code to run" in told
+    assert "a configuration must not name code to run" in told
 
     (step / "config.json").write_text("{}")
     assert "config.json has 2 bytes instead of" in refusal(capsys, step, tmp_path / "back", options=())

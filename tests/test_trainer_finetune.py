@@ -243,7 +243,7 @@ def test_another_shape_contradicts(theirs: Path, override: str, key: str, said: 
     assert said in found[key].rule
     if "=" in key:
         assert list(found) == [key]
-        assert found[key].fix == f"leave out {key}: the shape comes with the weights"
+        assert found[key].fix == f"leave out {key}: the shape comes from the pretrained model"
 
 
 def test_a_folder_without_a_tokenizer_needs_one(theirs: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How `stoker finetune` begins: what is not given of the model is that of the weights, and what is must be theirs."""
+"""Fill in the model keys of `stoker finetune` from the pretrained model, and reject keys that contradict it."""
 
 from __future__ import annotations
 
@@ -24,68 +24,72 @@ if TYPE_CHECKING:
 
 
 def begin(draft: Draft) -> None:
-    """Fill in the keys of the model that a run begins with, where the user gives none."""
+    """Set the keys of the pretrained model, its tokenizer and adapter where the user gives none.
+
+    Keys that contradict the weights are added to `draft.problems`.
+    """
     key = pretrained_config.KEY
-    named = _text_at(draft, key)
-    if not isinstance(named, str) or not named or named == MISSING:
-        rule = "must name the model to begin with: a stoker run or checkpoint, or a folder of Hugging Face's"
-        draft.problems.append(Problem(key, show_value(named), draft.origin_text(key), rule, f"{key}=FOLDER"))
+    location = _resolved_text(draft, key)
+    if not isinstance(location, str) or not location or location == MISSING:
+        rule = "must be the pretrained model: a stoker run or checkpoint, or a Hugging Face folder"
+        draft.problems.append(Problem(key, show_value(location), draft.origin_text(key), rule, f"{key}=FOLDER"))
         return
     source = "model.data.data_impl"
     if dotted_paths.get(draft.tree, source) is None and not names_files_of_prompts(draft.tree):
-        rule = "must be named: what the model is to learn"
+        rule = "must be set: the fine-tuning data"
         fix = "data=sft, data=chat or data=text (a T5: data=jsonl), each with model.data.path=FILE"
         draft.problems.append(Problem(source, None, draft.origin_text(source), rule, fix))
-    begins = pretrained_config.starting_point(environment.user_path(named, key))
+    pretrained = pretrained_config.starting_point(environment.user_path(location, key))
     family = dotted_paths.get(draft.tree, "model.family")
-    if family not in (None, begins.family):
-        _clash(draft, {"model.family": (family, begins.family)}, begins)
+    if family not in (None, pretrained.family):
+        _report_conflicts(draft, {"model.family": (family, pretrained.family)}, pretrained)
         return
-    _fill(draft, "model.family", begins.family, begins.origin, begins.family)
-    clashes: dict[str, tuple[Any, Any]] = {}
-    for path, value in begins.keys.items():
+    _fill(draft, "model.family", pretrained.family, pretrained.origin, pretrained.family)
+    conflicts: dict[str, tuple[Any, Any]] = {}
+    for path, value in pretrained.keys.items():
         name = path.rpartition(".")[2]
         given = dotted_paths.get(draft.tree, path, draft.tree)
-        spread = dotted_paths.get(draft.tree, f"model.{name}", draft.tree)  # one key of a T5 for both stacks
-        at, given = (f"model.{name}", spread) if given is draft.tree else (path, given)
+        shared = dotted_paths.get(draft.tree, f"model.{name}", draft.tree)  # a T5 key given once for both stacks
+        at, given = (f"model.{name}", shared) if given is draft.tree else (path, given)
         if given is draft.tree:
-            _fill(draft, path, value, begins.origin, begins.family)
+            _fill(draft, path, value, pretrained.origin, pretrained.family)
         elif name in pretrained_config.SHAPES and not holds_interpolation(given) and given != value:
-            clashes[at] = (given, value)
-    _clash(draft, clashes, begins)
-    if not dotted_paths.get(draft.tree, "model.tokenizer") and not begins.tokenizer:
-        rule = f"must be named: {named} holds no tokenizer that is read here"
+            conflicts[at] = (given, value)
+    _report_conflicts(draft, conflicts, pretrained)
+    if not dotted_paths.get(draft.tree, "model.tokenizer") and not pretrained.tokenizer:
+        rule = f"must be set: {location} has no supported tokenizer"
         fix = "tokenizer=byte, or tokenizer=huggingface model.tokenizer.type=FOLDER"
         draft.problems.append(Problem("model.tokenizer.library", None, draft.origin_text(key), rule, fix))
-    if dotted_paths.get(draft.tree, "model.tokenizer.library") is None:  # else it is compared when the weights are read
-        for path, value in begins.tokenizer.items():
+    if (
+        dotted_paths.get(draft.tree, "model.tokenizer.library") is None
+    ):  # else it is compared when the weights are loaded
+        for path, value in pretrained.tokenizer.items():
             if dotted_paths.get(draft.tree, path, draft.tree) is draft.tree:
-                _fill(draft, path, value, begins.origin, begins.family)
-    adapter = _text_at(draft, pretrained_config.ADAPTER_KEY)
+                _fill(draft, path, value, pretrained.origin, pretrained.family)
+    adapter = _resolved_text(draft, pretrained_config.ADAPTER_KEY)
     if isinstance(adapter, str):
-        places = [
-            environment.user_path(text, at) for text, at in ((adapter, pretrained_config.ADAPTER_KEY), (named, key))
-        ]
-        for path, value in pretrained_config.adapter_keys(*places).items():
+        adapter_path = environment.user_path(adapter, pretrained_config.ADAPTER_KEY)
+        base_path = environment.user_path(location, key)
+        for path, value in pretrained_config.adapter_keys(adapter_path, base_path).items():
             given = dotted_paths.get(draft.tree, path, draft.tree)
-            of_preset = path in draft.packaged and draft.kind_of(path) == "file"
+            from_preset = path in draft.packaged and draft.kind_of(path) == "file"
             if path == pretrained_config.SCHEME_KEY and given not in (draft.tree, None, value):
                 preset = f"peft={value}" if value in pretrained_config.PRESETS else f"{path}={value}"
-                draft.problems.append(_contradiction(draft, path, given, value, adapter, preset))
-            elif given is draft.tree or of_preset:
-                _fill(draft, path, value, adapter, begins.family)
+                draft.problems.append(_conflict(draft, path, given, value, adapter, preset))
+            elif given is draft.tree or from_preset:
+                _fill(draft, path, value, adapter, pretrained.family)
             elif path in pretrained_config.ADAPTER_SHAPES and not holds_interpolation(given) and given != value:
-                draft.problems.append(_contradiction(draft, path, given, value, adapter))
+                draft.problems.append(_conflict(draft, path, given, value, adapter))
 
 
-def _text_at(draft: Draft, key: str) -> Any:
-    """A value that may refer to others, where it can be told already."""
-    named = dotted_paths.get(draft.tree, key)
-    if isinstance(named, str) and holds_interpolation(named):
+def _resolved_text(draft: Draft, key: str) -> Any:
+    """Return the value of `key`, with interpolations resolved if they can be at this stage."""
+    value = dotted_paths.get(draft.tree, key)
+    if isinstance(value, str) and holds_interpolation(value):
         resolver = Resolver(draft.tree, draft.variables, nemo_default, takes_only_text)
-        with contextlib.suppress(InterpolationError):  # told with all the others
-            named = resolver.value(key).value
-    return named
+        with contextlib.suppress(InterpolationError):  # reported with all the others
+            value = resolver.value(key).value
+    return value
 
 
 def _fill(draft: Draft, path: str, value: Any, origin: str, family: Family) -> None:
@@ -96,25 +100,31 @@ def _fill(draft: Draft, path: str, value: Any, origin: str, family: Family) -> N
         draft.packaged |= {path}
 
 
-def _clash(draft: Draft, clashes: Mapping[str, tuple[Any, Any]], begins: StartingPoint) -> None:
-    """Tell what contradicts the weights: each key, but those of a preset once, which is another model."""
+def _report_conflicts(draft: Draft, conflicts: Mapping[str, tuple[Any, Any]], pretrained: StartingPoint) -> None:
+    """Report keys that contradict the weights: one problem per key, or one for all keys of a model preset.
+
+    Args:
+        draft: takes the problems.
+        conflicts: path to (given value, value of the weights).
+        pretrained: the model whose weights are loaded.
+    """
     presets: dict[Path, list[str]] = {}
-    for path, (given, value) in clashes.items():
+    for path, (given, value) in conflicts.items():
         file = Path(draft.origins.get(path, DEFAULT).text.rpartition(":")[0])
         if draft.kind_of(path) == "file" and file.parent.name == "model":
             presets.setdefault(file, []).append(path)
         else:
-            draft.problems.append(_contradiction(draft, path, given, value, begins.origin))
+            draft.problems.append(_conflict(draft, path, given, value, pretrained.origin))
     for file, keys in presets.items():
         names = ", ".join(path.removeprefix("model.") for path in keys)
-        rule = f"is another model than that of {begins.origin}, whose weights are read; they differ in {names}"
-        fix = f"leave out model={file.stem}: the shape comes with the weights"
+        rule = f"is another model than that of {pretrained.origin}, whose weights are loaded; they differ in {names}"
+        fix = f"leave out model={file.stem}: the shape comes from the pretrained model"
         draft.problems.append(Problem(f"model={file.stem}", None, str(file), rule, fix))
-        for path in keys:  # so that no rule speaks of a mixture of the two
+        for path in keys:  # otherwise rules would report a mixture of the two models
             if path != "model.family":
-                dotted_paths.put(draft.tree, path, clashes[path][1])
+                dotted_paths.put(draft.tree, path, conflicts[path][1])
 
 
-def _contradiction(draft: Draft, path: str, given: Any, value: Any, origin: str, fix: str = "") -> Problem:
+def _conflict(draft: Draft, path: str, given: Any, value: Any, origin: str, fix: str = "") -> Problem:
     rule = f"must be {show_value(value)}, as in {origin}: its weights have that shape"
     return Problem(path, show_value(given), draft.origin_text(path), rule, fix or f"~{path}")

@@ -1,7 +1,7 @@
-"""From files and overrides to one typed, frozen configuration, or to every error at once.
+"""Load a configuration: compose, resolve and validate YAML files and overrides, reporting all errors at once.
 
-Compose (Hydra) -> value overrides over it -> schema defaults below it -> interpolations -> the state of each key ->
-types -> rules. No step stops at the first problem.
+Compose (Hydra) -> value overrides -> schema defaults -> interpolations -> state of each key -> types -> cross-field
+rules. No step stops at the first problem.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from .overrides import Edit
 
 DEFAULT_NAME, FINETUNE_NAME = "train", "finetune"
-_NO_SUCH_MODEL = "begin with a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
+_NO_SUCH_MODEL = "start from a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
 _SCHED = "model.optim.sched"
-_OTHER_FORM = {
+_STEPS_OR_RATIO = {
     f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
     for part in ("warmup", "constant", "hold")
     for one, other in (("steps", "ratio"), ("ratio", "steps"))
 }
-"""Keys that say the same thing in two ways."""
+"""Key and its alternative form: `X_steps` and `X_ratio` set the same value."""
 
 
 def load_run_config(
@@ -57,15 +57,16 @@ def load_run_config(
     """Compose, resolve and validate a configuration.
 
     Args:
-        config_name: the primary file, without `.yaml`; None is `train`, or `finetune`.
+        config_name: primary file, without `.yaml`; None: `train` (or `finetune`).
         config_dir: the user's folder, searched before `./conf`, `$STOKER_CONF` and the packaged files.
         overrides: `group=choice`, `key=value`, `+key=value`, `++key=value`, `~key`.
-        environ: the environment that `oc.env` reads; None is this process's.
-        finetune: what is not given of the model and its tokenizer is that of `model.restore_from_path`, which must be.
+        environ: environment variables for `oc.env`; None: those of this process.
+        finetune: take keys of the model and its tokenizer that are not given from `model.restore_from_path`, which is
+            then required.
 
     Raises:
-        UserError: a file or a choice does not exist, or a file cannot be read; or there is no model to begin with.
-        ConfigError: the configuration is not valid; holds every problem.
+        UserError: a file, choice or pretrained model does not exist, or a file cannot be read.
+        ConfigError: the configuration is not valid; holds all problems.
     """
     from .compose import Composer
     from .finetune_defaults import begin
@@ -75,7 +76,7 @@ def load_run_config(
     try:
         Path.cwd()
     except OSError:
-        raise UserError("the current directory is gone; change to one that exists") from None
+        raise UserError("the current directory no longer exists; change to one that does") from None
     composer = Composer(config_dir, environment.config_folders(environ))
     parsed = parse(overrides, composer.is_group)
     default = FINETUNE_NAME if finetune else DEFAULT_NAME
@@ -93,7 +94,7 @@ def load_run_config(
 
 
 def config_from_document(document: Mapping[str, Any], *, trusted: bool, origin: str) -> RunConfig:
-    """See `RunConfig.from_document`."""
+    """Implement `RunConfig.from_document`."""
     tree = dotted_paths.merged({}, document)
     origins = {path: Origin("document", origin) for path, _ in dotted_paths.leaves(tree)}
     draft = Draft(tree, origins, environment.snapshot(), literal=not trusted)
@@ -101,7 +102,17 @@ def config_from_document(document: Mapping[str, Any], *, trusted: bool, origin: 
 
 
 class Draft:
-    """A configuration on its way: raw values, origins, and what is wrong so far."""
+    """Configuration under construction: raw values, origins, and the problems found so far.
+
+    Args:
+        tree: values as written.
+        origins: origin by path.
+        environ: the caller's environment variables.
+        literal: do not resolve interpolations (untrusted documents).
+
+    Attributes:
+        packaged: paths set by packaged files.
+    """
 
     def __init__(
         self, tree: Tree, origins: dict[str, Origin], environ: Mapping[str, str], literal: bool = False
@@ -116,15 +127,15 @@ class Draft:
         self._moved: dict[str, str] = {}
         self._raw: Tree = {}
         self._resolved: Tree = {}
-        self._tainted: set[str] = set()
+        self._from_environment: set[str] = set()
         self._family: Family = "gpt"
-        self._told = infer_family.told_family(tree)  # before overrides reset the keys that tell it
+        self._family_hint = infer_family.told_family(tree)  # before overrides reset the keys it is inferred from
 
     def apply(self, edit: Edit) -> None:
-        """One value override. An unknown key stays in the tree, to be reported with all the others."""
+        """Apply one value override. An unknown key stays in the tree, to be reported with all others."""
         origin = Origin("override", edit.typed)
         if edit.is_reset:
-            if edit.names_value and _is_known(edit.path) and not self._is_reset_from(edit):
+            if edit.names_value and _is_known(edit.path) and not self._matches_reset_value(edit):
                 return
             for path in [known for known in self.origins if _is_at_or_below(known, edit.path)]:
                 del self.origins[path]
@@ -143,31 +154,31 @@ class Draft:
             del self.origins[path]
         dotted_paths.put(self.tree, edit.path, _text_keys(value) if isinstance(value, dict) else value)
         self.origins[edit.path] = origin
-        if edit.value is not None and self.origins.get(_OTHER_FORM.get(edit.path, ""), DEFAULT).kind == "file":
+        if edit.value is not None and self.origins.get(_STEPS_OR_RATIO.get(edit.path, ""), DEFAULT).kind == "file":
             self._replace_other_form(edit.path)
 
-    def _is_reset_from(self, edit: Edit) -> bool:
-        """Whether `~key=VALUE` names the value there is; a problem where it names another one."""
+    def _matches_reset_value(self, edit: Edit) -> bool:
+        """Return True if the value matches that of `~key=VALUE`; otherwise report a problem."""
         key = key_of_any_family(edit.path)
-        there = dotted_paths.get(self.tree, edit.path, key.default if key else None)
-        if there == edit.value and isinstance(there, bool) == isinstance(edit.value, bool):
+        current = dotted_paths.get(self.tree, edit.path, key.default if key else None)
+        if current == edit.value and isinstance(current, bool) == isinstance(edit.value, bool):
             return True
-        named = show_value(edit.value)
+        expected = show_value(edit.value)
         origin = self.origin_text(edit.path)
-        rule = f"is reset only where it is {shown_value(edit.path, named)}; its value is from {origin}"
-        fix = f"~{edit.path}, or {corrected(edit.path, named)}"
+        rule = f"is reset only if it is {shown_value(edit.path, expected)}; its value is from {origin}"
+        fix = f"~{edit.path}, or {corrected(edit.path, expected)}"
         typed = f"{without_secrets(edit.typed)} (command line)"
-        self.problems.append(Problem(edit.path, show_value(there), typed, rule, fix))
+        self.problems.append(Problem(edit.path, show_value(current), typed, rule, fix))
         return False
 
     def prefer_users_form(self) -> None:
-        """Steps of a user's file replace a ratio of a packaged one, and the other way round."""
-        for path, other in _OTHER_FORM.items():
+        """Let `X_steps` of a user's file replace `X_ratio` of a packaged one, and vice versa."""
+        for path, other in _STEPS_OR_RATIO.items():
             if path not in self.packaged and other in self.packaged and dotted_paths.get(self.tree, path) is not None:
                 self._replace_other_form(path)
 
     def _replace_other_form(self, path: str) -> None:
-        other = _OTHER_FORM[path]
+        other = _STEPS_OR_RATIO[path]
         value = dotted_paths.get(self.tree, other)
         if value is None:
             return
@@ -177,14 +188,18 @@ class Draft:
         del self.origins[other]
 
     def finish(self, files: tuple[Path, ...]) -> RunConfig:
-        """Everything after the overrides."""
-        self._name_family()
+        """Resolve and validate after all overrides are applied.
+
+        Raises:
+            ConfigError: the configuration is not valid.
+        """
+        self._infer_family()
         self._resolve()
         self._family = family_of(self._resolved.get("model"))
         for finding in expand_t5.spread_over_stacks(self._resolved, self.kind_of, self._moved):
-            self._take(finding)
+            self._add_finding(finding)
         for finding in nemo_spellings.respelled(self._resolved, self._moved):
-            self._take(finding)
+            self._add_finding(finding)
         states = KeyStates(self._resolved, self.origin_text, lambda path: self.kind_of(path) == "override")
         acting: Tree = {}
         account: list[KeyAccount] = []
@@ -193,27 +208,27 @@ class Draft:
             if verdict.state is State.ACTS:
                 dotted_paths.put(acting, verdict.path, verdict.value)
                 continue
-            account.append(self._account(verdict))
+            account.append(self._key_account(verdict))
             if verdict.state is State.HISTORICAL:
                 historical.append(verdict.path)
         self.problems.extend(states.problems())
         self.findings.extend(states.findings())
-        self._missing(acting)
+        self._report_missing(acting)
         given = frozenset(path for path, _ in dotted_paths.leaves(acting))
         root, wrong_types, wrong = validate.typed(acting, self.origin_text)
         self.problems.extend(wrong_types)
         wrong |= {problem.key for problem in self.problems}
-        facts = Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._tainted))
-        # with another way to cut a model over processes, nobody knows how many of them share a batch
+        facts = Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._from_environment))
+        # With an invalid parallel size the data-parallel size is unknown.
         unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZES else set())
         for finding in all_rules.run_rules(facts):
             if not unknown.intersection(finding.keys):
-                self._take(finding)
-        judged = {row.path for row in account}
-        effective = [row for row in self._effective(root, wrong) if row.path not in judged]
-        findings = tuple(replace(finding, origin=self._given_at(finding)) for finding in self.findings)
+                self._add_finding(finding)
+        inactive = {row.path for row in account}
+        effective = [row for row in self._effective_accounts(root, wrong) if row.path not in inactive]
+        findings = tuple(replace(finding, origin=self._finding_origin(finding)) for finding in self.findings)
         if self.problems:
-            raise ConfigError(_distinct(self.problems), [*effective, *account], findings)
+            raise ConfigError(_without_duplicates(self.problems), [*effective, *account], findings)
         document = self._document(root)
         origins = {key: self.origins.get(key, DEFAULT) for key in _leaf_paths(document)} | self.origins
         return RunConfig(
@@ -227,14 +242,14 @@ class Draft:
         )
 
     def origin_text(self, path: str) -> str:
-        """Where the value at `path` came from, in words."""
+        """Return the origin of the value at `path` as text."""
         origin = self._origin_at(path)
         return f"{without_secrets(origin.text)} (command line)" if origin.kind == "override" else origin.text
 
     def _origin_at(self, path: str) -> Origin:
         old = self._moved.get(path)
         if old is None and path in self._moved.values() and dotted_paths.get(self._resolved, path, MISSING) == MISSING:
-            return DEFAULT  # what was given here is the value of another key
+            return DEFAULT  # the value given here was moved to another key
         path = old or path
         while path:
             if path in self.origins:
@@ -243,34 +258,34 @@ class Draft:
         return DEFAULT
 
     def kind_of(self, path: str) -> str:
-        """`file`, `override`, `document` or `default`."""
+        """Return the kind of origin: `file`, `override`, `document` or `default`."""
         return self.origins.get(path, DEFAULT).kind
 
-    def _name_family(self) -> None:
-        """NeMo's files name no family; their keys tell it."""
+    def _infer_family(self) -> None:
+        """Infer `model.family` of a NeMo file from its keys, and reject files of unsupported models."""
         other = infer_family.other_model(self.tree)
-        if other is not None:  # nothing else that could be said of its keys would help
-            path, called = other
-            rule = f"a configuration of NeMo's {called}; stoker has GPT, T5 and BERT"
+        if other is not None:  # further problems would be misleading
+            path, model_name = other
+            rule = f"a configuration of NeMo's {model_name}; stoker supports GPT, T5 and BERT"
             value = show_value(dotted_paths.get(self.tree, path))
             raise ConfigError([Problem(path, value, self.origin_text(path), rule, _NO_SUCH_MODEL)])
         path = "model.family"
-        told = infer_family.told_family(self.tree) or self._told
-        if told is not None and dotted_paths.get(self.tree, path) is None:
-            family, reason = told
+        inferred = infer_family.told_family(self.tree) or self._family_hint
+        if inferred is not None and dotted_paths.get(self.tree, path) is None:
+            family, reason = inferred
             dotted_paths.put(self.tree, path, family)
             self.origins[path] = Origin("default", reason)
             self.findings.append(Finding("info", (path,), f"`{family}`, since {reason}", f"{path}={family}"))
         self._family = family_of(self.tree.get("model"))
 
     def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:
-        """Those paths that an override, a document or a file of the user sets."""
+        """Return the paths set by an override, a document or a user's file."""
         return frozenset(
             path for path in given if path not in self.packaged or self.origins.get(path, DEFAULT).kind != "file"
         )
 
     def _resolve(self) -> None:
-        """Fill `_resolved`; a key that cannot be resolved is a problem if it would have had an effect."""
+        """Fill `_resolved`; an unresolvable interpolation is a problem if its key could have an effect."""
         whole = dotted_paths.merged(defaults_tree(self._family), self.tree)
         resolver = Resolver(whole, self.variables, nemo_default, takes_only_text)
         for path, raw in list(dotted_paths.leaves(self.tree)):
@@ -286,15 +301,21 @@ class Draft:
                     dotted_paths.put(self._resolved, path, raw)
                 else:
                     self.problems.append(
-                        Problem(path, show_value(raw), self.origin_text(path), f"it {error}", self._meant(error))
+                        Problem(
+                            path,
+                            show_value(raw),
+                            self.origin_text(path),
+                            f"it {error}",
+                            self._reference_suggestion(error),
+                        )
                     )
                 continue
             dotted_paths.put(self._resolved, path, found.value)
             if found.from_environment or holds_interpolation(found.value):
-                self._tainted.add(path)
+                self._from_environment.add(path)
                 dotted_paths.put(self._raw, path, raw)
 
-    def _meant(self, error: InterpolationError) -> str:
+    def _reference_suggestion(self, error: InterpolationError) -> str:
         from .interpolation import AbsentError
         from .nemo.key_states import suggestions
 
@@ -304,7 +325,7 @@ class Draft:
         near = [path for path in suggestions(error.target, self._family) if path not in blocks]
         return f"did you mean ${{{near[0]}}}?" if near else ""
 
-    def _missing(self, acting: Tree) -> None:
+    def _report_missing(self, acting: Tree) -> None:
         for path, value in list(dotted_paths.leaves(acting)):
             if value == MISSING:
                 dotted_paths.remove(acting, path)
@@ -314,8 +335,8 @@ class Draft:
                     )
                 )
 
-    def _take(self, finding: Finding) -> None:
-        """A finding of a rule: an error becomes a problem with values and origins."""
+    def _add_finding(self, finding: Finding) -> None:
+        """Record a finding; an error becomes a problem with values and origins."""
         for key in finding.keys:
             if key in self._moved and finding.fix == f"~{key}":
                 finding = replace(finding, fix=f"~{self._moved[key]}")
@@ -328,8 +349,8 @@ class Draft:
             Problem(first, self._shown(first), self.origin_text(first), finding.message, finding.fix, also)
         )
 
-    def _given_at(self, finding: Finding) -> str:
-        """Where the first key of a finding was given; empty where it is a default."""
+    def _finding_origin(self, finding: Finding) -> str:
+        """Return the origin of the first key of a finding; empty for a default."""
         first = next(iter(finding.keys), "")
         return "" if self._origin_at(first).kind == "default" else self.origin_text(first)
 
@@ -340,11 +361,11 @@ class Draft:
             value = dotted_paths.get(self._resolved, path, key.default if key else None)
         return shown_value(path, show_value(value))
 
-    def _account(self, verdict: Verdict) -> KeyAccount:
+    def _key_account(self, verdict: Verdict) -> KeyAccount:
         raw = dotted_paths.get(self._raw, verdict.path, verdict.value)
         return KeyAccount(verdict.path, show_value(raw), verdict.state, self.origin_text(verdict.path), verdict.note)
 
-    def _effective(self, root: RootBlock, wrong: set[str]) -> list[KeyAccount]:
+    def _effective_accounts(self, root: RootBlock, wrong: set[str]) -> list[KeyAccount]:
         rows = []
         for path, value in dotted_paths.leaves(self._document(root)):
             shown = self._shown(path) if path in wrong else show_value(value)
@@ -352,9 +373,9 @@ class Draft:
         return rows
 
     def _document(self, root: RootBlock) -> Tree:
-        """The effective keys as they go to disk: what came from the environment stays as it was written."""
+        """Return the effective keys as saved; values from the environment stay unresolved."""
         document = root.model_dump(mode="json")
-        for path in self._tainted:
+        for path in self._from_environment:
             if path in schema_keys(self._family) or _is_open(dotted_paths.parent_of(path)):
                 dotted_paths.put(document, path, dotted_paths.get(self._raw, path))
         return document
@@ -365,7 +386,11 @@ def _leaf_paths(document: Tree) -> list[str]:
 
 
 def nemo_default(path: str) -> Any:
-    """What a reference to a key that no file sets means: NeMo's default."""
+    """Return NeMo's default of a key, for references to keys that no file sets.
+
+    Raises:
+        KeyError: the key is not in the key table.
+    """
     row = row_of(path)
     if row is None or row.pattern != path:
         raise KeyError(path)
@@ -373,7 +398,7 @@ def nemo_default(path: str) -> Any:
 
 
 def takes_only_text(path: str) -> bool:
-    """Whether a key takes nothing but text; one that is not known may."""
+    """Return True if a key takes text only, or is unknown."""
     key = key_of_any_family(path)
     return key is None or key.is_text
 
@@ -394,9 +419,9 @@ def _is_open(path: str) -> bool:
 
 
 def _text_keys(block: Mapping[Any, Any]) -> Tree:
-    """A block typed as an override; Hydra may read names as numbers."""
+    """Return a block of an override with text keys; Hydra may parse names as numbers."""
     return {str(name): _text_keys(value) if isinstance(value, dict) else value for name, value in block.items()}
 
 
-def _distinct(problems: Sequence[Problem]) -> list[Problem]:
+def _without_duplicates(problems: Sequence[Problem]) -> list[Problem]:
     return list(dict.fromkeys(problems))

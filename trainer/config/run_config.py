@@ -1,4 +1,4 @@
-"""The frozen configuration of one run, with the origin of every value."""
+"""Frozen configuration of one run, with the origin of every value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from.
+    """Origin of a value.
 
     Attributes:
         kind: `file`, `override`, `document` or `default`.
@@ -38,16 +38,16 @@ DEFAULT = Origin("default", "default")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A validated configuration.
+    """Validated configuration.
 
     Attributes:
         root: the typed keys.
-        origins: dotted path to origin, for every leaf of `root` and every key of the user's files.
-        document: plain containers as they go to disk; environment values stay unresolved (`${oc.env:NAME}`).
+        origins: origin by dotted path, for every leaf of `root` and every key of the user's files.
+        document: the configuration as saved, in plain containers; environment values unresolved (`${oc.env:NAME}`).
         findings: warnings and notes to print once.
-        historical: dotted paths that were accepted though they have no meaning here.
-        account: every effective key and every key given that does not act, for `stoker config`.
-        files: the YAML files it was composed from.
+        historical: paths of accepted keys that have no effect here.
+        account: every effective key and every given key that does not act, for `stoker config`.
+        files: the YAML files that were merged.
     """
 
     root: RootBlock
@@ -60,7 +60,7 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical document: equal on every rank of a run."""
+        """SHA-256 of the document as canonical JSON; equal on all ranks of a run."""
         return hashlib.sha256(json.dumps(self.document, sort_keys=True).encode()).hexdigest()
 
     def save(self, path: Path) -> None:
@@ -69,15 +69,15 @@ class RunConfig:
 
     @classmethod
     def load(cls, path: Path, *, trusted: bool = False) -> RunConfig:
-        """Read and validate what `save` wrote.
+        """Read and validate a file written by `save`.
 
         Args:
             path: the JSON file.
-            trusted: resolve `${oc.env:NAME}` from this environment, as for the run that wrote it. A document that came
-                with a checkpoint is not trusted: such text stays text.
+            trusted: resolve `${oc.env:NAME}` from this environment, as in the run that wrote it. A document that came
+                with a checkpoint is not trusted: interpolations remain plain text.
 
         Raises:
-            UserError: it cannot be read, or is not valid.
+            UserError: the file cannot be read or is not valid.
         """
         try:
             if path.stat().st_size > MAX_BYTES:
@@ -95,10 +95,10 @@ class RunConfig:
     def from_document(
         cls, document: Mapping[str, Any], *, trusted: bool = False, origin: str = "document"
     ) -> RunConfig:
-        """Validate a document: the same keys, types and rules as for YAML.
+        """Validate a document with the same keys, types and rules as YAML files.
 
         Raises:
-            ConfigError: it is not valid.
+            ConfigError: the document is not valid.
         """
         from .load import config_from_document
 
