@@ -283,7 +283,7 @@ def test_weights_that_are_cut_are_refused() -> None:
 
     layer = nn.Linear(4, 4)
     layer.weight = Cut(layer.weight.data)
-    with pytest.raises(ValueError, match="`cpu_offloading_weights` \\(True\\) needs whole weights"):
+    with pytest.raises(ValueError, match="`cpu_offloading_weights` \\(True\\) is not supported with sharded weights"):
         WeightOffload(LateCopies(), [layer], 1)
 
 

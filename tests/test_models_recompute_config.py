@@ -317,7 +317,7 @@ def test_a_relu_that_is_recomputed_saves_nothing_as_written(
         None if idle else sliced(1, 0, "mlp_activation"),
     )
     assert len(notes) == idle
-    assert all("relu reads its result alone" in note and "=[norm] saves memory" in note for note in notes)
+    assert all("relu needs only its output" in note and "=[norm] saves memory" in note for note in notes)
     overrides = [f"model.{key}={value}" for key, value in changes.items()]
     root = load(
         "model=gpt3_1b", "model.activation=relu", "model.openai_gelu=False", *overrides, f"model.compile={compiled}"
@@ -380,8 +380,8 @@ def test_each_part_says_that_it_draws(source: str) -> None:
     given = keys(**quiet | changes | UNIFORM | {f"{AT}num_layers": 1})
     model = build_model(given, vocab_size=10, form=SampleForm(length=8), **facts)
     layer: Any = model.get_submodule("decoder.layers.0")
-    assert layer.recompute_draws
-    assert [name for name, part in layer.named_modules() if getattr(part, "draws", False)] == [at]
+    assert layer.preserve_rng_state
+    assert [name for name, part in layer.named_modules() if getattr(part, "uses_rng", False)] == [at]
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
         "unknown: ../../evil",
     ),
     "index_leads_out": (lambda place: _as_index(place, "../outside.safetensors"), "is not the plain name of a file"),
-    "code_beside": (_code_beside, "code that comes with it, which is never run"),
+    "code_beside": (_code_beside, "remote code, which is never run"),
     "a_million_layers": (
         lambda place: change_config(place.folder, num_hidden_layers=10**6),
         "there are 1,000,000 layers, but only 21 tensors",
