@@ -23,7 +23,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
             for bias in ("none", "distance", "slopes") if head_dim <= 128 else ("none",):
                 distance, slopes = bias == "distance", bias == "slopes"
                 shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance, "HAS_SLOPE": slopes}
-                apart = {"OUT_APART": head_dim <= 128}
+                apart = {"SEPARATE_OUT": head_dim <= 128}
                 blocks = (launchers._FORWARD if causal or slopes else launchers._FORWARD_FULL)[head_dim]
                 constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
                 yield "forward", launchers.hopper_forward, shared | apart | constants

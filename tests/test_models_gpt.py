@@ -261,7 +261,7 @@ def test_decisions() -> None:
     model = gpt(attention_dropout=0.1)
     made = {kind: decision.backend for kind, decision in model.attention_decisions.items()}
     assert made == {"training": "unfused", "evaluation": "sdpa_flash", "generation": "sdpa_flash"}
-    assert "no dropout (0.1)" in model.attention_decisions["training"].table()
+    assert "not support dropout (0.1)" in model.attention_decisions["training"].table()
     flags = AttentionFlags(flash=False)
     assert {decision.backend for decision in gpt(flags=flags).attention_decisions.values()} == {"unfused"}
     with pytest.raises(NoBackendError, match=r"dropout \(0.1\)"):

@@ -208,7 +208,7 @@ def test_flash_on_a_cpu_is_refused_with_what_it_cannot_do(tmp_path: Path, capsys
     assert main.main(["train", "model=t5_base", "trainer=cpu", *flash, where]) == 2
     said = capsys.readouterr().err
     assert re.findall("attention `(.*?)`", said) == ["encoder", "decoder", "cross"]  # all at once
-    assert said.count("no dropout (0.1) and no bias with gradient") == 2
+    assert said.count("not support dropout (0.1) or a bias with gradient") == 2
     assert not (tmp_path / "run").exists()
 
 
