@@ -41,7 +41,7 @@ def test_a_tokenizer_key_of_the_user_leaves_the_others_to_the_base(folder: Path)
 
 def test_another_tokenizer_than_that_of_the_base_is_refused(folder: Path, tmp_path: Path) -> None:
     for number, words in enumerate((["tokenizer=byte"], ["tokenizer=char"])):
-        with pytest.raises(UserError, match="has another tokenizer than this run"):
+        with pytest.raises(UserError, match="was trained with a different tokenizer"):
             run_training(finetune_config(folder / "llama", tmp_path / f"run{number}", *words))
     (tmp_path / "same").mkdir()
     letter_tokenizer(tmp_path / "same")
@@ -97,20 +97,19 @@ def test_an_adapter_of_another_base_is_refused_where_that_is_certain(folder: Pat
         run(other, folder / "lora", "two")
     (told,) = caught.value.lines
     assert told.startswith(f"`model.peft.restore_from_path`: {folder / 'lora'}")
-    assert f"was trained on {base}, and this run begins with {other}, whose weights are others" in told
-    assert f" (decoder.final_norm.weight is the first); set model.restore_from_path={base}; to move it to" in told
+    assert f"was trained on {base}, but this run starts from {other}, whose weights differ" in told
+    assert f" (first in decoder.final_norm.weight); set model.restore_from_path={base}; to use it with" in told
     convert_adapter(
         folder / "lora", tmp_path / "peft", merge=False, to=None, base=None, dtype=None, tokenizer=None, model_type=None
     )
     assert "warning" not in run(other, tmp_path / "peft", "three")  # a name proves nothing, and this one is the same
     other.rename(moved)
-    doubt = f"names {base} as the model it was trained on, and this run begins with {moved}"
+    doubt = f"names {base} as its base model, but this run starts from {moved}"
     assert doubt in run(moved, tmp_path / "peft", "four")
     base.rename(folder / "gone")
     try:
-        assert "the former are no longer there, so whether weights differ is unknown" in run(
-            moved, folder / "lora", "five"
-        )
+        warning = "the original ones are gone, so the weights cannot be compared"
+        assert warning in run(moved, folder / "lora", "five")
     finally:
         (folder / "gone").rename(base)
 

@@ -559,7 +559,7 @@ def test_experts_keep_at_least_what_the_bound_says(changes: dict[str, Any]) -> N
     described = gpt_slice(keys, vocab_size=128).stack
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = model.train().loss(torch.arange(8).repeat(2, 1), torch.arange(8).repeat(2, 1), 1.0)
-    bound = memory_check._kept_in_experts(described, 16) * 4
+    bound = memory_check._saved_in_experts(described, 16) * 4
     assert 0 < bound <= sum(size for where, size in kept.items() if where not in weights)
     loss.backward()
 

@@ -299,7 +299,7 @@ def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path)
     made = {}
     for number in (0, 1):
         folder = tmp_path / str(number)
-        train._data_of_all(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
+        train._build_data(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
         made[number] = folder.is_dir()
     assert made == {0: True, 1: False}
 

@@ -204,7 +204,7 @@ def test_what_a_run_says_in_the_end() -> None:
     assert part.weight_offload is not None
     part.activation_offload.sent_bytes, part.weight_offload.sent_bytes = 1 << 30, 1 << 29
     (line,) = describe_moved(model)
-    assert "moved 1.50 GiB to host memory and back in a micro batch, and took 3.00 GiB" in line
+    assert "moved 1.50 GiB to host memory and back per micro batch, and used 3.00 GiB" in line
 
 
 FULL = ("granularity=full", "method=uniform", "num_layers=2")
@@ -303,8 +303,8 @@ def test_what_a_run_says() -> None:
     assert told == ["warning: `model.cpu_offloading` (True) has no effect on cpu"]
     offload(model, described, LateCopies)
     (line,) = describe_offload(root, described, model, CUDA)
-    assert line.startswith("host memory keeps of the first 3 layers what they save for the backward and their weights")
-    assert line.endswith("; made again, not moved: core attention, mlp activation, norm")
+    assert line.startswith("CPU offloading of the first 3 layers: activations and weights (")
+    assert line.endswith("; recomputed instead of offloaded: core attention, mlp activation, norm")
     keys = config().root.model
     nothing = family_slice(keys, vocab_size=50, form=SampleForm(length=16))
     assert list(describe_offload(config().root, nothing, model, CUDA)) == []

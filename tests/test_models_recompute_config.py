@@ -349,7 +349,7 @@ def test_what_fine_tuning_draws_again_cannot_be_recorded(
     changes = {f"model__{name}": value for name, value in model.items()}
     root = tiny_config(tmp_path, trainer__accelerator="auto", **changes).root
     reason = why_not_recorded(root, torch.device("cuda"), 1)
-    assert (reason is not None and "random generators" in reason) == draws
+    assert (reason is not None and "RNG state" in reason) == draws
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -407,5 +407,5 @@ def test_what_draws_again_cannot_be_recorded(tmp_path: Any, given: dict[str, Any
     cuda = torch.device("cuda")
     assert uses_cuda_graph(perhaps, cuda, 1) != draws
     if draws:
-        with pytest.raises(UserError, match=r"state of random generators, which `activations_checkpoint_.*` \("):
+        with pytest.raises(UserError, match=r"RNG state, which `activations_checkpoint_.*` \("):
             uses_cuda_graph(wish, cuda, 1)

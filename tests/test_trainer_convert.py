@@ -269,7 +269,7 @@ def test_a_folder_is_asked_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     for words, says in (
         ([], "no model is given; pass its folder as DIR or --checkpoint DIR"),
         ([str(ours), "--checkpoint", str(theirs)], f"{ours} and --checkpoint {theirs} both give the model"),
-        ([str(theirs), "--ema"], f"--ema: {theirs} is a model of Hugging Face's, which holds no moving average"),
+        ([str(theirs), "--ema"], f"--ema: {theirs} is a Hugging Face model, which has no EMA weights"),
         ([str(theirs), "--base", "x"], f"--base x: {theirs} holds a whole model; leave --base out"),
         ([str(ours), "--base", "x"], "step-0 holds a whole model; leave --base out"),
         ([str(tmp_path / "bare")], f"`stoker convert {tmp_path / 'bare'} FOLDER` takes --tokenizer"),

@@ -194,9 +194,9 @@ def test_samples_that_are_made_differently_are_told_when_a_run_goes_on(
     said = capfd.readouterr().out
     assert "`model.data.masked_lm_prob` was 0.15 in step-1 and is 0.3 now" in said
     assert "`model.data.splits_string` was" in said
-    assert said.count("samples are made differently") == 2
+    assert said.count("samples are built differently") == 2
     run_training(tiny_config(tmp_path, model=other, trainer__max_steps=3))
-    assert "made differently" not in capfd.readouterr().out
+    assert "built differently" not in capfd.readouterr().out
 
 
 # ---------------------------------------------------------------- commands

@@ -326,17 +326,20 @@ def test_a_failed_allocation_names_the_keys_that_help():
     root = load(LLAMA, *ONE).root
     target = target_elsewhere(root, card_named("h200:20GiB"))
     plan = make_plan(root, target)
-    with pytest.raises(UserError) as error, running._memory_told(root, torch.device("cuda"), plan):
+    with pytest.raises(UserError) as error, running._report_out_of_memory(root, torch.device("cuda"), plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     lines = error.value.lines
     assert lines[0].startswith("out of memory on cuda: CUDA out of memory")
     assert "of 20.0 GiB" in lines[1]
     assert any("model.activations_checkpoint_modules=" in line and "GiB (-" in line for line in lines)
-    with pytest.raises(UserError) as error, running._memory_told(root, torch.device("cuda"), plan):
+    with pytest.raises(UserError) as error, running._report_out_of_memory(root, torch.device("cuda"), plan):
         torch.empty(2**50, dtype=torch.uint8)
     assert error.value.lines[0].startswith("out of host memory: ")
     assert len(error.value.lines) == 2, "none of the keys that help a device"
-    with pytest.raises(UserError, match="out of host memory"), running._memory_told(root, torch.device("cuda"), plan):
+    with (
+        pytest.raises(UserError, match="out of host memory"),
+        running._report_out_of_memory(root, torch.device("cuda"), plan),
+    ):
         raise MemoryError
     assert out_of_memory_lines(root, None) == [
         "use a smaller model.micro_batch_size, shorter samples or a smaller model"

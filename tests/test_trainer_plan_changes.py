@@ -90,7 +90,7 @@ def test_without_times_the_search_changes_what_costs_least_to_change():
 def test_a_recording_that_cannot_be_had_is_not_planned(capsys):
     drawn = [*FULL, "model.hidden_dropout=0.1", "model.enable_cuda_graph=True"]
     assert main(["plan", "model=gpt_125m", "data=mock", "--device", "h100", *drawn]) == EXIT_BAD_INPUT
-    assert "records no state of random generators" in capsys.readouterr().err
+    assert "does not capture RNG state" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["granularity=selective", "modules=[core_attention]"])

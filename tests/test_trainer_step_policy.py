@@ -120,7 +120,7 @@ def test_a_jump_of_the_loss_is_told_once_until_it_is_over():
     jump = [(loss + 3.0, 1.0) for loss, _ in figures(40, seed=1)]
     assert policy.read(1, calm) == []
     [warning] = policy.read(121, jump)
-    assert warning.startswith("the training loss jumped before step 125: ")
+    assert warning.startswith("loss spike before step 125: ")
     assert warning.endswith("deviations above 2.9884 before")
     assert policy.read(161, figures(60, seed=2)) == []
     assert len(policy.read(221, jump)) == 1
@@ -451,7 +451,7 @@ def test_a_part_of_the_validation_samples_is_counted_in_samples(limit, drops, co
     assert found == counts
 
 
-@pytest.mark.parametrize(("limit", "left"), [(5, "3 samples, no"), (0.25, r"1 sample \(`trainer.limit_val_batches`")])
+@pytest.mark.parametrize(("limit", "left"), [(5, "3 samples, less"), (0.25, r"1 sample \(`trainer.limit_val_batches`")])
 def test_no_whole_batch_to_validate_on_is_one_line(limit, left, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("all there is " * 30)
