@@ -85,12 +85,12 @@ def matmul(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     constants: dict[str, Any] = {
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
         "EVEN_WIDTH": even,
-        "TOGETHER": config.together,
-        "BLOCK_M": config.rows,
-        "BLOCK_N": config.columns,
-        "BLOCK_K": config.depth,
+        "GROUP_M": config.group_m,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
     }
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if kind == "outer":
         constants |= {"GATHER_LEFT": family == "left", "GATHER_RIGHT": family != "left", "EVEN_HEIGHT": even}
         return grouped_kernels.outer_kernel, constants, options
@@ -116,7 +116,7 @@ def by_row(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     elif variant.kind == "gather":
         constants |= {"WEIGHTED": True}
     elif variant.kind == "combine":
-        constants |= {"WEIGHTED": True, "ADDED": True, "TOPK": 8}
+        constants |= {"WEIGHTED": True, "HAS_RESIDUAL": True, "TOPK": 8}
     elif variant.kind == "gate_gradient":
         constants |= {"TOPK": 8}
     else:

@@ -32,7 +32,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     from stoker.kernels.optim.adamw_kernel import _adamw_kernel
     from stoker.kernels.scale_in_place import scale_kernel
 
-    table = {"table_pointer": "*i64", "tensors": "i32", "halvings": "i32"}
+    table = {"table_pointer": "*i64", "tensors": "i32", "search_steps": "i32"}
     scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32")
     on_device = dict.fromkeys(("grad_scale_pointer", "step_size_pointer", "correction2_root_pointer"), "*fp32")
     adamw = table | on_device | scalars
@@ -69,24 +69,26 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         "BLOCK_HALF": 32,
         "BLOCK_REST": 64,
     }
-    narrow = {f"{name}_pointer": "*bf16" for name in ("gradient", "up", "low")}
-    narrow |= {f"{name}_pointer": "*fp32" for name in ("of_low", "of_up")}
-    narrow |= dict.fromkeys(("rows", "columns", "piece", "gradient_stride", "low_stride"), "i32")
+    narrow = {f"{name}_pointer": "*bf16" for name in ("gradient", "lora_b", "low")}
+    narrow |= {f"{name}_pointer": "*fp32" for name in ("low_gradient", "lora_b_gradient")}
+    narrow |= dict.fromkeys(("rows", "columns", "chunk_rows", "gradient_stride", "low_stride"), "i32")
     narrow |= {f"{place}_{of}": "i32" for place in ("second", "third") for of in ("column", "block")}
     lora = {f"{name}_pointer": "*bf16" for name in ("gate_up", "up_low", "up_b")}
     sizes = {"rows": "i32", "width": "i32"}
     lora_forward = lora | {f"{name}_pointer": "*bf16" for name in ("down_a", "product", "down_low")}
     lora_forward |= sizes | {"scale": "fp32"}
-    lora_backward = lora | {f"{name}_pointer": "*bf16" for name in ("of_product", "of_down_low", "of_gate_up")}
-    lora_backward |= {"of_down_a_pointer": "*fp32"} | sizes | {"piece": "i32", "scale": "fp32"}
+    lora_backward = lora | {
+        f"{name}_pointer": "*bf16" for name in ("product_gradient", "down_low_gradient", "gate_up_gradient")
+    }
+    lora_backward |= {"down_a_gradient_pointer": "*fp32"} | sizes | {"chunk_rows": "i32", "scale": "fp32"}
 
-    forked = ("inputs", "weight", "stream_gradient", "first_gradient", "second_gradient", "gradient", "normed")
+    forked = ("inputs", "weight", "residual_gradient", "first_gradient", "second_gradient", "gradient", "normed")
     forked_norm_types = {f"{name}_pointer": "*bf16" for name in forked} | {"partial_pointer": "*fp32"}
-    forked_norm_types |= dict.fromkeys(("rows", "width", "piece"), "i32") | {"epsilon": "fp32"}
+    forked_norm_types |= dict.fromkeys(("rows", "width", "chunk_rows"), "i32") | {"epsilon": "fp32"}
 
     def forked_norm_of(width: int, again: bool) -> Any:
         absent = "second_gradient_pointer" if again else "normed_pointer"
-        flags: dict[str, Any] = {"SECOND": not again, "AGAIN": again, "ZERO_CENTERED": True, absent: None}
+        flags: dict[str, Any] = {"SECOND": not again, "WRITE_NORMED": again, "ZERO_CENTERED": True, absent: None}
         constants = flags | rms_norm_residual.tile_options(width)
         launch = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
         types = {name: kind for name, kind in forked_norm_types.items() if name != absent}
@@ -110,9 +112,9 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     def update_of(rank: int) -> Any:
         constants, launch = launched(narrow_updates.TILE, rank)
         kernel = narrow_updates.narrow_update_kernel
-        return f"narrow_update_{rank}", kernel, update, constants | {"STARTS": True}, launch
+        return f"narrow_update_{rank}", kernel, update, constants | {"HAS_START": True}, launch
 
-    update = {f"{name}_pointer": "*bf16" for name in ("low", "up", "start", "out")} | {"scale": "fp32"}
+    update = {f"{name}_pointer": "*bf16" for name in ("low", "lora_b", "start", "out")} | {"scale": "fp32"}
     sizes = "rows columns blocks low_stride start_stride second_column third_column second_block third_block"
     update |= dict.fromkeys(sizes.split(), "i32")
     tile = lora_gated_mlp.backward_tile(divmod(capability, 10))

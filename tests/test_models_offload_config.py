@@ -87,7 +87,7 @@ def test_slice(changes: dict[str, Any], expected: OffloadSlice | None) -> None:
         (
             CHUNKS_OF_4,
             "info",
-            "(null, which is 5) offloads the first 4 layers: the others are recomputed",
+            "(null, which is 5) offloads the first 4 layers: the others are one recompute chunk",
             "_layers=4",
         ),
         (CHUNKS_OF_4 | {"cpu_offloading_num_layers": 4}, None, "", ""),

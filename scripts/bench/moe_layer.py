@@ -450,7 +450,7 @@ def set_tiles(texts: list[str]) -> None:
         if kind not in table:
             raise ValueError(f"`--tile` ({text}) must name one of {', '.join(table)}.")
         table[kind] = tile_configs.TileConfig(*map(int, numbers.split(",")))
-    if len({tile.rows for kind, tile in table.items() if kind != "outer"}) > 1:
+    if len({tile.block_m for kind, tile in table.items() if kind != "outer"}) > 1:
         raise ValueError("`--tile`: all kinds but `outer` need tiles of the same height.")
 
 
