@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stoker.models.t5 import T5
-from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.conversion.finetune_defaults import load_finetune_config
 from stoker.trainer.conversion.load_model import Restored
 from stoker.trainer.train import TrainingResult, run_training
 
@@ -49,7 +49,7 @@ def finetune_config(base: Path, directory: Path, *overrides: str, peft: str | No
     ]
     choice = [f"peft={peft}"] if peft else []
     given = {one.partition("=")[0].lstrip("~"): one for one in (*common, *choice, *overrides)}
-    return load_run_config(None, None, list(given.values()), {}, finetune=True)
+    return load_finetune_config(None, None, list(given.values()), {})
 
 
 def finetune(base: Path, directory: Path, *overrides: str, peft: str | None = "lora") -> TrainingResult:

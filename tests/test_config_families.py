@@ -12,8 +12,8 @@ from stoker.models.config.model_keys import FAMILIES, Family
 from stoker.models.config.stack import StackKeys
 from stoker.trainer.cli import main
 from stoker.trainer.config import render
+from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.problems import ConfigError
-from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.key_index import schema_blocks, schema_keys
 from stoker.trainer.config.schema.root import BertModelBlock, ModelBlock, RootBlock, T5ModelBlock
 
@@ -88,7 +88,7 @@ def nemo_t5(folder: Path, more: str = "") -> None:
 def test_a_document_is_of_the_family_it_names(family: Family, block: type) -> None:
     config = load(f"model={PRESETS[family]}")
     assert type(config.root.model) is block
-    assert RunConfig.from_document(config.document).root == config.root
+    assert config_from_document(config.document).root == config.root
     assert {path for path in config.origins if path.startswith("model.")} >= {
         path for path in schema_keys(family) if path.startswith("model.") and path != "model.data.dataset_kwargs"
     }

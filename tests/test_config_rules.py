@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.kernels.attention.flags import KNOWN_FLAGS
+from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.key_index import schema_keys
@@ -222,7 +223,7 @@ def junk(count: int, seed: int) -> None:
             assert all(problem.key and problem.rule and problem.origin for problem in config.problems), overrides
             assert any(override.lstrip("+").partition("=")[0] in str(config) for override in overrides), overrides
         else:
-            assert RunConfig.from_document(config.document).root == config.root
+            assert config_from_document(config.document).root == config.root
     assert count // 10 < refused < count
 
 

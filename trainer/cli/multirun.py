@@ -18,13 +18,14 @@ from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import Any
 
-from ..config.load import load_run_config
+from ..config.load import config_from_document, load_run_config
 from ..config.problems import ConfigError
 from ..config.run_config import RunConfig
 from ..config.run_paths import create_place
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
 from ..config.sweep_overrides import Job, jobs_of
+from ..conversion.finetune_defaults import load_finetune_config
 from ..distributed.placement import Placement, place
 from ..utils import environment
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
@@ -97,7 +98,7 @@ def sweep(
         overrides: overrides of the command line, some with several values.
         start: runs a job.
         say: prints to standard error.
-        finetune: see `load_run_config`.
+        finetune: load each job as `stoker finetune` does.
 
     Returns:
         0, or the exit code of the first failed job; 130 or 143 if a signal ended the sweep.
@@ -110,9 +111,8 @@ def sweep(
     hydra_keys = _parse_hydra_keys(overrides)
     composer = Composer(config_dir, environment.config_folders(environment.snapshot()))
     jobs = jobs_of(hydra_keys.overrides, lambda group: composer.options(group) if composer.is_group(group) else ())
-    configs, placements = _load_jobs(
-        jobs, lambda texts: load_run_config(config_name, config_dir, texts, finetune=finetune)
-    )
+    load = load_finetune_config if finetune else load_run_config
+    configs, placements = _load_jobs(jobs, lambda texts: load(config_name, config_dir, texts))
     _check_unique_directories([config.root for config in configs])
     _print_findings(jobs, configs, say)
     # before the sweep directory is created, so that an error leaves none behind
@@ -293,7 +293,7 @@ def _job_directories(subdir: str, jobs: Sequence[Job]) -> list[str]:
 def _with_directory(config: RunConfig, directory: Path) -> RunConfig:
     """Return the configuration with its own run directory."""
     manager = {**config.document["exp_manager"], "explicit_log_dir": str(directory)}
-    return RunConfig.from_document({**config.document, "exp_manager": manager}, trusted=True)
+    return config_from_document({**config.document, "exp_manager": manager}, trusted=True)
 
 
 # ---------------------------------------------------------------- the jobs

@@ -45,8 +45,10 @@ def run(args: argparse.Namespace) -> int:
         UserError: a configuration that is wrong, or a card that is not known.
     """
     from ..config.load import load_run_config
+    from ..conversion.finetune_defaults import load_finetune_config
 
-    config = load_run_config(args.config_name, args.config_dir, args.overrides, finetune=args.finetune)
+    load = load_finetune_config if args.finetune else load_run_config
+    config = load(args.config_name, args.config_dir, args.overrides)
     # seconds of torch, once the configuration is known to be right
     from ..plan.report import as_document, report
     from ..plan.run_plan import idle_modules, make_plan

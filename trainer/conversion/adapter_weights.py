@@ -11,7 +11,7 @@ from torch import nn
 
 from ...models.hf.config_fields import shown
 from ..checkpoint.reader import BaseRecord, Checkpoint, find_checkpoint, trained_of
-from ..config.run_config import RunConfig
+from ..config.load import config_from_document
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.environment import user_path
@@ -83,7 +83,7 @@ def _check_trained_on(checkpoint: Checkpoint, base: BaseWeights) -> Iterator[str
     different = first_difference(original, base)
     if different is None:
         return
-    scheme = RunConfig.from_document(checkpoint.config_document, trusted=False).root.model.peft.peft_scheme
+    scheme = config_from_document(checkpoint.config_document, trusted=False).root.model.peft.peft_scheme
     raise UserError(
         f"`{KEY}`: {both}, whose weights differ (first in {different}); set model.restore_from_path={recorded.path}"
         + (

@@ -21,6 +21,7 @@ from ...models.config.t5 import T5Keys
 from ..checkpoint.reader import RunState, find_checkpoint
 from ..config.batch_spec import sample_form
 from ..config.data_task import task_name
+from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..data.build_datasets import sequence_length
 from ..data.tokenizers.bos import text_start
@@ -166,7 +167,7 @@ def _open_checkpoint(path: Path, base: Path | None, *, average: bool) -> _SavedM
         print(complaint, file=sys.stderr)
     checkpoint = checkpoint.averaged() if average else checkpoint
     name = f"checkpoint {checkpoint.path}"
-    config = RunConfig.from_document(
+    config = config_from_document(
         checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
     )
     try:

@@ -10,7 +10,7 @@ from ...models.config.family_rules import stacks_of_keys
 from ...models.config.memory import MemoryKeys
 from ...models.config.stack import StackKeys
 from ..checkpoint.reader import Checkpoint
-from ..config.run_config import RunConfig
+from ..config.load import config_from_document
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock, RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
 from ..data.tokenizers.tokenizer import Tokenizer, makes_same_tokens
@@ -97,7 +97,7 @@ def _trained_model_keys(base: BaseWeights) -> AnyModelBlock | None:
 def configuration_of(checkpoint: Checkpoint) -> RootBlock | None:
     """Return the configuration stored in a checkpoint; None if this version does not support its keys."""
     try:
-        return RunConfig.from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path)).root
+        return config_from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path)).root
     except UserError:
         return None
 

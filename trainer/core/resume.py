@@ -16,11 +16,11 @@ from ..checkpoint.writer import remove_leftovers
 from ..config import dotted_paths
 from ..config.batch_spec import sample_form
 from ..config.data_task import task_name
-from ..config.pretrained_config import SHAPES
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
 from ..conversion.adapter_weights import load_with_base
 from ..conversion.pretrained import BaseWeights
+from ..conversion.pretrained_config import SHAPES
 from ..conversion.warm_start import configuration_of, other_functions
 from ..data.build_datasets import Data
 from ..device.precision import PrecisionPlan

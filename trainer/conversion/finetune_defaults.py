@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...models.config.model_keys import Family
+from ..config import dotted_paths
+from ..config.dotted_paths import MISSING
+from ..config.draft import Draft, nemo_default, takes_only_text
+from ..config.interpolation import InterpolationError, Resolver, holds_interpolation
+from ..config.load import load_run_config
+from ..config.nemo.nemo_spellings import names_files_of_prompts
+from ..config.problems import Problem
+from ..config.run_config import DEFAULT, Origin, RunConfig
+from ..config.schema.key_index import schema_keys, show_value
 from ..utils import environment
-from . import dotted_paths, pretrained_config
-from .dotted_paths import MISSING
-from .interpolation import InterpolationError, Resolver, holds_interpolation
-from .load import nemo_default, takes_only_text
-from .nemo.nemo_spellings import names_files_of_prompts
-from .problems import Problem
-from .run_config import DEFAULT, Origin
-from .schema.key_index import schema_keys, show_value
-
-if TYPE_CHECKING:
-    from .load import Draft
-    from .pretrained_config import StartingPoint
+from . import pretrained_config
+from .pretrained_config import StartingPoint
 
 
-def begin(draft: Draft) -> None:
+def load_finetune_config(
+    config_name: str | None = None,
+    config_dir: Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """Load a configuration as `load_run_config` does, for `stoker finetune`.
+
+    Keys of the model and its tokenizer that are not given are those of `model.restore_from_path`, which is required.
+
+    Raises:
+        UserError: a file, choice or pretrained model does not exist, or a file cannot be read.
+        ConfigError: the configuration is not valid; holds all problems.
+    """
+    return load_run_config(
+        config_name, config_dir, overrides, environ, default_name="finetune", fill_defaults=fill_pretrained_keys
+    )
+
+
+def fill_pretrained_keys(draft: Draft) -> None:
     """Set the keys of the pretrained model, its tokenizer and adapter where the user gives none.
 
     Keys that contradict the weights are added to `draft.problems`.

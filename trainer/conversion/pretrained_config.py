@@ -12,10 +12,11 @@ from ...models.config.gpt import GPTKeys
 from ...models.config.memory import MemoryKeys
 from ...models.config.model_keys import Family
 from ...models.config.t5 import T5Keys
-from . import dotted_paths
+from ..config import dotted_paths
+from ..config.load import config_from_document
 
 if TYPE_CHECKING:
-    from ..conversion.pretrained import BaseWeights
+    from .pretrained import BaseWeights
 
 KEY, ADAPTER_KEY = "model.restore_from_path", "model.peft.restore_from_path"
 _FAMILY_KEYS: Mapping[Family, frozenset[str]] = {
@@ -81,8 +82,8 @@ def starting_point(path: Path) -> StartingPoint:
     Raises:
         UserError: there is no supported model at `path`; lists all reasons.
     """
-    from ..conversion.from_hf import open_source
-    from ..conversion.pretrained import checked, find_base, has_tokenizer
+    from .from_hf import open_source
+    from .pretrained import checked, find_base, has_tokenizer
 
     base = find_base(path, verify=False)
     if base.checkpoint is None:
@@ -113,20 +114,19 @@ def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
     Raises:
         UserError: there is no adapter, or it belongs to another model.
     """
-    from ..conversion.convert_adapters import keys_of_adapter
-    from ..conversion.pretrained import find_base
+    from .convert_adapters import keys_of_adapter
+    from .pretrained import find_base
 
     found = keys_of_adapter(adapter, find_base(base, verify=False))
     return {f"model.peft.{name}": value for name, value in found.items()}
 
 
 def _from_checkpoint(base: BaseWeights) -> StartingPoint:
-    from ..conversion.size_check import check_claimed_size
-    from .run_config import RunConfig
+    from .size_check import check_claimed_size
 
     assert base.checkpoint is not None
     origin = str(base.path / "config.json")
-    root = RunConfig.from_document(base.checkpoint.config_document, trusted=False, origin=origin).root
+    root = config_from_document(base.checkpoint.config_document, trusted=False, origin=origin).root
     check_claimed_size(base.checkpoint, root, root.model.override_vocab_size or 1)
     document = root.model.model_dump(mode="json")
     family = root.model.family
