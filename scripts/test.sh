@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The tests:   bash scripts/test.sh [--full|--gpu] [pytest arguments]
-#   (nothing)  the fast tier, a few minutes on two cores
-#   --full     the full counts too (minutes to tens of minutes); results belong in docs/verification.md
-#   --gpu      only the tests marked `gpu`, with Triton compiling instead of interpreting: first several at once, then
-#              those that measure the card, one by one
-# STOKER_TEST_WORKERS is how many processes; STOKER_TEST_FAILURES a file that takes each failure at once.
+# Run the tests:   bash scripts/test.sh [--full|--gpu] [pytest arguments]
+#   (default)  the fast tests, a few minutes on two cores
+#   --full     the long versions (minutes to tens of minutes); record their results in docs/verification.md
+#   --gpu      only tests marked `gpu`, with Triton compiling instead of interpreting: first in parallel, then those that
+#              need the GPU for themselves, one by one
+# STOKER_TEST_WORKERS: number of processes. STOKER_TEST_FAILURES: file to which each failure is written at once.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh" dev
 mkdir -p .types && ln -sfn .. .types/stoker
-# one thread per worker: two test processes with two OpenMP threads each on two cores run at a third of the speed
+# one thread per worker: two workers with two OpenMP threads each on two cores run at a third of the speed
 export OMP_NUM_THREADS=1
 case "${1:-}" in
   --gpu)

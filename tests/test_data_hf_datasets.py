@@ -133,7 +133,7 @@ def test_splits_string_that_divides_nothing_is_told(monkeypatch: pytest.MonkeyPa
 
 def test_keys() -> None:
     of = ["data=sft", "model.data.data_impl=huggingface"]
-    assert "a name of the hub" in problems(*of)[PATH].rule
+    assert "a name on the hub" in problems(*of)[PATH].rule
     assert not load(*of, f"{PATH}=org/name", "model.data.dataset_kwargs.validation=dev").findings
     assert not load(*of, f"{PATH}=org/name", "model.data.chat=true").findings
 

@@ -229,7 +229,8 @@ def test_the_configuration_names_what_is_wrong() -> None:
     assert problems("data=mmap", f"{at}={{train: {{a: b}}}}")
     assert problems("data=mmap", f"{at}=true")
     assert (
-        "ends documents" in problems("tokenizer=char", "model.data.eod_mask_loss=true")["model.data.eod_mask_loss"].rule
+        "end-of-document token"
+        in problems("tokenizer=char", "model.data.eod_mask_loss=true")["model.data.eod_mask_loss"].rule
     )
     loaded = load("data=mmap", f"{at}={{train: [0.5, a, 0.5, b], validation: c}}").root.model.data.data_prefix
     assert loaded == {"train": [0.5, "a", 0.5, "b"], "validation": "c"}
@@ -298,7 +299,7 @@ def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path)
     made = {}
     for number in (0, 1):
         folder = tmp_path / str(number)
-        train._data_of_all(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
+        train._build_data(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
         made[number] = folder.is_dir()
     assert made == {0: True, 1: False}
 

@@ -298,7 +298,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
             assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[number], printed
             assert not (tmp_path / "p.bin").exists()
             if number != signal.SIGKILL:
-                assert "the same command goes on" in printed
+                assert "the same command resumes" in printed
     assert killed >= 2
     with journal.open("ab") as file:
         file.write(b'{"part": [1')  # torn

@@ -133,7 +133,7 @@ def test_peaks_are_those_of_the_run(monkeypatch, kind, is_initialized):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", begun.append)
     device = torch.device(kind)
-    running._forget_earlier_runs(device)
+    running._free_previous_runs(device)
     assert begun == ([device] if kind == "cuda" and is_initialized else [])
 
 

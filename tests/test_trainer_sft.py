@@ -283,7 +283,7 @@ def test_splits_string_beside_splits_of_their_own_is_told(
     source = ["data=sft", f"model.data.path={folder}", "model.data.splits_string='50,50,0'"]
     run = last_of_each([*RUN, "trainer.limit_val_batches=1", "trainer.max_steps=1"])
     assert main.main(["train", *source, *run, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]) == 0
-    line = f"warning: `model.data.splits_string` (50,50,0) has no effect: {folder} has splits of its own; leave it out"
+    line = f"warning: `model.data.splits_string` (50,50,0) has no effect: {folder} has its own splits; leave it out"
     assert (line in capsys.readouterr().out) == own
     assert (line in (tmp_path / "run" / "run.log").read_text()) == own
 

@@ -1,7 +1,7 @@
-"""Lightning without what it never needs here, the first import of it in a process.
+"""Import Lightning without the optional dependencies of torchmetrics.
 
-Lightning imports torchmetrics, and that imports transformers, matplotlib and more wherever they are installed: 2.6 s
-instead of 0.4, beside torch and its compiler. Here neither is used; who wants torchmetrics whole imports it first.
+Lightning imports torchmetrics, which imports transformers, matplotlib and more if they are installed: 2.6 s instead of
+0.4 s, on top of torch and its compiler. Neither is used here. To get all of torchmetrics, import it before stoker.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ EXTRAS = (
     "gammatone", "librosa", "matplotlib", "nltk", "pesq", "pystoi", "regex", "scienceplots", "scipy", "torch_fidelity",
     "torchvision", "transformers",
 )  # fmt: skip
-"""What torchmetrics asks for while it is imported, to have more metrics."""
+"""Optional packages that torchmetrics probes for at import time."""
 
 
 @contextmanager
 def _without_extras() -> Iterator[None]:
-    """Within it they seem not to be installed."""
-    is_there = RequirementCache.__bool__
+    """Report the packages in `EXTRAS` as not installed within this context."""
+    is_available = RequirementCache.__bool__
 
-    def seems_there(self: RequirementCache) -> bool:
-        asked: Any = self.requirement or self.module
-        return not str(asked).startswith(EXTRAS) and is_there(self)
+    def is_available_and_not_extra(self: RequirementCache) -> bool:
+        requirement: Any = self.requirement or self.module
+        return not str(requirement).startswith(EXTRAS) and is_available(self)
 
-    RequirementCache.__bool__ = seems_there
+    RequirementCache.__bool__ = is_available_and_not_extra
     try:
         yield
     finally:
-        RequirementCache.__bool__ = is_there
+        RequirementCache.__bool__ = is_available
 
 
 with _without_extras():
