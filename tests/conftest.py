@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import quick_interpreter
-from forks import Forks
+from forks import ForkServer
 from hypothesis import settings
 
 # the same examples in every run, so that no test fails at random
@@ -89,17 +89,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
+def forks() -> Iterator[ForkServer]:
     """Run functions in child processes that have torch imported already."""
-    server = Forks()
+    server = ForkServer()
     yield server
     server.close()
 
 
 @pytest.fixture(scope="session")
-def compilers() -> Iterator[Forks]:
+def compilers() -> Iterator[ForkServer]:
     """Run functions in child processes that can compile kernels, which were not imported under TRITON_INTERPRET=1."""
-    server = Forks("stoker.models.build", TRITON_INTERPRET="0")
+    server = ForkServer("stoker.models.build", TRITON_INTERPRET="0")
     yield server
     server.close()
 
@@ -107,9 +107,9 @@ def compilers() -> Iterator[Forks]:
 @pytest.fixture
 def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Build and run tiny configurations."""
-    from key_lab import Lab
+    from key_lab import ConfigHarness
 
-    return Lab(tmp_path, capsys, monkeypatch)
+    return ConfigHarness(tmp_path, capsys, monkeypatch)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make device synchronization in training steps an error from the third step on; return the steps that ran so."""
-    from device_waits import waits_forbidden
+    from device_waits import forbid_device_sync
 
     from stoker.trainer.data.dataloader import GlobalBatch
     from stoker.trainer.lightning.lightning_module import LanguageModule
@@ -144,7 +144,7 @@ def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if self.step < 2:  # the first steps compile and allocate
             training_step(self, batch, batch_idx)
             return
-        with waits_forbidden():
+        with forbid_device_sync():
             training_step(self, batch, batch_idx)
         steps.append(self.step)
 

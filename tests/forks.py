@@ -21,7 +21,7 @@ SECONDS = 1800
 """Timeout of a call."""
 
 
-class Forks:
+class ForkServer:
     """Client of a fork server, which is started at the first call.
 
     Args:

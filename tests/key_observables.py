@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from config_helpers import gpt, load
-from key_lab import CPU, DATA, MANAGER, MODEL, TEXT, TOKENIZER, TRAINER, Changes, Lab, fingerprint
+from key_lab import CPU, DATA, MANAGER, MODEL, TEXT, TOKENIZER, TRAINER, Changes, ConfigHarness, fingerprint
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
-from stoker.kernels.attention.call_spec import AttentionCall, Installed
+from stoker.kernels.attention.call_spec import AttentionCall, InstalledSoftware
 from stoker.kernels.attention.dispatch import choose
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.stack import StackKeys
@@ -27,31 +27,31 @@ from stoker.models.moe.find_moe_layers import moe_layers
 from stoker.models.stack import Layer
 from stoker.trainer import train
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
-from stoker.trainer.checkpoint.loop_state import Patience
+from stoker.trainer.checkpoint.loop_state import EarlyStoppingState
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.lr_schedule import build_schedule
 from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema.exp_manager import logged_name
+from stoker.trainer.config.schema.exp_manager import canonical_metric_name
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.factory import build_model, build_optimizer, choose_device, reduce_dtype
 from stoker.trainer.data import dataloader
 from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.tokenizers import sentencepiece_tokenizer
-from stoker.trainer.data.tokenizers.gpt2_files import gpt2_definition
-from stoker.trainer.data.tokenizers.token_bytes import byte_alphabet
+from stoker.trainer.data.tokenizers.gpt2_files import gpt2_tokenizer_json
+from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import CharTokenizer
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.lightning import lightning_module
 from stoker.trainer.train import run_training
 
 
-def shapes(lab: Lab, changes: Changes) -> Any:
+def shapes(lab: ConfigHarness, changes: Changes) -> Any:
     return {name: tuple(value.shape) for name, value in lab.model(changes).named_parameters()}
 
 
-def shapes_of_family(lab: Lab, changes: Changes) -> Any:
+def family_shapes(lab: ConfigHarness, changes: Changes) -> Any:
     """Parameter shapes, with the stack's keys placed where the family expects them."""
     document = lab.document(changes)
     model = document["model"]
@@ -65,17 +65,17 @@ def shapes_of_family(lab: Lab, changes: Changes) -> Any:
     return {name: tuple(value.shape) for name, value in model.named_parameters()}
 
 
-def weights(lab: Lab, changes: Changes) -> Any:
+def weights(lab: ConfigHarness, changes: Changes) -> Any:
     return {name: fingerprint(value) for name, value in lab.model(changes).named_parameters()}
 
 
-def logits(lab: Lab, changes: Changes) -> Any:
+def logits(lab: ConfigHarness, changes: Changes) -> Any:
     model = lab.model(changes).eval()
     with torch.no_grad():
         return fingerprint(model(torch.arange(8).repeat(2, 1)))
 
 
-def training_loss(lab: Lab, changes: Changes) -> Any:
+def training_loss(lab: ConfigHarness, changes: Changes) -> Any:
     """Loss of one micro batch, seeded as in training."""
     model = lab.model(changes)
     tokens = torch.arange(8).repeat(2, 1)
@@ -83,7 +83,7 @@ def training_loss(lab: Lab, changes: Changes) -> Any:
     return model.loss(tokens, tokens, 1.0).item()
 
 
-def gradients(lab: Lab, changes: Changes) -> Any:
+def gradients(lab: ConfigHarness, changes: Changes) -> Any:
     """Gradients of one micro batch, seeded as in training."""
     model = lab.model(changes)
     tokens = torch.arange(8).repeat(2, 1)
@@ -92,7 +92,7 @@ def gradients(lab: Lab, changes: Changes) -> Any:
     return {name: fingerprint(value.grad) for name, value in model.named_parameters() if value.grad is not None}
 
 
-def flops(lab: Lab, changes: Changes) -> Any:
+def flops(lab: ConfigHarness, changes: Changes) -> Any:
     """Matmul FLOPs of a forward pass."""
     model = lab.model(changes).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -100,7 +100,7 @@ def flops(lab: Lab, changes: Changes) -> Any:
     return counter.get_total_flops()
 
 
-def routings(lab: Lab, changes: Changes) -> Any:
+def router_calls(lab: ConfigHarness, changes: Changes) -> Any:
     """Dtype of each call of the first layer's router in a training step."""
     model = lab.model(changes)
     (router, *_) = (layer.router for layer in moe_layers(model).values())
@@ -110,7 +110,7 @@ def routings(lab: Lab, changes: Changes) -> Any:
     return seen
 
 
-def kept(lab: Lab, changes: Changes) -> Any:
+def kept(lab: ConfigHarness, changes: Changes) -> Any:
     """Bytes that a training step saves for its backward pass."""
     model, storages = lab.model(changes), dict[int, int]()
 
@@ -124,7 +124,7 @@ def kept(lab: Lab, changes: Changes) -> Any:
     return sum(storages.values())
 
 
-def expert_implementation(lab: Lab, changes: Changes) -> Any:
+def expert_implementation(lab: ConfigHarness, changes: Changes) -> Any:
     """Implementation of each call of the experts."""
     seen: list[str] = []
     expert_mlp = experts_module.expert_mlp
@@ -139,15 +139,15 @@ def expert_implementation(lab: Lab, changes: Changes) -> Any:
     return seen
 
 
-def logged_names(lab: Lab, changes: Changes) -> Any:
+def logged_names(lab: ConfigHarness, changes: Changes) -> Any:
     return {name for row in lab.metrics(changes) for name in row}
 
 
-def attention_backends(lab: Lab, changes: Changes) -> Any:
+def attention_backends(lab: ConfigHarness, changes: Changes) -> Any:
     return {kind: decision.backend for kind, decision in lab.model(changes).attention_decisions.items()}
 
 
-def hopper_backend(lab: Lab, changes: Changes) -> Any:
+def hopper_backend(lab: ConfigHarness, changes: Changes) -> Any:
     """Backend that the dispatcher chooses on a GPU that supports every backend."""
     call = AttentionCall(
         device="cuda",
@@ -172,11 +172,11 @@ def hopper_backend(lab: Lab, changes: Changes) -> Any:
         attention_backend=stack.attention_backend,
         transformer_engine=stack.transformer_engine,
         flags=AttentionFlags(),
-        installed=Installed(torch=(2, 13), cudnn=91900, triton=(3, 6), te=(2, 20), flash_attn=(2, 8, 3)),
+        installed=InstalledSoftware(torch=(2, 13), cudnn=91900, triton=(3, 6), te=(2, 20), flash_attn=(2, 8, 3)),
     ).backend
 
 
-def softmax_fusion(lab: Lab, changes: Changes) -> Any:
+def softmax_fusion(lab: ConfigHarness, changes: Changes) -> Any:
     """Whether unfused attention of a layer may use the fused softmax."""
     layer = lab.model(changes).decoder.layers[0]
     assert isinstance(layer, Layer)
@@ -185,27 +185,27 @@ def softmax_fusion(lab: Lab, changes: Changes) -> Any:
     return function.masked_softmax_fusion
 
 
-def attention_masks(lab: Lab, changes: Changes) -> Any:
+def attention_masks(lab: ConfigHarness, changes: Changes) -> Any:
     """Bytes of the attention masks recorded by the dispatcher."""
     return {kind: decision.mask_bytes for kind, decision in lab.model(changes).attention_decisions.items()}
 
 
-def optimizer_groups(lab: Lab, changes: Changes) -> Any:
+def optimizer_groups(lab: ConfigHarness, changes: Changes) -> Any:
     root = lab.root(changes)
     groups = build_optimizer(root, lab.model(changes), plan_precision(root.trainer, True, CPU)).param_groups
     return [(group["names"], group["weight_decay"]) for group in groups]
 
 
-def plan(lab: Lab, changes: Changes) -> Any:
+def plan(lab: ConfigHarness, changes: Changes) -> Any:
     root = lab.root(changes)
     return plan_precision(root.trainer, root.model.megatron_amp_O2, torch.device("cuda"))
 
 
-def first_batch(lab: Lab, changes: Changes, samples: int = 2) -> Any:
+def first_batch(lab: ConfigHarness, changes: Changes, samples: int = 2) -> Any:
     return build_data(lab.root(changes)).train.batch(0, samples).tokens.tolist()
 
 
-def of_task(lab: Lab, changes: Changes) -> RootBlock:
+def task_config(lab: ConfigHarness, changes: Changes) -> RootBlock:
     """Configuration of the family a task is for (T5 by default), with the data it needs."""
     name = changes.get(DATA + "dataset_type", "t5")
     pairs = lab.folder / "pairs.jsonl"
@@ -223,20 +223,20 @@ def of_task(lab: Lab, changes: Changes) -> RootBlock:
     return RootBlock.model_validate({**document, "trainer": {"limit_val_batches": 0}})
 
 
-def task_batch(lab: Lab, changes: Changes) -> Any:
+def task_batch(lab: ConfigHarness, changes: Changes) -> Any:
     """Names, shapes and values of the first batch of a task."""
-    built = build_data(of_task(lab, changes))
+    built = build_data(task_config(lab, changes))
     batch = built.train.batch(0, 8)
     tensors = batch if isinstance(batch, dict) else {"tokens": batch.tokens, "labels": batch.labels}
     return built.vocab_size, [(name, fingerprint(tensor)) for name, tensor in tensors.items()]
 
 
-def data(lab: Lab, changes: Changes) -> Any:
+def data(lab: ConfigHarness, changes: Changes) -> Any:
     built = build_data(lab.root(changes))
     return built.description, built.vocab_size, type(built.train).__name__
 
 
-def documents(lab: Lab) -> Changes:
+def documents(lab: ConfigHarness) -> Changes:
     """Write a folder of files, each one document, and return the keys that read it."""
     folder = lab.folder / "documents"
     folder.mkdir(exist_ok=True)
@@ -245,21 +245,21 @@ def documents(lab: Lab) -> Changes:
     return {**TEXT, DATA + "path": str(folder)}
 
 
-def counted_labels(lab: Lab, changes: Changes) -> Any:
+def num_target_labels(lab: ConfigHarness, changes: Changes) -> Any:
     """Number of labels that count towards the loss, in a folder of files."""
     built = build_data(lab.root({**documents(lab), **changes}))
-    return int((built.train.batch(0, 20).labels != IGNORED_LABEL).sum())
+    return int((built.train.batch(0, 20).labels != IGNORE_INDEX).sum())
 
 
-def trained_on_documents(lab: Lab, changes: Changes) -> Any:
+def weights_trained_on_documents(lab: ConfigHarness, changes: Changes) -> Any:
     return trained(lab, {**documents(lab), **changes})
 
 
-def trained(lab: Lab, changes: Changes) -> Any:
+def trained(lab: ConfigHarness, changes: Changes) -> Any:
     return {name: fingerprint(value) for name, value in lab.run(changes).model.named_parameters()}
 
 
-def stepped(lab: Lab, changes: Changes) -> Any:
+def stepped(lab: ConfigHarness, changes: Changes) -> Any:
     """Weights after three steps of optimizer and schedule, without a run."""
     root, model = lab.root(changes), lab.model(changes)
     optimizer = build_optimizer(root, model, plan_precision(root.trainer, root.model.megatron_amp_O2, CPU))
@@ -272,43 +272,43 @@ def stepped(lab: Lab, changes: Changes) -> Any:
     return {name: fingerprint(value) for name, value in model.named_parameters()}
 
 
-def learning_rates(lab: Lab, changes: Changes) -> Any:
+def learning_rates(lab: ConfigHarness, changes: Changes) -> Any:
     return [line["lr"] for line in lab.metrics(changes)]
 
 
-def rates(lab: Lab, changes: Changes) -> Any:
+def rates(lab: ConfigHarness, changes: Changes) -> Any:
     """Learning rates of the schedule itself."""
     root = lab.root(changes)
     return [build_schedule(root.model.optim, root.trainer.max_steps)(step) for step in range(4)]
 
 
-def reported_steps(lab: Lab, changes: Changes) -> Any:
+def reported_steps(lab: ConfigHarness, changes: Changes) -> Any:
     return [line["step"] for line in lab.metrics(changes) if "loss" in line]
 
 
-def validated_steps(lab: Lab, changes: Changes) -> Any:
+def validated_steps(lab: ConfigHarness, changes: Changes) -> Any:
     return [line["step"] for line in lab.metrics(changes) if "val_loss" in line]
 
 
-def consumed(lab: Lab, changes: Changes) -> Any:
+def consumed(lab: ConfigHarness, changes: Changes) -> Any:
     return [line["consumed_samples"] for line in lab.metrics(changes)]
 
 
-def validated_tokens(lab: Lab, changes: Changes) -> Any:
+def validated_tokens(lab: ConfigHarness, changes: Changes) -> Any:
     validation = lab.run(changes).validation
     return None if validation is None else validation.tokens
 
 
-def files(lab: Lab, changes: Changes) -> Any:
+def files(lab: ConfigHarness, changes: Changes) -> Any:
     return {path.name for path in lab.run(changes).directory.iterdir()}
 
 
-def checkpoints(lab: Lab, changes: Changes) -> Any:
+def checkpoints(lab: ConfigHarness, changes: Changes) -> Any:
     changes = {"exp_manager.create_checkpoint_callback": True, **changes}
     return sorted(path.name for path in (lab.run(changes).directory / "checkpoints").glob("*"))
 
 
-def place(lab: Lab, changes: Changes) -> Any:
+def place(lab: ConfigHarness, changes: Changes) -> Any:
     """Default run directory, relative to the working directory."""
     lab.runs += 1
     cwd = lab.folder / f"cwd-{lab.runs}"
@@ -321,32 +321,32 @@ def place(lab: Lab, changes: Changes) -> Any:
     return result.directory.relative_to(cwd).parts
 
 
-def panel(lab: Lab, changes: Changes) -> Any:
+def panel(lab: ConfigHarness, changes: Changes) -> Any:
     lab.monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat the output as a terminal
     return "╭" in lab.printed(changes)
 
 
-def summary(lab: Lab, changes: Changes) -> Any:
+def summary(lab: ConfigHarness, changes: Changes) -> Any:
     return "token_embedding" in lab.printed(changes)
 
 
-def first_validation(lab: Lab, changes: Changes) -> Any:
+def validates_first(lab: ConfigHarness, changes: Changes) -> Any:
     return "before the first step" in lab.printed(changes)
 
 
-def stopped_by(lab: Lab, changes: Changes) -> Any:
+def stopped_by(lab: ConfigHarness, changes: Changes) -> Any:
     return lab.run(changes).stopped_by
 
 
-def checks_said(lab: Lab, changes: Changes) -> Any:
+def logs_early_stopping(lab: ConfigHarness, changes: Changes) -> Any:
     return "early stopping: val_loss" in lab.printed(changes)
 
 
-def validation_losses(lab: Lab, changes: Changes) -> Any:
+def validation_losses(lab: ConfigHarness, changes: Changes) -> Any:
     return [line["val_loss"] for line in lab.metrics(changes) if "val_loss" in line]
 
 
-def algorithms(lab: Lab, changes: Changes) -> Any:
+def algorithms(lab: ConfigHarness, changes: Changes) -> Any:
     """Deterministic-algorithm settings in force within a run, observed when data is built."""
     seen: list[tuple[bool, bool]] = []
     original = train.build_data
@@ -363,11 +363,11 @@ def algorithms(lab: Lab, changes: Changes) -> Any:
     return seen
 
 
-def profiles(lab: Lab, changes: Changes) -> Any:
+def profiles(lab: ConfigHarness, changes: Changes) -> Any:
     return sorted(path.name for path in (lab.run(changes).directory / "profile").glob("*"))
 
 
-def accumulation(lab: Lab, changes: Changes) -> Any:
+def accumulation(lab: ConfigHarness, changes: Changes) -> Any:
     """Samples in each forward pass of a step."""
     sizes: list[int] = []
     original = GPT.loss
@@ -382,7 +382,7 @@ def accumulation(lab: Lab, changes: Changes) -> Any:
     return sizes
 
 
-def workers(lab: Lab, changes: Changes) -> Any:
+def workers(lab: ConfigHarness, changes: Changes) -> Any:
     """Value of `num_workers` passed to torch's DataLoader; empty if a thread prepares the batches."""
     passed: list[int] = []
 
@@ -399,12 +399,12 @@ def workers(lab: Lab, changes: Changes) -> Any:
     return passed
 
 
-def compiled(lab: Lab, changes: Changes) -> Any:
+def compiled(lab: ConfigHarness, changes: Changes) -> Any:
     layer: Any = lab.model(changes).decoder.layers[0]
     return layer._compiled_call_impl is not None
 
 
-def layout(lab: Lab, changes: Changes) -> Any:
+def layout(lab: ConfigHarness, changes: Changes) -> Any:
     keys = lab.root(changes).model
     return plan_layout(
         4,
@@ -415,55 +415,55 @@ def layout(lab: Lab, changes: Changes) -> Any:
     )
 
 
-def summed_in(lab: Lab, changes: Changes) -> Any:
+def gradient_reduce_dtype(lab: ConfigHarness, changes: Changes) -> Any:
     return reduce_dtype(lab.root(changes), torch.bfloat16)
 
 
-def norm_weight(lab: Lab, changes: Changes) -> Any:
+def norm_weight(lab: ConfigHarness, changes: Changes) -> Any:
     norm = lab.model(changes).decoder.final_norm
     assert norm is not None
     return type(norm).__name__, norm.weight[0].item()
 
 
-def warnings(lab: Lab, changes: Changes) -> Any:
+def warnings(lab: ConfigHarness, changes: Changes) -> Any:
     found = load("data=mock", *(f"{path}={value}" for path, value in changes.items())).findings
     return [finding.keys[0] for finding in found]
 
 
-def device(lab: Lab, changes: Changes) -> Any:
+def device(lab: ConfigHarness, changes: Changes) -> Any:
     """Device chosen on a machine with CUDA and MPS."""
     lab.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lab.monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     return choose_device(lab.root(changes)).type
 
 
-def arithmetic(lab: Lab, changes: Changes) -> Any:
+def arithmetic(lab: ConfigHarness, changes: Changes) -> Any:
     chosen = plan(lab, changes)
     return chosen.weights, chosen.main_weights, chosen.autocast
 
 
-def activation(lab: Lab, changes: Changes) -> Any:
+def activation(lab: ConfigHarness, changes: Changes) -> Any:
     return shapes(lab, changes), logits(lab, changes)
 
 
-def normalization(lab: Lab, changes: Changes) -> Any:
+def normalization(lab: ConfigHarness, changes: Changes) -> Any:
     return shapes(lab, changes), norm_weight(lab, changes)
 
 
-def tokens_of_text(lab: Lab, changes: Changes) -> Any:
+def tokens_of_text(lab: ConfigHarness, changes: Changes) -> Any:
     return first_batch(lab, {**TEXT, DATA + "path": str(lab.text), **changes})
 
 
-def tokenizer_files(lab: Lab) -> Changes:
+def tokenizer_files(lab: ConfigHarness) -> Changes:
     """Write small GPT-2 vocabulary and merge files and a smaller tokenizer.json, and return keys that use them."""
     folder = lab.folder / "tokenizer"
     folder.mkdir(exist_ok=True)
-    vocabulary = {character: number for number, character in enumerate(byte_alphabet())}
+    vocabulary = {character: number for number, character in enumerate(unicode_to_bytes())}
     vocabulary |= {"to": 256, "<|endoftext|>": 257, "be": 258}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\nt o\nb e\n")
     (folder / "fewer.txt").write_text("t o\n")
-    (folder / "tokenizer.json").write_text(gpt2_definition(json.dumps(vocabulary), ""))
+    (folder / "tokenizer.json").write_text(gpt2_tokenizer_json(json.dumps(vocabulary), ""))
     return {
         TOKENIZER + "vocab_file": str(folder / "vocab.json"),
         TOKENIZER + "merge_file": str(folder / "merges.txt"),
@@ -471,11 +471,11 @@ def tokenizer_files(lab: Lab) -> Changes:
     }
 
 
-def tokens_of_file(lab: Lab, changes: Changes) -> Any:
+def tokens_of_file(lab: ConfigHarness, changes: Changes) -> Any:
     """Tokens with each tokenizer library and its own file; sentencepiece is replaced by a stub."""
     model = lab.folder / "tokenizer.model"
     model.write_bytes(b"a model")
-    stub = CharTokenizer.of_texts([lab.text.read_text() + "\0"])
+    stub = CharTokenizer.from_texts([lab.text.read_text() + "\0"])
     lab.monkeypatch.setattr(sentencepiece_tokenizer, "define", lambda *_: stub)
     files = tokenizer_files(lab)
     if changes[TOKENIZER + "library"] == "sentencepiece":
@@ -483,18 +483,18 @@ def tokens_of_file(lab: Lab, changes: Changes) -> Any:
     return tokens_of_text(lab, {**files, **changes})
 
 
-def optimizer(lab: Lab, changes: Changes) -> Any:
+def optimizer(lab: ConfigHarness, changes: Changes) -> Any:
     return stepped(lab, changes), optimizer_groups(lab, changes)
 
 
-def monitored(lab: Lab, changes: Changes) -> Any:
+def checkpoint_metric(lab: ConfigHarness, changes: Changes) -> Any:
     """Metric by which checkpoints are ranked, and its mode."""
     params = lab.root(changes).exp_manager.checkpoint_callback_params
-    return logged_name(params.monitor), params.mode
+    return canonical_metric_name(params.monitor), params.mode
 
 
-def watched(lab: Lab, changes: Changes) -> Any:
+def watched(lab: ConfigHarness, changes: Changes) -> Any:
     params = lab.root(changes).exp_manager.early_stopping_callback_params
-    return EarlyStopping(params, Patience.model_validate({})).metric, EarlyStopping(
-        params, Patience.model_validate({"best": 1.0})
+    return EarlyStopping(params, EarlyStoppingState.model_validate({})).metric, EarlyStopping(
+        params, EarlyStoppingState.model_validate({"best": 1.0})
     ).check(2.0)[1]

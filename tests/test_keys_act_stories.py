@@ -29,33 +29,33 @@ from key_lab import (
     TRAINER,
     VALIDATES,
     Changes,
-    Lab,
+    ConfigHarness,
 )
 from key_observables import (
     checkpoints,
     first_batch,
     layout,
-    of_task,
     stopped_by,
     task_batch,
+    task_config,
     tokenizer_files,
     tokens_of_text,
     trained,
     training_loss,
     validation_losses,
 )
-from late_copies import LateCopies
+from late_copies import DeferredCopies
 from late_copies import install as install_late_copies
 
 from stoker.models import build
-from stoker.models.build import compile_policy
+from stoker.models.build import decide_compile
 from stoker.models.config.key_block import Block
 from stoker.trainer import train
 from stoker.trainer.callbacks import profiler
-from stoker.trainer.callbacks.divergence import DivergedError, StepPolicy
+from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
 from stoker.trainer.checkpoint import async_saver
-from stoker.trainer.checkpoint.loop_state import LoopState, Patience
+from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.cli import elastic_entry, main
 from stoker.trainer.config.run_config import RunConfig
@@ -73,19 +73,19 @@ from stoker.trainer.loggers import logger_backends
 from stoker.trainer.optim import optimizer_factory as optim_build
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.plan import inputs
-from stoker.trainer.plugins.datasets import BUILT_IN, PAIR_SOURCES
+from stoker.trainer.plugins.datasets import BUILT_IN_DATASETS, PAIR_SOURCES
 from stoker.trainer.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "little_pystd")
 
 
-STORIES: dict[str, Callable[[Lab], None]] = {}
+STORIES: dict[str, Callable[[ConfigHarness], None]] = {}
 
 
-def story(*keys: str) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
+def story(*keys: str) -> Callable[[Callable[[ConfigHarness], None]], Callable[[ConfigHarness], None]]:
     """What the function shows is the effect of these keys."""
 
-    def note(told: Callable[[Lab], None]) -> Callable[[Lab], None]:
+    def note(told: Callable[[ConfigHarness], None]) -> Callable[[ConfigHarness], None]:
         STORIES.update(dict.fromkeys(keys, told))
         return told
 
@@ -93,7 +93,7 @@ def story(*keys: str) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]
 
 
 @story("env_vars")
-def variables_are_set_for_training(lab: Lab) -> None:
+def variables_are_set_for_training(lab: ConfigHarness) -> None:
     lab.monkeypatch.setenv("STOKER_TEST", "")
     lab.monkeypatch.delenv("STOKER_TEST")
     seen: list[str | None] = []
@@ -104,10 +104,10 @@ def variables_are_set_for_training(lab: Lab) -> None:
 
 
 @story("trainer.devices", "trainer.num_nodes")
-def processes_are_placed(lab: Lab) -> None:
+def processes_are_placed(lab: ConfigHarness) -> None:
     def placed(changes: Changes, **environ: str) -> tuple[int, int, int]:
         found = place_processes(lab.root(changes).trainer, environ)
-        return found.world_size, found.per_node, found.node
+        return found.world_size, found.ranks_per_node, found.node
 
     assert placed({}) == (1, 1, 0)
     assert placed({TRAINER + "devices": 3}) == (3, 3, 0)
@@ -118,7 +118,7 @@ def processes_are_placed(lab: Lab) -> None:
 
 
 @story("model.fsdp", "model.fsdp_shard_size")
-def parameters_are_cut(lab: Lab) -> None:
+def parameters_are_cut(lab: ConfigHarness) -> None:
     cut = {MODEL + "fsdp": True}
     hybrid = {**cut, MODEL + "fsdp_sharding_strategy": "hybrid"}
     found = [
@@ -132,7 +132,7 @@ def parameters_are_cut(lab: Lab) -> None:
 
 
 @story("trainer.process_timeout")
-def a_process_that_waits_gives_up(lab: Lab) -> None:
+def a_process_that_waits_gives_up(lab: ConfigHarness) -> None:
     timeouts: list[float] = []
 
     def join(*place: int, store: Any, timeout: float) -> Any:
@@ -151,13 +151,13 @@ def a_process_that_waits_gives_up(lab: Lab) -> None:
 
 
 @story("model.rampup_batch_size")
-def the_batch_grows(lab: Lab) -> None:
+def the_batch_grows(lab: ConfigHarness) -> None:
     grows = lab.metrics({MODEL + "rampup_batch_size": [2, 2, 4]})
     assert [row["consumed_samples"] for row in grows if "loss" in row] == [2, 4, 8, 12]
 
 
 @story(CALLBACK + "async_save")
-def checkpoints_are_written_beside_training(lab: Lab) -> None:
+def checkpoints_are_written_beside_training(lab: ConfigHarness) -> None:
     names: list[str] = []
     write = async_saver.write_checkpoint
 
@@ -173,7 +173,7 @@ def checkpoints_are_written_beside_training(lab: Lab) -> None:
 
 
 @story(MANAGER + "resume_from_checkpoint", MANAGER + "resume_if_exists", MANAGER + "resume_ignore_no_checkpoint")
-def runs_go_on(lab: Lab) -> None:
+def runs_go_on(lab: ConfigHarness) -> None:
     saves = {MANAGER + "create_checkpoint_callback": True}
     first = lab.run({**saves, TRAINER + "max_steps": 2})
     assert find_checkpoint(first.directory)[0].state.step == 2
@@ -192,14 +192,14 @@ def runs_go_on(lab: Lab) -> None:
 
 
 @story(CALLBACK + "dirpath")
-def checkpoints_go_where_they_should(lab: Lab) -> None:
+def checkpoints_go_where_they_should(lab: ConfigHarness) -> None:
     elsewhere = lab.folder / "elsewhere"
     lab.run({MANAGER + "create_checkpoint_callback": True, CALLBACK + "dirpath": str(elsewhere)})
     assert [path.name for path in elsewhere.glob("step-*")] == ["step-4"]
 
 
 @story(CALLBACK + "monitor", CALLBACK + "mode")
-def the_smallest_validation_loss_is_kept(lab: Lab) -> None:
+def the_smallest_validation_loss_is_kept(lab: ConfigHarness) -> None:
     measured = iter([3.0, 1.0, 2.0, 4.0])
 
     def evaluate(*_: Any, **__: Any) -> EvaluationResult:
@@ -211,7 +211,7 @@ def the_smallest_validation_loss_is_kept(lab: Lab) -> None:
 
 
 @story(STOPPING + "monitor", STOPPING + "mode", STOPPING + "strict", STOPPING + "check_finite")
-def early_stopping_watches_its_metric(lab: Lab) -> None:
+def early_stopping_watches_its_metric(lab: ConfigHarness) -> None:
     assert "val_loss" in str(stopped_by(lab, STOPS))
     assert "(loss " in str(stopped_by(lab, {**STOPS, STOPPING + "monitor": "reduced_train_loss"}))
     below = {**STOPS, STOPPING + "patience": 9, STOPPING + "stopping_threshold": 0.1}
@@ -222,17 +222,19 @@ def early_stopping_watches_its_metric(lab: Lab) -> None:
     assert stopped_by(lab, {**absent, STOPPING + "strict": False}) is None
     for wish, stops in ((True, True), (False, False)):
         params = EarlyStoppingParams.model_validate({"check_finite": wish})
-        assert (EarlyStopping(params, Patience.model_validate({})).check(float("nan"))[0] is not None) == stops
+        assert (
+            EarlyStopping(params, EarlyStoppingState.model_validate({})).check(float("nan"))[0] is not None
+        ) == stops
 
 
 @story(CALLBACK + "train_time_interval")
-def checkpoints_come_by_the_clock(lab: Lab) -> None:
+def checkpoints_come_by_the_clock(lab: ConfigHarness) -> None:
     timed = {CALLBACK + "save_top_k": -1, CALLBACK + "train_time_interval": "00:00:00:00"}
     assert checkpoints(lab, timed) == ["step-1", "step-2", "step-3", "step-4"]
 
 
 @story(MANAGER + "files_to_copy")
-def files_are_copied(lab: Lab) -> None:
+def files_are_copied(lab: ConfigHarness) -> None:
     directory = lab.run({MANAGER + "files_to_copy": [str(lab.text)]}).directory
     assert (directory / "files" / "text.txt").read_text() == lab.text.read_text()
     with pytest.raises(UserError, match="files_to_copy"):
@@ -240,7 +242,7 @@ def files_are_copied(lab: Lab) -> None:
 
 
 @story(MANAGER + "ema.cpu_offload")
-def the_average_lies_in_host_memory(lab: Lab) -> None:
+def the_average_lies_in_host_memory(lab: ConfigHarness) -> None:
     weight = torch.zeros(2, device="meta")
     for offload in (True, False):
         average = EMA({"w": torch.zeros(2)}, decay=0.5, cpu_offload=offload)
@@ -260,7 +262,7 @@ EVENTS = ("max_queue", "flush_secs", "filename_suffix")
     *(f"{MANAGER}mlflow_logger_kwargs.{name}" for name in MLFLOW),
     *(f"{MANAGER}summary_writer_kwargs.{name}" for name in EVENTS),
 )
-def loggers_get_their_settings(lab: Lab) -> None:
+def loggers_get_their_settings(lab: ConfigHarness) -> None:
     """Each setting reaches its logger; what the loggers do with it is in test_trainer_loggers.py."""
     made: dict[str, Any] = {}
 
@@ -273,7 +275,7 @@ def loggers_get_their_settings(lab: Lab) -> None:
 
         def close(self, *, failed: bool) -> None: ...
 
-    for name in ("WandbSink", "MlflowSink", "TensorBoardSink"):
+    for name in ("WandbLogger", "MLflowLogger", "TensorBoardLogger"):
         lab.monkeypatch.setattr(logger_backends, name, Sink)
     lab.monkeypatch.setattr(logger_backends.importlib.util, "find_spec", lambda _: True)
     on = {f"create_{name}_logger": True for name in ("wandb", "mlflow", "tensorboard")}
@@ -288,13 +290,13 @@ MEMORY = "model.memory_profile."
 
 
 @story(*(MEMORY + name for name in ("enabled", "start_step", "end_step", "rank", "output_path")))
-def memory_is_recorded(lab: Lab) -> None:
+def memory_is_recorded(lab: ConfigHarness) -> None:
     asked: list[tuple[Any, ...]] = []
-    lab.monkeypatch.setattr(profiler, "MemoryRecorder", lambda *given: asked.append(given))
+    lab.monkeypatch.setattr(profiler, "MemorySnapshotRecorder", lambda *given: asked.append(given))
     keys = {MEMORY + "enabled": True, MEMORY + "start_step": 2, MEMORY + "end_step": 3, MEMORY + "rank": 1}
     root = lab.root({**keys, MEMORY + "output_path": str(lab.folder)})
     for rank in (0, 1):
-        profiler.build_observers(root, lab.folder, CPU, print, rank)
+        profiler.build_profilers(root, lab.folder, CPU, print, rank)
     assert [given[:3] for given in asked] == [(lab.folder, 2, 3)]
     with pytest.raises(UserError, match="memory_profile"):
         lab.run(keys)
@@ -304,13 +306,13 @@ OFFLOADING = MODEL + "cpu_offloading"
 
 
 @story(*(OFFLOADING + end for end in ("", "_num_layers", "_activations", "_weights")))
-def layers_lie_in_host_memory(lab: Lab) -> None:
+def layers_lie_in_host_memory(lab: ConfigHarness) -> None:
     auto = {OFFLOADING: True, MODEL + "num_layers": 4, TRAINER + "accelerator": "auto", TRAINER + "max_steps": 1}
     if not torch.cuda.is_available():
         assert "`model.cpu_offloading` (True) has no effect on cpu" in lab.printed(auto)
-    made: list[LateCopies] = []
+    made: list[DeferredCopies] = []
     install_late_copies(lab.monkeypatch)
-    lab.monkeypatch.setattr(build, "copies_of", lambda device: lambda: (made.append(LateCopies()), made[-1])[1])
+    lab.monkeypatch.setattr(build, "copies_of", lambda device: lambda: (made.append(DeferredCopies()), made[-1])[1])
 
     def sent(changes: Changes) -> int:
         """Bytes that a forward copies to the host of a pretended GPU."""
@@ -330,8 +332,8 @@ def layers_lie_in_host_memory(lab: Lab) -> None:
 
 
 @story(MODEL + "cpu_offloading_optimizer")
-def the_optimizer_lies_in_host_memory(lab: Lab) -> None:
-    lab.monkeypatch.setattr(optim_build, "PinnedState", lambda device: (device, "copies"))
+def the_optimizer_lies_in_host_memory(lab: ConfigHarness) -> None:
+    lab.monkeypatch.setattr(optim_build, "PinnedStateCopyEngine", lambda device: (device, "copies"))
     on, off = (lab.root({MODEL + "cpu_offloading_optimizer": on}).model for on in (True, False))
     cuda = torch.device("cuda", 0)
     assert optim_build.host_copies(on, cuda) == (cuda, "copies")
@@ -342,24 +344,24 @@ def the_optimizer_lies_in_host_memory(lab: Lab) -> None:
 
 
 @story(MODEL + "enable_cuda_graph")
-def micro_batches_are_recorded(lab: Lab) -> None:
+def micro_batches_are_recorded(lab: ConfigHarness) -> None:
     made: list[Any] = []
     for part in (train, factory, run_summary, inputs):
         lab.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
-    lab.monkeypatch.setattr(factory, "RecordedMicroBatches", lambda step, *_: made.append(step) or step)
+    lab.monkeypatch.setattr(factory, "CapturedMicroBatches", lambda step, *_: made.append(step) or step)
     lab.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
     assert len(made) == 1
 
 
 @story(TRAINER + "max_skipped_steps", TRAINER + "loss_spike_threshold")
-def steps_are_watched(lab: Lab) -> None:
+def steps_are_watched(lab: ConfigHarness) -> None:
     bad, good = (float("nan"), 1.0), (1.0, 1.0)
-    policy = StepPolicy(1, None, LoopState.model_validate({}))
+    policy = LossMonitor(1, None, LoopState.model_validate({}))
     policy.read(1, [bad, good, bad])
     with pytest.raises(DivergedError, match="step 4"):
         policy.read(4, [bad])
     losses = [(1.0 + 0.01 * (step % 7), 1.0) for step in range(150)] + [(3.0, 1.0)] * 20
-    assert [len(StepPolicy(1, limit, LoopState.model_validate({})).read(1, losses)) for limit in (4.0, 1e6, None)] == [
+    assert [len(LossMonitor(1, limit, LoopState.model_validate({})).read(1, losses)) for limit in (4.0, 1e6, None)] == [
         1,
         0,
         0,
@@ -367,7 +369,7 @@ def steps_are_watched(lab: Lab) -> None:
 
 
 @story(MODEL + "hidden_dropout")
-def embeddings_attention_and_mlp_drop(lab: Lab) -> None:
+def embeddings_attention_and_mlp_drop(lab: ConfigHarness) -> None:
     rates: list[float] = []
 
     def dropout(values: torch.Tensor, rate: float) -> torch.Tensor:
@@ -380,13 +382,13 @@ def embeddings_attention_and_mlp_drop(lab: Lab) -> None:
 
 
 @story(MODEL + "compile")
-def null_compiles_on_a_gpu(lab: Lab) -> None:
-    choices = [compile_policy(wish, "cuda", (2, 12), dropout=False)[0] for wish in (None, True, False)]
+def null_compiles_on_a_gpu(lab: ConfigHarness) -> None:
+    choices = [decide_compile(wish, "cuda", (2, 12), dropout=False)[0] for wish in (None, True, False)]
     assert choices == [True, True, False]
 
 
 @story(MODEL + "seed")
-def dropout_is_seeded(lab: Lab) -> None:
+def dropout_is_seeded(lab: ConfigHarness) -> None:
     seeds: set[int] = set()
     lab.monkeypatch.setattr(lightning_module, "micro_batch_seed", lambda seed, *_: seeds.add(seed) or seed)
     lab.run({MODEL + "seed": 5})
@@ -394,13 +396,13 @@ def dropout_is_seeded(lab: Lab) -> None:
 
 
 @story(MODEL + "restore_from_path")
-def a_run_begins_where_another_ended(lab: Lab) -> None:
+def a_run_begins_where_another_ended(lab: ConfigHarness) -> None:
     first = lab.run({"exp_manager.create_checkpoint_callback": True})
     assert trained(lab, {}) != trained(lab, {MODEL + "restore_from_path": str(first.directory)})
 
 
 @story(TOKENIZER + "type", TOKENIZER + "vocab_file", TOKENIZER + "merge_file")
-def tokenizers_are_read_from_files(lab: Lab) -> None:
+def tokenizers_are_read_from_files(lab: ConfigHarness) -> None:
     files = tokenizer_files(lab)
     folder = lab.folder / "tokenizer"
     megatron = {TOKENIZER + "library": "megatron", **files, TOKENIZER + "type": "GPT2BPETokenizer"}
@@ -419,7 +421,7 @@ def tokenizers_are_read_from_files(lab: Lab) -> None:
 
 
 @story(TOKENIZER + "model")
-def a_tokenizer_model_is_a_file_too(lab: Lab) -> None:
+def a_tokenizer_model_is_a_file_too(lab: ConfigHarness) -> None:
     path = tokenizer_files(lab)[TOKENIZER + "type"]
     library = {TOKENIZER + "library": "huggingface"}
     by_model = tokens_of_text(lab, {**library, TOKENIZER + "model": path})
@@ -435,7 +437,7 @@ def a_tokenizer_model_is_a_file_too(lab: Lab) -> None:
     TOKENIZER + "special_tokens.eos_token",
     TOKENIZER + "special_tokens.pad_token",
 )
-def special_tokens_are_named_and_added(lab: Lab) -> None:
+def special_tokens_are_named_and_added(lab: ConfigHarness) -> None:
     path = tokenizer_files(lab)[TOKENIZER + "type"]
     base = {**TEXT, DATA + "path": str(lab.text), TOKENIZER + "library": "huggingface", TOKENIZER + "type": path}
 
@@ -451,11 +453,11 @@ def special_tokens_are_named_and_added(lab: Lab) -> None:
 
 
 @story(TOKENIZER + "special_tokens.mask_token")
-def bert_hides_tokens_behind_the_named_one(lab: Lab) -> None:
+def bert_hides_tokens_behind_the_named_one(lab: ConfigHarness) -> None:
     path = tokenizer_files(lab)[TOKENIZER + "type"]
     bert = {DATA + "dataset_type": "bert", TOKENIZER + "library": "huggingface", TOKENIZER + "type": path}
     for special, name in (({}, "<extra_id_0>"), ({"mask_token": "<hide>"}, "<hide>")):
-        built = build_data(of_task(lab, {**bert, TOKENIZER + "special_tokens": special}))
+        built = build_data(task_config(lab, {**bert, TOKENIZER + "special_tokens": special}))
         hidden = built.tokenizer.token_id(name)
         assert hidden is not None
         assert (built.train.batch(0, 8)["tokens"] == hidden).any()
@@ -463,14 +465,14 @@ def bert_hides_tokens_behind_the_named_one(lab: Lab) -> None:
 
 
 @story(DATA + "path")
-def text_is_read_from_there(lab: Lab) -> None:
+def text_is_read_from_there(lab: ConfigHarness) -> None:
     other = lab.folder / "other.txt"
     other.write_text("Whether 'tis nobler in the mind to suffer " * 20)
     batches = [first_batch(lab, {**TEXT, DATA + "path": str(path)}) for path in (lab.text, other)]
     assert batches[0] != batches[1]
 
 
-def tokens_on_disk(lab: Lab, name: str, first: int) -> str:
+def tokens_on_disk(lab: ConfigHarness, name: str, first: int) -> str:
     """A set of 40 documents of 10 tokens, counted up from `first`."""
     with IndexedWriter(lab.folder / name, "u2") as writer:
         for number in range(40):
@@ -480,9 +482,9 @@ def tokens_on_disk(lab: Lab, name: str, first: int) -> str:
 
 
 @story(DATA + "data_impl")
-def sources_differ(lab: Lab) -> None:
+def sources_differ(lab: ConfigHarness) -> None:
     files = {"text": {DATA + "path": str(lab.text)}, "mmap": {DATA + "data_prefix": tokens_on_disk(lab, "a", 3)}}
-    streams = [name for name in BUILT_IN if name not in PAIR_SOURCES]
+    streams = [name for name in BUILT_IN_DATASETS if name not in PAIR_SOURCES]
     found = [first_batch(lab, {DATA + "data_impl": name, **files.get(name, {})}) for name in streams]
     pairs = {DATA + "dataset_type": "seq2seq"}
     found += [task_batch(lab, pairs), task_batch(lab, {**pairs, DATA + "data_impl": "pystd_docstring"})]
@@ -492,7 +494,7 @@ def sources_differ(lab: Lab) -> None:
 
 
 @story(DATA + "data_prefix", DATA + "shuffle_documents", DATA + "index_mapping_dir")
-def tokens_come_from_there(lab: Lab) -> None:
+def tokens_come_from_there(lab: ConfigHarness) -> None:
     a, b = tokens_on_disk(lab, "a", 3), tokens_on_disk(lab, "b", 150)
     folder = lab.folder / "index"
 
@@ -509,7 +511,7 @@ def tokens_come_from_there(lab: Lab) -> None:
 
 
 @story(DATA + "dataset_kwargs")
-def installed_data_get_their_arguments(lab: Lab) -> None:
+def installed_data_get_their_arguments(lab: ConfigHarness) -> None:
     def samples(data: Any, split: str, sequence_length: int, tokenizer: Any, seed: int) -> Any:
         top = data["dataset_kwargs"]["top"]
         return MockSamples(top, sequence_length, seed, 1000) if split == "train" else None
@@ -517,7 +519,7 @@ def installed_data_get_their_arguments(lab: Lab) -> None:
     point = EntryPoint("mine", "package:samples", "stoker.datasets")
     lab.monkeypatch.setattr(EntryPoint, "load", lambda self: samples)
     for module_name in ("trainer.plugins.datasets", "trainer.data.build_datasets", "trainer.config.rules.data_rules"):
-        lab.monkeypatch.setattr(f"stoker.{module_name}.installed_datasets", lambda: {"mine": point})
+        lab.monkeypatch.setattr(f"stoker.{module_name}.dataset_plugins", lambda: {"mine": point})
     changes = {DATA + "data_impl": "mine", DATA + "path": None}
     batches = [first_batch(lab, {**changes, DATA + "dataset_kwargs": {"top": top}}) for top in (10, 20)]
     assert max(map(max, batches[0])) < 10 <= max(map(max, batches[1]))
@@ -526,7 +528,7 @@ def installed_data_get_their_arguments(lab: Lab) -> None:
 
 
 @story(DATA + "seq_length")
-def a_second_length_must_be_the_first(lab: Lab) -> None:
+def a_second_length_must_be_the_first(lab: ConfigHarness) -> None:
     both = ["data=mock", "model.encoder_seq_length=32"]
     assert load(*both, "model.data.seq_length=32").root.model.data.seq_length == 32
     assert list(problems(*both, "model.data.seq_length=64")) == [DATA + "seq_length"]
@@ -534,5 +536,5 @@ def a_second_length_must_be_the_first(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("told", dict.fromkeys(STORIES.values()), ids=lambda told: told.__name__)
-def test_the_story_of(told: Callable[[Lab], None], lab: Lab) -> None:
+def test_the_story_of(told: Callable[[ConfigHarness], None], lab: ConfigHarness) -> None:
     told(lab)

@@ -12,7 +12,7 @@ from config_helpers import problems
 from key_lab import (
     CALLBACK,
     DATA,
-    LIMITED,
+    DROPS_TOKENS,
     MODEL,
     MOE,
     OPTIM,
@@ -23,26 +23,26 @@ from key_lab import (
     TRAINER,
     WHOLE,
     Changes,
-    Lab,
+    ConfigHarness,
 )
 from key_observables import (
     activation,
     arithmetic,
+    checkpoint_metric,
     device,
+    family_shapes,
+    gradient_reduce_dtype,
     gradients,
     hopper_backend,
     kept,
     layout,
     logits,
-    monitored,
     normalization,
     optimizer,
     profiles,
     rates,
-    routings,
-    shapes_of_family,
+    router_calls,
     stepped,
-    summed_in,
     task_batch,
     tokens_of_file,
     watched,
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures", "little_pystd")
 class Values:
     """A closed list: its values give different observables, but for aliases, which give that of what they stand for."""
 
-    observable: Callable[[Lab, Changes], Any]
+    observable: Callable[[ConfigHarness, Changes], Any]
     aliases: dict[Any, Any]
     others: Changes | None = None
 
@@ -67,18 +67,18 @@ OTHER_NAMES = {"reduced_train_loss": "loss", "train_loss": "loss", "validation_l
 VALUES = {
     TRAINER + "accelerator": Values(device, {"gpu": "cuda", "auto": "cuda"}),
     "model.fsdp_sharding_strategy": Values(layout, {}, {MODEL + "fsdp": True, MODEL + "fsdp_shard_size": 2}),
-    "model.fsdp_grad_reduce_dtype": Values(summed_in, {"32": 32, "fp32": 32}),
+    "model.fsdp_grad_reduce_dtype": Values(gradient_reduce_dtype, {"32": 32, "fp32": 32}),
     TRAINER + "precision": Values(
         arithmetic,
         {"64": 64, "64-true": 64, "32": 32, "32-true": 32, "bf16-mixed": "bf16"},
         {MODEL + "megatron_amp_O2": False},
     ),
-    CALLBACK + "monitor": Values(monitored, OTHER_NAMES),
-    CALLBACK + "mode": Values(monitored, {}),
+    CALLBACK + "monitor": Values(checkpoint_metric, OTHER_NAMES),
+    CALLBACK + "mode": Values(checkpoint_metric, {}),
     STOPPING + "monitor": Values(watched, OTHER_NAMES),
     STOPPING + "mode": Values(watched, {}),
     TRAINER + "profiler": Values(profiles, {}, {TRAINER + "profile_steps": [1, 2]}),
-    MODEL + "family": Values(shapes_of_family, {}),
+    MODEL + "family": Values(family_shapes, {}),
     RECOMPUTE + "granularity": Values(kept, {}, WHOLE),
     RECOMPUTE + "method": Values(kept, {}, WHOLE),
     MODEL + "transformer_block_type": Values(logits, {}),
@@ -89,8 +89,8 @@ VALUES = {
     MODEL + "moe_token_dispatcher_type": Values(  # each process has all experts; `test_config_moe.py` has what is said
         logits, dict.fromkeys(("alltoall", "alltoall_seq", "flex"), "allgather"), MOE
     ),
-    MODEL + "moe_token_drop_policy": Values(logits, {}, LIMITED),
-    MODEL + "moe_router_dtype": Values(routings, {}, MOE),
+    MODEL + "moe_token_drop_policy": Values(logits, {}, DROPS_TOKENS),
+    MODEL + "moe_router_dtype": Values(router_calls, {}, MOE),
     MODEL + "moe_router_score_function": Values(logits, {}, MOE),
     MODEL + "rotary_scaling": Values(logits, {}, {**ROPE, MODEL + "rotary_original_length": 8}),
     MODEL + "attention_backend": Values(
@@ -126,7 +126,7 @@ def canonical(values: Values, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("key", VALUES)
-def test_each_value_of_a_closed_list_is_accepted_and_distinct(key: str, lab: Lab) -> None:
+def test_each_value_of_a_closed_list_is_accepted_and_distinct(key: str, lab: ConfigHarness) -> None:
     entry = VALUES[key]
     observed = [
         (canonical(entry, value), entry.observable(lab, {**(entry.others or {}), key: value}))
@@ -142,12 +142,12 @@ def test_no_other_value_is_accepted(key: str) -> None:
     assert list(problems(f"{key}=word")) == [key]
 
 
-def test_main_weights_set_bf16_apart(lab: Lab) -> None:
+def test_main_weights_set_bf16_apart(lab: ConfigHarness) -> None:
     precisions = ("bf16", "bf16-mixed", "bf16-true", 32)
     assert len({arithmetic(lab, {TRAINER + "precision": precision}) for precision in precisions}) == 4
 
 
-def test_every_backend_of_a_cpu_gives_the_same_logits(lab: Lab) -> None:
+def test_every_backend_of_a_cpu_gives_the_same_logits(lab: ConfigHarness) -> None:
     def of(backend: str) -> torch.Tensor:
         with torch.no_grad():
             return lab.model({MODEL + "attention_backend": backend}).eval()(torch.arange(8)[None])

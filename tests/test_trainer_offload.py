@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks
+from forks import ForkServer
 from late_copies import install
 from rank_runs import RankRuns, difference
 from tiny_run import final_hashes, tiny_config
 
-from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
+from stoker.models.memory.offload_weights import WeightOffload, find_weight_offloads
 from stoker.trainer.train import run_training
 
 RUN: dict[str, Any] = {
@@ -37,7 +37,7 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path, monkeypatch: pytest.
     run_training(tiny_config(tmp_path / "plain", **changes))
     install(monkeypatch)
     ours = run_training(tiny_config(tmp_path / "ours", **changes, **OFFLOADS))
-    assert weight_offloads(ours.model)
+    assert find_weight_offloads(ours.model)
     assert losses(tmp_path / "plain") == losses(tmp_path / "ours")
     assert final_hashes(tmp_path / "plain", 8) == final_hashes(tmp_path / "ours", 8)
     longer = {"trainer__max_steps": 10}
@@ -59,7 +59,7 @@ def test_a_run_says_what_it_offloads_and_updates_weights_on_the_device(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> RankRuns:
+def runs(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> RankRuns:
     return RankRuns(tmp_path_factory.mktemp("runs"), forks)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_utilities.core.imports import RequirementCache
 
-EXTRAS = (
+TORCHMETRICS_EXTRAS = (
     "gammatone", "librosa", "matplotlib", "nltk", "pesq", "pystoi", "regex", "scienceplots", "scipy", "torch_fidelity",
     "torchvision", "transformers",
 )  # fmt: skip
@@ -21,12 +21,12 @@ EXTRAS = (
 
 @contextmanager
 def _without_extras() -> Iterator[None]:
-    """Report the packages in `EXTRAS` as not installed within this context."""
+    """Report the packages in `TORCHMETRICS_EXTRAS` as not installed within this context."""
     is_available = RequirementCache.__bool__
 
     def is_available_and_not_extra(self: RequirementCache) -> bool:
         requirement: Any = self.requirement or self.module
-        return not str(requirement).startswith(EXTRAS) and is_available(self)
+        return not str(requirement).startswith(TORCHMETRICS_EXTRAS) and is_available(self)
 
     RequirementCache.__bool__ = is_available_and_not_extra
     try:
