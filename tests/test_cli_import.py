@@ -5,13 +5,15 @@ import sys
 import pytest
 
 from stoker.trainer.cli import main
-from stoker.trainer.plugins import datasets
-from stoker.trainer.plugins.datasets import dataset_plugins, register_dataset
-from stoker.trainer.plugins.import_modules import import_modules
+from stoker.trainer.config import dataset_names
+from stoker.trainer.config.dataset_names import dataset_plugins
+from stoker.trainer.data.sources import dataset_plugins as plugin_module
+from stoker.trainer.data.sources.dataset_plugins import register_dataset
 from stoker.trainer.utils.errors import UserError
+from stoker.trainer.utils.import_modules import import_modules
 
 MODULE = """
-from stoker.trainer.plugins.datasets import register_dataset
+from stoker.trainer.data.sources.dataset_plugins import register_dataset
 from stoker.trainer.data.datasets.samples import MockSamples
 
 @register_dataset("my_dice")
@@ -24,7 +26,8 @@ def samples(data, split, sequence_length, tokenizer, seed):
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(datasets, "_registered", {})
+    monkeypatch.setattr(plugin_module, "registered_datasets", {})
+    monkeypatch.setattr(dataset_names, "registered_datasets", plugin_module.registered_datasets)
     known = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - known:
@@ -38,7 +41,7 @@ def test_a_data_set_is_registered_and_found_by_name(here, capsys):
     assert "must be one of" in capsys.readouterr().err
     assert main.main(["config", "--import", "my_data", "model.data.data_impl=my_dice"]) == 0
     assert dataset_plugins()["my_dice"].load() is sys.modules["my_data"].samples
-    samples = datasets.plugin_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
+    samples = plugin_module.plugin_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
     assert samples is not None
     assert samples.batch(0, 4).tokens.max() < 6
 

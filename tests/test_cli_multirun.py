@@ -322,7 +322,7 @@ def test_the_key_that_leads_elsewhere_is_the_one_in_use(here, place, elsewhere):
 
 
 DATA = """
-from stoker.trainer.plugins.datasets import register_dataset
+from stoker.trainer.data.sources.dataset_plugins import register_dataset
 from stoker.trainer.data.datasets.samples import MockSamples
 
 @register_dataset("dice")

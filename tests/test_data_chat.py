@@ -19,7 +19,8 @@ from stoker.trainer.data.tasks.chat_files import chat_template_from_config, get_
 from stoker.trainer.data.tasks.chat_template import Chat, ChatRenderError, ChatTemplate, default_template
 from stoker.trainer.data.tasks.chat_template_process import ChatRenderer, TemplateError
 from stoker.trainer.data.tasks.chats import encode_chats, encode_with_assistant_mask, parse_chat, prompt_ids
-from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, from_document, tokenizer_state
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_state
+from stoker.trainer.data.tokenizers.tokenizer_document import from_document
 from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer_json
 from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer
 from stoker.trainer.utils.errors import UserError

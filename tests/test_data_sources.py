@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from stoker.trainer.config.dataset_names import SPLITS
 from stoker.trainer.data.sources import text_sources
-from stoker.trainer.data.sources.text_sources import SPLITS, Corpus, parse_proportions, read_pystd, read_text
+from stoker.trainer.data.sources.text_sources import Corpus, parse_proportions, read_pystd, read_text
 from stoker.trainer.utils.errors import UserError
 
 THIRDS = (0.4, 0.3, 0.3)

@@ -28,7 +28,8 @@ from stoker.trainer.data.tasks.noise_spans import (
     unit_boundaries,
 )
 from stoker.trainer.data.tasks.sentinels import mask_id, sentinel_ids, with_sentinels
-from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, from_document
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from stoker.trainer.data.tokenizers.tokenizer_document import from_document
 from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
 from stoker.trainer.utils.errors import UserError
 

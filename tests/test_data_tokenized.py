@@ -11,6 +11,7 @@ import tokenizers
 from config_helpers import load, problems
 
 from stoker.trainer import train
+from stoker.trainer.config import dataset_names
 from stoker.trainer.config.blend_spec import parse_prefixes
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data import build_datasets
@@ -22,7 +23,6 @@ from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
 from stoker.trainer.distributed.process_group import DistributedContext
-from stoker.trainer.plugins import datasets
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.safetensors_io import MAX_JSON_BYTES
 
@@ -257,8 +257,8 @@ def mine(**kwargs: Any) -> Data:
 
 
 def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint("mine", f"{__name__}:samples_of_a_package", datasets.ENTRY_POINT_GROUP)]
-    points.append(EntryPoint("gone", "no_such_package_anywhere:samples", datasets.ENTRY_POINT_GROUP))
+    points = [EntryPoint("mine", f"{__name__}:samples_of_a_package", dataset_names.ENTRY_POINT_GROUP)]
+    points.append(EntryPoint("gone", "no_such_package_anywhere:samples", dataset_names.ENTRY_POINT_GROUP))
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
     data = mine()
     assert isinstance(data.train, MockSamples)
@@ -279,7 +279,7 @@ def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 def test_built_in_sources_look_for_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_datasets, "dataset_plugins", None)
-    monkeypatch.setattr(datasets, "dataset_plugins", None)
+    monkeypatch.setattr(dataset_names, "dataset_plugins", None)
     monkeypatch.setattr("stoker.trainer.config.rules.data_rules.dataset_plugins", None)
     assert load("data=mock").root.model.data.data_impl == "mock"
 

@@ -26,7 +26,8 @@ from stoker.trainer.data.tokenizers import gpt2_pretokenizer, sentencepiece_toke
 from stoker.trainer.data.tokenizers.gpt2_files import EOS_TOKEN, gpt2_tokenizer_json
 from stoker.trainer.data.tokenizers.special_tokens import SpecialTokenIds
 from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
-from stoker.trainer.data.tokenizers.tokenizer import Tokenizer, from_document
+from stoker.trainer.data.tokenizers.tokenizer import Tokenizer
+from stoker.trainer.data.tokenizers.tokenizer_document import from_document
 from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer, canonical, define
 from stoker.trainer.utils.errors import UserError
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, from_document
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from stoker.trainer.data.tokenizers.tokenizer_document import from_document
 from stoker.trainer.utils.errors import UserError
 
 

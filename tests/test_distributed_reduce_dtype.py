@@ -12,12 +12,13 @@ from config_helpers import load
 from tiny_run import tiny_config
 from torch import Tensor
 
+from stoker.trainer.config.parameter_layout import layout_of
 from stoker.trainer.core import factory
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.dataloader import batch_tensors
 from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.distributed.build_data_parallel import reduce_dtype
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel
-from stoker.trainer.distributed.layout_from_config import layout_of, reduce_dtype
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_plan import gpu_target, make_plan
 

@@ -58,6 +58,7 @@ from stoker.trainer.checkpoint import async_saver
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.cli import elastic_entry, main
+from stoker.trainer.config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.schema.root import RootBlock
@@ -73,7 +74,6 @@ from stoker.trainer.loggers import logger_backends
 from stoker.trainer.optim import optimizer_factory as optim_build
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.plan import inputs
-from stoker.trainer.plugins.datasets import BUILT_IN_DATASETS, PAIR_SOURCES
 from stoker.trainer.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("without_pictures", "little_pystd")
@@ -518,7 +518,11 @@ def installed_data_get_their_arguments(lab: ConfigHarness) -> None:
 
     point = EntryPoint("mine", "package:samples", "stoker.datasets")
     lab.monkeypatch.setattr(EntryPoint, "load", lambda self: samples)
-    for module_name in ("trainer.plugins.datasets", "trainer.data.build_datasets", "trainer.config.rules.data_rules"):
+    for module_name in (
+        "trainer.data.sources.dataset_plugins",
+        "trainer.data.build_datasets",
+        "trainer.config.rules.data_rules",
+    ):
         lab.monkeypatch.setattr(f"stoker.{module_name}.dataset_plugins", lambda: {"mine": point})
     changes = {DATA + "data_impl": "mine", DATA + "path": None}
     batches = [first_batch(lab, {**changes, DATA + "dataset_kwargs": {"top": top}}) for top in (10, 20)]

@@ -20,7 +20,7 @@ from stoker.models.config.t5 import T5Keys
 from stoker.models.memory import host_copies
 from stoker.models.memory.host_copies import HostMemoryError, PinnedMemoryPool
 from stoker.models.memory.offload_activations import ActivationOffload
-from stoker.trainer.plan.memory_check import is_out_of_memory
+from stoker.trainer.utils.host_memory import is_out_of_memory
 
 LAYERS, TOKENS, VOCAB = 5, 16, 50
 STACK: dict[str, Any] = {

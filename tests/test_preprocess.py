@@ -18,7 +18,8 @@ from stoker.trainer.cli.main import main
 from stoker.trainer.data.preprocess import partition, read_documents, train_tokenizer
 from stoker.trainer.data.preprocess.read_documents import ReadOptions, RejectedDocument, read_lines, split_into_chunks
 from stoker.trainer.data.sources.indexed_tokens import IndexedReader
-from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, from_document
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
+from stoker.trainer.data.tokenizers.tokenizer_document import from_document
 from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer
 
 

@@ -84,7 +84,7 @@ def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_pa
 
 SLOW = """
 import time
-from stoker.trainer.plugins.datasets import register_dataset
+from stoker.trainer.data.sources.dataset_plugins import register_dataset
 from stoker.trainer.data.datasets.samples import MockSamples
 
 class Slow(MockSamples):

@@ -22,7 +22,8 @@ from stoker.trainer.callbacks.reporting import StepReporter, ThroughputFactors
 from stoker.trainer.checkpoint.loop_state import LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.lightning.lightning_module import LanguageModule
-from stoker.trainer.loggers.run_logger import Journal, StepReport
+from stoker.trainer.loggers.run_logger import Journal
+from stoker.trainer.loggers.step_report import StepReport
 from stoker.trainer.train import run_training
 from stoker.trainer.utils import async_host_copy
 from stoker.trainer.utils.async_host_copy import AsyncHostCopy, DeviceTimestamp

@@ -19,10 +19,11 @@ from stoker.trainer.core.factory import build_model
 from stoker.trainer.data import build_datasets
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
-from stoker.trainer.plan.memory_check import check_memory, host_memory, is_out_of_memory
+from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.train import run_training
 from stoker.trainer.utils import environment
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_IO, UserError
+from stoker.trainer.utils.host_memory import host_memory, is_out_of_memory
 
 CPU = torch.device("cpu")
 

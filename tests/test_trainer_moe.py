@@ -32,7 +32,7 @@ from stoker.trainer.lightning.expert_balance import ExpertBalancer
 from stoker.trainer.lightning.lightning_module import LanguageModule
 from stoker.trainer.lightning.lightning_trainer import fit
 from stoker.trainer.loggers.progress_bar import format_step
-from stoker.trainer.loggers.run_logger import StepReport
+from stoker.trainer.loggers.step_report import StepReport
 from stoker.trainer.optim.sgd import SGD
 from stoker.trainer.train import run_training
 

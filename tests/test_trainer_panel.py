@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from stoker.trainer.loggers.progress_bar import Panel, duration, format_step, format_validation
-from stoker.trainer.loggers.run_logger import StepReport
+from stoker.trainer.loggers.step_report import StepReport
 
 REPORT = StepReport(
     step=120, loss=2.34567, grad_norm=0.5, lr=2e-4, consumed_samples=960, step_seconds=0.25, tokens_per_second=65536.0,

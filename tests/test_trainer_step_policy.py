@@ -25,13 +25,13 @@ from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.debug_runs import RepeatedSubset, overfitted, trial_of
+from stoker.trainer.core.debug_runs import overfitted, trial_of
 from stoker.trainer.data import dataloader
 from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import MockSamples
+from stoker.trainer.data.subsets import RepeatedSubset, validated_samples
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
-from stoker.trainer.data.validation_subset import validated_samples
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import EXIT_OK, UserError
 
@@ -373,7 +373,7 @@ def test_a_trial_is_not_kept_off_by_checkpoints_of_the_run_elsewhere(tmp_path):
 
 
 def test_a_trial_that_does_not_reach_the_profiled_steps_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="step 5 is never reached: `fast_dev_run` makes 2"):
+    with pytest.raises(ConfigError, match="step 5 is never reached: `fast_dev_run` is 2"):
         config_from_document(
             tiny_document(tmp_path, trainer__fast_dev_run=2, trainer__max_steps=50, trainer__profiler="pytorch")
         )
@@ -415,7 +415,7 @@ def test_more_batches_by_heart_than_there_are_is_one_line(tmp_path):
     data = {"data_impl": "text", "path": str(text)}
     settings = {"model__data": data, "trainer__overfit_batches": 50, "trainer__limit_val_batches": 0}
     with pytest.raises(
-        UserError, match=r"`trainer\.overfit_batches` \(50\) asks for 200 samples.*use at most"
+        UserError, match=r"`trainer\.overfit_batches` \(50\) needs 200 samples.*use at most"
     ) as error:
         run_training(tiny_config(tmp_path / "run", **settings))
     assert len(error.value.lines) == 1

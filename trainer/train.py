@@ -23,6 +23,7 @@ from .checkpoint.async_saver import CheckpointSaver
 from .checkpoint.reader import BaseRecord, Checkpoint, checkpoint_paths, open_checkpoint
 from .checkpoint.run_directory import RunDirectory, open_run_directory, save_run_record
 from .config.lr_schedule import build_schedule
+from .config.parameter_layout import layout_of
 from .config.run_config import RunConfig
 from .config.schema.root import RootBlock
 from .conversion.pretrained import PretrainedWeights, find_configured_pretrained
@@ -51,7 +52,6 @@ from .data.dataloader import PrefetchingDataLoader
 from .device.cuda_graph_support import uses_cuda_graph
 from .device.determinism import attention_flags, determinism
 from .device.precision import PrecisionPlan, plan_precision
-from .distributed.layout_from_config import layout_of
 from .distributed.process_group import DistributedContext, describe_process
 from .evaluation.held_out_loss import EvaluationResult
 from .lightning.expert_balance import build_expert_balancer
@@ -61,11 +61,12 @@ from .loggers.logger_backends import check_loggers
 from .loggers.progress_bar import Panel
 from .loggers.run_logger import Journal
 from .plan.fit_advice import out_of_memory_lines, plan_run
-from .plan.memory_check import check_memory, is_out_of_host_memory, is_out_of_memory
+from .plan.memory_check import check_memory
 from .plan.report import comparison, summary
 from .plan.run_plan import Plan
 from .utils.environment import set_variables
 from .utils.errors import EXIT_OK, UserError
+from .utils.host_memory import is_out_of_host_memory, is_out_of_memory
 from .utils.text import counted
 
 

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ..utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
+from ..utils.text import parse_duration
 
 _ECHO_SECONDS = 2.0
 """Deduplicate SIGTERM received from both scheduler and launcher within this time."""
@@ -131,9 +132,3 @@ class StopHandler:
             os.kill(os.getpid(), number)
         self.signal = signal.Signals(number)
         self._signal_at = now
-
-
-def parse_duration(duration: str) -> int:
-    """Convert `DD:HH:MM:SS` to seconds."""
-    days, hours, minutes, seconds = (int(part) for part in duration.split(":"))
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

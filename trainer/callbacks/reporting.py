@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..lightning.lightning_module import LanguageModule
-from ..loggers.run_logger import Journal, StepReport, peak_memory_gib
+from ..loggers.run_logger import Journal, peak_memory_gib
+from ..loggers.step_report import StepReport
 from ..utils.async_host_copy import DeviceTimestamp
 from .divergence import LossMonitor
 from .expert_load import ExpertLoadMetrics

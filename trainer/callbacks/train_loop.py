@@ -29,11 +29,11 @@ from ..optim.ema import EMA
 from ..utils.async_host_copy import runs_behind
 from ..utils.errors import UserError
 from ..utils.local_shard import local_tensor
-from ..utils.text import counted
+from ..utils.text import counted, parse_duration
 from .divergence import DivergedError, LossMonitor
 from .early_stopping import STOP_REASON_PREFIX, EarlyStopping
 from .expert_load import ExpertLoadMetrics
-from .preemption import SIGNAL_FLAGS, AllReduceFlags, StopFlag, StopHandler, alone, parse_duration
+from .preemption import SIGNAL_FLAGS, AllReduceFlags, StopFlag, StopHandler, alone
 from .profiler import ProfilerList
 from .reporting import StepReporter, ThroughputFactors
 

@@ -357,8 +357,7 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
 
 def _hint(path: Path) -> str:
     """Return the hint to show for a path that holds no checkpoint."""
-    from ..conversion.from_peft import is_peft_folder
-    from ..conversion.pretrained import is_hf_folder  # both import this module
+    from .hf_files import is_hf_folder, is_peft_folder
 
     if not path.exists():
         return "there is no such folder"

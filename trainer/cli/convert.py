@@ -145,7 +145,7 @@ def _target_format(source: Path, typed: str) -> str:
         return "stoker"
     if not source.is_dir():
         raise UserError(f"{typed} is neither a folder nor a .gguf file")
-    from ..conversion.hf_folder import CONFIG, has_weights, read_object
+    from ..checkpoint.hf_files import CONFIG, has_weights, read_object
 
     is_ours = (source / "manifest.json").exists() or (source / "checkpoints").is_dir() or any(source.glob("step-*"))
     if is_ours:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..utils import environment
+from ..device.attention_software import assumed_software, run_flags
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from ..utils.text import counted
 
@@ -29,7 +29,6 @@ ARCHITECTURES: dict[str, tuple[int, int] | None] = {
     "sm120": (12, 0),
     "cpu": None,
 }
-ASSUMED_CUDNN, ASSUMED_TRITON, ASSUMED_TE, ASSUMED_FLASH_ATTN = 91900, (3, 6), (2, 20), (2, 8, 3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,17 +129,6 @@ def _layers(root: RootBlock) -> str:
     return " and ".join(counted(layers, f"{name} layer") for name, layers in stacks.items())
 
 
-def run_flags(root: RootBlock) -> AttentionFlags:
-    """Return the NVTE_* flags as the run sees them: the environment updated with `env_vars`."""
-    from ..device.determinism import attention_flags
-
-    own = {name: environment.format_variable(value) for name, value in root.env_vars.items()}
-    try:
-        return attention_flags(root, {**environment.snapshot(), **own})
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
 def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str]:
     """Return device type, compute capability, installed software and a description of it."""
     import torch
@@ -155,29 +143,6 @@ def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Install
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     software = installed(device.type)
     return device.type, capability, software, f"on this machine, with {_describe_software(software)}"
-
-
-def assumed_software(root: RootBlock, device: str) -> InstalledSoftware:
-    """Return the software of this machine, as assumed on another device.
-
-    A GPU is assumed to have cuDNN and Triton, and packages that a configuration key requires to be installed.
-    """
-    from ...kernels.attention.backends.registry import installed
-    from ...models.config.family_rules import keys_by_stack
-
-    local, stacks = installed(), keys_by_stack(root.model).values()
-    if device == "cpu":
-        return local
-    needs_te = any(stack.transformer_engine or stack.attention_backend.startswith("te_") for stack in stacks)
-    needs_flash_attn = any(stack.attention_backend in ("flash_attn", "te_flash") for stack in stacks)
-    return replace(
-        local,
-        cudnn=local.cudnn or ASSUMED_CUDNN,
-        triton=local.triton or ASSUMED_TRITON,
-        interpreted=False,
-        te=local.te or (ASSUMED_TE if needs_te else None),
-        flash_attn=local.flash_attn or (ASSUMED_FLASH_ATTN if needs_flash_attn else None),
-    )
 
 
 def _describe_software(software: InstalledSoftware) -> str:

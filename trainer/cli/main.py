@@ -138,7 +138,7 @@ def _dispatch(arguments: list[str]) -> int:
         )
     args = parser.parse_intermixed_args(arguments[1:])
     if verb.accepts_imports and args.imports:
-        from ..plugins.import_modules import import_modules
+        from ..utils.import_modules import import_modules
 
         import_modules(args.imports)
     return run(args)

@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from ..config.load import config_from_document
-from ..plugins.import_modules import import_modules
 from ..utils.environment import prepare_process
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
+from ..utils.import_modules import import_modules
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _CONNECTION_ERRORS = (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..data.sources.text_sources import SPLITS, Split
+from .dataset_names import SPLITS, Split
 
 PrefixList = str | Sequence[str | float]
 Prefixes = PrefixList | Mapping[str, str | Sequence[str | float] | None]

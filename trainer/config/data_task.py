@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..plugins.datasets import PAIR_SOURCES
+from .dataset_names import PAIR_SOURCES
 from .schema.root import AnyModelBlock, ModelBlock, RootBlock, T5ModelBlock
 from .span_lengths import Corruption, corrupted_lengths, noise_counts, window_length
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .schema.root import RootBlock
+
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 """NeMo's names of AdamW with state sharded over the data-parallel ranks."""
 
@@ -72,3 +74,15 @@ def plan_layout(
     if optimizer in DISTRIBUTED_OPTIMIZERS:
         return DataParallelLayout("distributed optimizer", 1, world_size, replicates_weights=True)
     return DataParallelLayout("data parallel", world_size, 1, replicates_weights=True)
+
+
+def layout_of(root: RootBlock, world_size: int) -> DataParallelLayout | None:
+    """Return the data-parallel layout of a run, or None for a single process."""
+    keys = root.model
+    return plan_layout(
+        world_size,
+        optimizer=keys.optim.name,
+        fsdp=keys.fsdp,
+        strategy=keys.fsdp_sharding_strategy,
+        shard_size=keys.fsdp_shard_size or world_size // root.trainer.num_nodes,
+    )

@@ -15,8 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 
 from ..utils.errors import UserError
-from .duplicate_overrides import duplicate_problem
-from .overrides import OverrideError, parse_override
+from .overrides import OverrideError, duplicate_problem, parse_override
 from .problems import ConfigError, Problem
 
 MAX_JOBS = 10_000

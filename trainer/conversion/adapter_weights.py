@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...models.hf.config_fields import shown
+from ..checkpoint.hf_files import is_peft_folder
 from ..checkpoint.reader import BaseRecord, Checkpoint, find_checkpoint, trained_of
 from ..config.load import config_from_document
 from ..config.schema.root import RootBlock
@@ -17,7 +18,7 @@ from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import piece_of
-from .from_peft import PeftFolder, convert_adapter_tensors, is_peft_folder, read_peft_folder
+from .from_peft import PeftFolder, convert_adapter_tensors, read_peft_folder
 from .merge_adapter import first_different_parameter
 from .pretrained import PretrainedWeights, check_same_base, find_pretrained, weights_digest
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...models.config.peft_slice import peft_slice
+from ..checkpoint.hf_files import is_peft_folder
 from ..checkpoint.reader import ADAPTER, WEIGHTS, Checkpoint, RunState, find_checkpoint, trained_of
 from ..checkpoint.run_environment import stoker_version
 from ..checkpoint.sharded_safetensors import shard_file_name
@@ -17,13 +18,14 @@ from ..config import dotted_paths
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
-from ..data.tokenizers.tokenizer import Tokenizer, from_document
+from ..data.tokenizers.tokenizer import Tokenizer
+from ..data.tokenizers.tokenizer_document import from_document
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, TensorSpec, write_safetensors, write_safetensors_stream
 from .adapter_weights import find_recorded_base
 from .casting import cast
 from .from_hf import build_meta_model, open_source, run_config_of, state_of
-from .from_peft import convert_adapter_tensors, is_peft_folder, peft_config_keys, read_peft_folder
+from .from_peft import convert_adapter_tensors, peft_config_keys, read_peft_folder
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
 from .pretrained import PretrainedWeights, checked, find_pretrained

@@ -34,6 +34,7 @@ from ...models.hf.config_fields import HFConfig, shown
 from ...models.hf.llama import LLAMA
 from ...models.hf.weight_layout import Geometry, Shape, num_elements
 from ...models.hf.weight_map import ParameterMapping
+from ..checkpoint.hf_files import CONFIG, read_object
 from ..checkpoint.reader import WEIGHTS, RunState, model_tensors
 from ..checkpoint.run_environment import stoker_version
 from ..checkpoint.sharded_safetensors import shard_file_name
@@ -48,7 +49,7 @@ from ..utils.errors import UserError
 from ..utils.safetensors_io import TensorSpec, write_safetensors_stream
 from ..utils.text import counted
 from .casting import cast
-from .hf_folder import CONFIG, FolderTensors, open_folder_tensors, read_object
+from .hf_folder import FolderTensors, open_folder_tensors
 from .output_folder import atomic_folder
 from .tokenizer_copy import (
     TOKENIZER_FOLDER,

@@ -18,16 +18,15 @@ from ...models.hf.architecture import described, geometry_of
 from ...models.hf.architectures import ARCHITECTURES
 from ...models.hf.config_fields import shown
 from ...models.hf.weight_layout import Geometry
+from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, read_object, resolve_in_folder
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, open_safetensors
 from .from_hf import parameter_shapes
-from .hf_folder import read_object, resolve_in_folder
 from .peft_factors import ia3_parameter_name
 from .peft_map import PREFIX, Target, from_peft_pairs, lora_targets
-from .to_peft import ADAPTER_CONFIG, ADAPTER_TENSORS
 
 _SHOWN = 10
 _SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -77,11 +76,6 @@ class PeftFolder:
     def kind(self) -> str:
         """`LORA` or `IA3`."""
         return str(self.config["peft_type"])
-
-
-def is_peft_folder(path: Path) -> bool:
-    """Return True for a folder in peft format."""
-    return path.is_dir() and (path / ADAPTER_CONFIG).exists()
 
 
 def read_peft_folder(path: Path) -> PeftFolder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,57 +12,12 @@ import torch
 from torch import Tensor
 
 from ...models.hf.config_fields import shown
+from ..checkpoint.hf_files import WEIGHT_FILES, read_object, resolve_in_folder
 from ..utils.errors import UserError
-from ..utils.safetensors_io import TENSOR_DTYPES, DamagedFileError, TensorSpec, open_safetensors, read_json
+from ..utils.safetensors_io import TENSOR_DTYPES, DamagedFileError, TensorSpec, open_safetensors
 from .torch_files import TorchFile
 
-CONFIG = "config.json"
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-_KINDS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-"""Weight file names, in order of preference."""
 _ROWS = 1024
-
-
-def resolve_in_folder(folder: Path, name: str) -> Path | None:
-    """Resolve a file name in a folder; None if there is no such file.
-
-    Symlinks may point to files in the folder, and from a snapshot of the hub cache to its blobs.
-
-    Raises:
-        UserError: not a plain file name, or a link that points elsewhere.
-    """
-    if not _FILE_NAME.fullmatch(name):
-        raise UserError(f"{folder}: {name[:80]!r} is not the plain name of a file")
-    path = (folder / name).resolve()
-    if not path.exists():
-        return None
-    top = folder.resolve()
-    allowed = [top, *([top.parent.parent / "blobs"] if top.parent.name == "snapshots" else [])]
-    if not any(path.is_relative_to(directory) for directory in allowed):
-        raise UserError(
-            f"{folder / name} is a link that leads out of its folder; replace it by the file if that is intended"
-        )
-    if not path.is_file():
-        raise UserError(f"{folder / name} is not a file")
-    return path
-
-
-def read_object(folder: Path, name: str) -> dict[str, Any] | None:
-    """Read a JSON object; None if there is no such file.
-
-    Raises:
-        UserError: not a JSON object, or too large.
-    """
-    path = resolve_in_folder(folder, name)
-    if path is None:
-        return None
-    try:
-        document = read_json(path)
-    except DamagedFileError as error:
-        raise UserError(f"{folder}: {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{folder / name} must hold a JSON object")
-    return document
 
 
 class FolderTensors:
@@ -149,12 +103,6 @@ def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterat
         yield FolderTensors(facts, unreadable, readers)
 
 
-def has_weights(folder: Path) -> bool:
-    """Return True if a folder holds weight files."""
-    names = [f"{stem}{ending}{more}" for stem, ending in _KINDS for more in ("", ".index.json")]
-    return any((folder / name).exists() for name in names)
-
-
 def weight_paths(folder: Path) -> list[Path]:
     """Return the weight files of a folder.
 
@@ -170,7 +118,7 @@ def _few(names: Sequence[str]) -> str:
 
 def _files(folder: Path) -> tuple[list[Path], Sequence[str]]:
     """Return the weight files, and the tensor names listed in the index."""
-    for stem, ending in _KINDS:
+    for stem, ending in WEIGHT_FILES:
         whole = resolve_in_folder(folder, f"{stem}{ending}")
         if whole is not None:
             return [whole], ()
@@ -191,7 +139,7 @@ def _files(folder: Path) -> tuple[list[Path], Sequence[str]]:
                 raise UserError(f"{folder}: the index lists {name[:80]!r}, which is not a {ending} file in this folder")
             paths.append(path)
         return paths, tuple(weight_map)
-    expected = " or ".join(f"{stem}{ending}" for stem, ending in _KINDS)
+    expected = " or ".join(f"{stem}{ending}" for stem, ending in WEIGHT_FILES)
     raise UserError(f"{folder} holds no weights: no {expected}, and no index of them")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..checkpoint.hf_files import has_weights
 from ..utils.errors import EXIT_IO, UserError
-from .hf_folder import has_weights
 
 _ALLOWED = ("*.json", "*.model", "vocab.txt", "merges.txt", "*.jinja")
 _IGNORED = ("*.py", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*", "*/*")

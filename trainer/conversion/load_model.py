@@ -18,6 +18,7 @@ from ...models.config.family_rules import keys_by_stack
 from ...models.config.parameter_count import count_parameters
 from ...models.config.peft_slice import peft_slice
 from ...models.config.t5 import T5Keys
+from ..checkpoint.hf_files import is_hf_folder, is_peft_folder
 from ..checkpoint.reader import RunState, find_checkpoint
 from ..config.batch_spec import sample_form
 from ..config.data_task import task_name
@@ -25,15 +26,15 @@ from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..data.build_datasets import sequence_length
 from ..data.tokenizers.bos import text_start
-from ..data.tokenizers.tokenizer import Tokenizer, from_document
+from ..data.tokenizers.tokenizer import Tokenizer
+from ..data.tokenizers.tokenizer_document import from_document
 from ..device.precision import PrecisionPlan, plan_precision
-from ..plan.memory_check import host_memory
 from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
+from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
 from .from_hf import check, open_source, run_config_of, state_of
-from .from_peft import is_peft_folder
-from .pretrained import PretrainedWeights, is_hf_folder
+from .pretrained import PretrainedWeights
 from .size_check import check_model_size
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.hf_files import is_hf_folder
 from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
 from ..checkpoint.sharded_safetensors import shard_files
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import piece_of
 from .from_hf import MappedModel, Source, check, open_source
-from .hf_folder import CONFIG, has_weights, read_object, weight_paths
+from .hf_folder import weight_paths
 
 KEY = "model.restore_from_path"
 _SHOWN = 10
@@ -100,15 +101,6 @@ def find_pretrained(path: Path, key: str = KEY, *, verify: bool = True) -> Pretr
 def find_configured_pretrained(path: str | None, key: str = KEY) -> PretrainedWeights | None:
     """Apply `find_pretrained` to a path of the configuration; None for None."""
     return None if path is None else find_pretrained(user_path(path, key), key)
-
-
-def is_hf_folder(path: Path) -> bool:
-    """Return True for a Hugging Face model folder."""
-    if not path.is_dir() or (path / "manifest.json").exists() or (path / "checkpoints").is_dir():
-        return False
-    if any(path.glob("step-*")):
-        return False
-    return has_weights(path) or "model_type" in (read_object(path, CONFIG) or {})
 
 
 def weights_digest(base: PretrainedWeights) -> str:

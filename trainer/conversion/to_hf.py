@@ -19,17 +19,18 @@ from ...models.hf.architectures import ARCHITECTURES, MODEL_TYPES
 from ...models.hf.config_fields import FieldError, HFConfig
 from ...models.hf.weight_layout import Geometry
 from ...models.hf.weight_map import ParameterMapping
+from ..checkpoint.hf_files import CONFIG
 from ..checkpoint.reader import Checkpoint, find_checkpoint
 from ..config.batch_spec import sample_form
 from ..config.load import config_from_document
 from ..config.schema.root import MODEL_BLOCKS, RootBlock
-from ..data.tokenizers.tokenizer import Tokenizer, from_document
+from ..data.tokenizers.tokenizer import Tokenizer
+from ..data.tokenizers.tokenizer_document import from_document
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, TensorSpec, write_json, write_safetensors_stream
 from .casting import cast
 from .from_hf import parameter_shapes
-from .hf_folder import CONFIG
 from .output_folder import atomic_folder
 from .size_check import check_model_size
 from .tokenizer_copy import (

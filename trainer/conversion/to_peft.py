@@ -12,21 +12,20 @@ from torch import Tensor
 from ...models.config.peft_slice import IA3Slice, LoRASlice, PeftSlice, PromptSlice, peft_slice
 from ...models.hf.weight_layout import Transposed
 from ...models.peft.ptuning import PromptEncoder, virtual_token_embeddings
+from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, read_object
 from ..checkpoint.reader import Checkpoint
 from ..config.schema.root import RootBlock
-from ..data.tokenizers.tokenizer import from_document
+from ..data.tokenizers.tokenizer_document import from_document
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, write_json, write_safetensors
 from .casting import cast
-from .hf_folder import CONFIG, read_object
 from .output_folder import atomic_folder
 from .peft_factors import to_peft_vectors
 from .peft_map import PREFIX, lora_targets, to_peft_pairs
 from .pretrained import PretrainedWeights, check_same_base
 from .to_hf import HFModel, choose
 
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.config.model_keys import Family
+from ..checkpoint.hf_files import read_object, resolve_in_folder
 from ..config.data_task import task_from_config
 from ..config.schema.root import RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
@@ -22,7 +23,6 @@ from ..data.tokenizers.vocabulary import configured_tokenizer
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, read_json
-from .hf_folder import read_object, resolve_in_folder
 
 TOKENIZER_FOLDER = "tokenizer"
 _MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.build_datasets import Data
-from ..data.dataloader import batch_tensors
-from ..data.datasets.samples import Batch
-from ..data.datasets.seq2seq import AnySamples, TensorBatch
+from ..data.subsets import RepeatedSubset
 from ..utils.errors import UserError
 from ..utils.text import counted
 
@@ -98,31 +93,3 @@ def overfitted(data: Data, root: RootBlock) -> Data:
         fingerprint=f"{data.fingerprint}, the first {few.samples} samples",
         description=f"{data.description}; only its first {counted(few.samples, 'training sample')}, for validation too",
     )
-
-
-class RepeatedSubset:
-    """The first samples of a dataset, repeated endlessly.
-
-    Args:
-        others: the dataset.
-        samples: number of samples.
-    """
-
-    def __init__(self, others: AnySamples, samples: int) -> None:
-        self._others = others
-        self.sequence_length = others.sequence_length
-        self.samples = samples
-
-    def batch(self, first: int, count: int) -> Any:
-        """Return the samples at positions `first` to `first + count - 1`."""
-        parts: list[Any] = []
-        while count > 0:
-            start = first % self.samples
-            taken = min(count, self.samples - start)
-            parts.append(self._others.batch(start, taken))
-            first, count = first + taken, count - taken
-        if len(parts) == 1:
-            return parts[0]
-        fields = [batch_tensors(part) for part in parts]
-        joined: TensorBatch = {name: torch.cat([part[name] for part in fields]) for name in fields[0]}
-        return Batch(**joined) if isinstance(parts[0], Batch) else joined

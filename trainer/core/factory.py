@@ -22,19 +22,20 @@ from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, RunState, tensors_to_sav
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.writer import CheckpointContent, apply_retention
 from ..config.batch_spec import sample_form
+from ..config.parameter_layout import layout_of
 from ..config.run_config import RunConfig
 from ..config.schema.exp_manager import canonical_metric_name
 from ..config.schema.root import RootBlock
 from ..config.schema.trainer_and_data import DataBlock
 from ..data.batch_sampler import BatchSchedule
 from ..data.build_datasets import Data
+from ..data.subsets import validated_samples
 from ..data.tokenizers.tokenizer import tokenizer_state
-from ..data.validation_subset import validated_samples
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import attention_flags
 from ..device.precision import PrecisionPlan
-from ..distributed.data_parallel import DataParallel, data_parallel
-from ..distributed.layout_from_config import layout_of, reduce_dtype
+from ..distributed.build_data_parallel import data_parallel, reduce_dtype
+from ..distributed.data_parallel import DataParallel
 from ..distributed.process_group import DistributedContext
 from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
 from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ..config.data_task import Task, task_from_config
 from ..config.data_task import sequence_length as length_of
+from ..config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES, SPLITS, Split, dataset_plugins
 from ..config.schema.root import RootBlock
-from ..plugins.datasets import BUILT_IN_DATASETS, PAIR_SOURCES, dataset_plugins, plugin_samples
 from ..utils.errors import UserError
 from ..utils.text import counted
 from .datasets.document_chunks import InMemoryDocuments
@@ -22,10 +22,11 @@ from .datasets.samples import TrainingWindows
 from .datasets.seq2seq import AnySamples
 from .datasets.sft_examples import Examples
 from .datasets.tokenized import choose_tokenizer, open_splits, split_samples
+from .sources.dataset_plugins import plugin_samples
 from .sources.docstrings import read_docstrings
 from .sources.record_sources import read_source
 from .sources.text_pairs import TextPairs, TokenPairs, pair_parser, pairs_fingerprint
-from .sources.text_sources import SPLITS, Corpus, Split, parse_proportions
+from .sources.text_sources import Corpus, parse_proportions
 from .sources.text_tokens import evaluation_windows, read_corpus, token_stream, tokenize_documents
 from .tasks.sft import fine_tuning
 from .tasks.task_samples import SampleFactory, tokenizer_for_task

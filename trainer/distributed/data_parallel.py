@@ -6,10 +6,8 @@ global batch, so the sum equals the single-process gradient however the targets 
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -105,22 +103,3 @@ def units(model: LanguageModel) -> list[list[nn.Parameter]]:
     after = [parameter for parameter in model.parameters() if parameter not in named]
     trained = ([parameter for parameter in unit if parameter.requires_grad] for unit in (before, *layers, after))
     return [unit for unit in trained if unit]
-
-
-def data_parallel(
-    layout: DataParallelLayout, device: torch.device, reduce_dtype: torch.dtype | None, timeout: timedelta | None = None
-) -> DataParallel:
-    """Build the data parallelism of a run.
-
-    Args:
-        layout: data-parallel layout.
-        device: device of this rank.
-        reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
-        timeout: timeout of collectives; None for torch's default.
-    """
-    from .ddp import ReplicatedDataParallel
-    from .fsdp import ShardedDataParallel
-
-    if layout.replicates_weights:
-        return ReplicatedDataParallel(layout, device, reduce_dtype)
-    return ShardedDataParallel(layout, device, reduce_dtype, timeout)

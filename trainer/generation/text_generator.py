@@ -18,8 +18,8 @@ from ...models.t5 import T5
 from ..conversion.load_model import LoadedModel
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..device.precision import PrecisionPlan
-from ..plan.memory_check import host_memory
 from ..utils.errors import UserError
+from ..utils.host_memory import host_memory
 from .beam_search import BeamSearchConfig, run_beam_search
 from .decode_loop import DecodeLoop
 from .sampling import SamplingParams, TextStreamer

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..plan.memory_check import is_out_of_memory
 from ..utils.errors import UserError
+from ..utils.host_memory import is_out_of_memory
 
 # Eager micro batches before capture: they compile and autotune the kernels, which is not possible during capture.
 WARM_UP = 3

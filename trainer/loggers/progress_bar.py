@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .run_logger import StepReport
+from .step_report import StepReport
 
 _REDRAW_SECONDS = 0.2
 

@@ -30,11 +30,11 @@ from ...models.dispatch.attention_choices import CallContext, plan_attentions
 from ...models.peft.lora_mlp import is_one_operation
 from ...models.recompute.analysis import has_dropout
 from ..config.batch_spec import sample_form
-from ..config.parameter_layout import DataParallelLayout
+from ..config.parameter_layout import DataParallelLayout, layout_of
 from ..config.schema.root import AnyModelBlock, RootBlock
 from ..device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from ..device.precision import PrecisionPlan, plan_precision
-from ..distributed.layout_from_config import layout_of, reduce_dtype
+from ..distributed.build_data_parallel import reduce_dtype
 from .hardware import Card
 from .trainable_count import count_trainable
 

@@ -6,10 +6,7 @@ could fit is never rejected.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,13 +27,13 @@ from ..device.determinism import attention_flags
 from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..utils.errors import UserError
+from ..utils.host_memory import host_memory
 from .state_memory import main_weight_bytes, rotary_table_bytes
 from .trainable_count import count_trainable
 
 _GIB = 2**30
 _EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _EXPERT_ROWS = ("moe_router_topk", "moe_expert_capacity_factor", "ffn_hidden_size", "moe_ffn_hidden_size")
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def check_memory(
@@ -261,26 +258,3 @@ def _key_value(keys: AnyModelBlock, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name)
     return value
-
-
-def host_memory() -> int | None:
-    """Return the host memory in bytes: the machine's, or the limit of its container (cgroup); None if unknown."""
-    limits: list[int] = []
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # Windows has no sysconf
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # `max` means no limit
-            limits.append(int(Path(path).read_text()))
-    return min(limits, default=None)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the error is a failed allocation on the device or the host, from Python, NumPy or torch."""
-    if isinstance(error, torch.OutOfMemoryError) or is_out_of_host_memory(error):
-        return True
-    return isinstance(error, RuntimeError) and "out of memory" in str(error)
-
-
-def is_out_of_host_memory(error: BaseException) -> bool:
-    """Return True if the error is a failed allocation of host memory."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

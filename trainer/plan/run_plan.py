@@ -150,7 +150,7 @@ def local_target(root: RootBlock, device: torch.device, world_size: int = 1) -> 
         device: of this process.
         world_size: number of processes.
     """
-    from .memory_check import host_memory
+    from ..utils.host_memory import host_memory
 
     host = host_memory()
     gpu: Card | None = None
@@ -180,7 +180,7 @@ def gpu_target(root: RootBlock, card: Card, world_size: int = 1) -> Target:
         card: the GPU.
         world_size: number of processes.
     """
-    from ..cli.explain import assumed_software, run_flags
+    from ..device.attention_software import assumed_software, run_flags
 
     software = assumed_software(root, "cuda")
     return Target(

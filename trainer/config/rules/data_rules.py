@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ...data.sources.text_sources import SPLITS
-from ...plugins.datasets import BUILT_IN_DATASETS, dataset_plugins
 from ..blend_spec import is_per_split, parse_prefixes
 from ..data_task import task_name
+from ..dataset_names import BUILT_IN_DATASETS, SPLITS, dataset_plugins
 from ..schema.key_index import format_value
 from ..schema.root import T5ModelBlock
 from ..schema.trainer_and_data import DataBlock

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from ....models.config.key_block import Finding
-from ...callbacks.preemption import parse_duration
 from ...utils.redaction import has_user_info
+from ...utils.text import parse_duration
 from ..schema.exp_manager import TRAINING_METRICS, Metric
 from .rule_context import Rule, RuleContext, no_effect
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ...plugins.datasets import BUILT_IN_DATASETS, PAIR_SOURCES
 from ..data_task import Task, task_from_config, task_name
+from ..dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from ..schema.trainer_and_data import DataBlock
 from ..span_lengths import clipped_geometric_mean, noise_counts
 from .rule_context import Rule, RuleContext, no_effect

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...config.blend_spec import Blend, is_per_split, parse_prefixes
+from ...config.dataset_names import SPLITS, Split
 from ...config.schema.root import RootBlock
 from ...config.suggest import closest
 from ...utils.environment import user_path
@@ -25,9 +26,10 @@ from ...utils.safetensors_io import DamagedFileError, read_json
 from ...utils.text import counted
 from ..sources.index_cache import IndexCache
 from ..sources.indexed_tokens import MAX_METADATA_BYTES, IndexedReader, bin_path, idx_path
-from ..sources.text_sources import SPLITS, Split, parse_proportions
+from ..sources.text_sources import parse_proportions
 from ..tasks.task_samples import SampleFactory
-from ..tokenizers.tokenizer import Tokenizer, from_document, is_same_tokenizer
+from ..tokenizers.tokenizer import Tokenizer, is_same_tokenizer
+from ..tokenizers.tokenizer_document import from_document
 from .blend import BlendedDictSamples, BlendedSamples
 from .memory_mapped import DocumentRange, MappedDocuments, MappedEvaluation, MappedTraining, check_ids
 from .samples import Samples

@@ -14,7 +14,8 @@ from ...utils.durable_files import atomic_write
 from ...utils.errors import EXIT_IO, UserError
 from ...utils.text import counted
 from ..sources.indexed_tokens import MAX_METADATA_BYTES, IndexedWriter, bin_path, idx_path, token_dtype
-from ..tokenizers.tokenizer import Tokenizer, from_document
+from ..tokenizers.tokenizer import Tokenizer
+from ..tokenizers.tokenizer_document import from_document
 from .inputs import Source, find_sources
 from .journal import TOKENIZER, Journal, parts_folder
 from .partition import WorkUnit, make_units, part_bytes

@@ -23,7 +23,8 @@ import numpy as np
 from ...utils.environment import disable_tokenizer_threads
 from ...utils.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_IO, UserError
 from ..sources.indexed_tokens import IndexedWriter, token_dtype
-from ..tokenizers.tokenizer import Tokenizer, from_document
+from ..tokenizers.tokenizer import Tokenizer
+from ..tokenizers.tokenizer_document import from_document
 from .read_documents import ReadOptions, RejectedDocument, read_file, read_lines, read_row_groups
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 20

@@ -13,8 +13,9 @@ import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ...config.dataset_names import SPLITS, Split
 from .text_pairs import TextPair, TextPairs, pairs_fingerprint
-from .text_sources import SPLITS, Corpus, Proportions, Split, read_pystd
+from .text_sources import Corpus, Proportions, read_pystd
 
 MAX_TARGET_CHARACTERS = 120
 """Maximum length in characters; functions with a longer first paragraph are skipped."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
+from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
 from .jsonl import HashSplitter, RecordParser, RecordT
-from .text_sources import SPLITS, Proportions, Split
+from .text_sources import Proportions
 
 _KEY = "model.data.path"
 _OPTION_NAMES = ("name", "revision", "train", "validation", "test")

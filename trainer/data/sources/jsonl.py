@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
 from ..tokenizers.tokenizer import encode_utf8
-from .text_sources import SPLITS, Proportions, Split
+from .text_sources import Proportions
 
 MAX_LINE_BYTES = 64 << 20
 """Maximum length of a line."""

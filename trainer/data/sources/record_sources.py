@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
+from ...config.dataset_names import SPLITS, Split
 from ...config.schema.trainer_and_data import DataBlock
 from ...utils.environment import user_path
 from .hf_datasets import read_dataset
 from .jsonl import RecordParser, RecordT, has_own_splits, read_files, read_splits
-from .text_sources import SPLITS, Split, parse_proportions
+from .text_sources import parse_proportions
 
 
 @dataclass(frozen=True)

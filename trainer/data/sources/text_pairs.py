@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
 from ..datasets.seq2seq import Pair, Shape
 from ..tokenizers.tokenizer import TokenIds, Tokenizer
 from .jsonl import CONTEXT_KEY, LABEL_KEY, RecordParser, read_splits, text_of
-from .text_sources import SPLITS, Proportions, Split
+from .text_sources import Proportions
 
 
 class TextPair(NamedTuple):

@@ -16,13 +16,10 @@ import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
+from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
 from ...utils.text import counted
-
-Split = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 Proportions = tuple[float, float, float]
 

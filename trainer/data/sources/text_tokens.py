@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...config.dataset_names import Split
 from ...config.schema.root import RootBlock
 from ...utils.environment import user_path
 from ...utils.errors import UserError
 from ..datasets.samples import EvaluationWindows
 from ..tokenizers.tokenizer import TokenIds, Tokenizer
-from .text_sources import Corpus, Split, parse_proportions, read_pystd, read_text
+from .text_sources import Corpus, parse_proportions, read_pystd, read_text
 
 
 def read_corpus(root: RootBlock) -> Corpus:

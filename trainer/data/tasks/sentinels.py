@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
-from ..tokenizers.tokenizer import MAX_SENTINELS, ByteTokenizer, CharTokenizer, Tokenizer, from_document
+from ..tokenizers.tokenizer import MAX_SENTINELS, ByteTokenizer, CharTokenizer, Tokenizer
+from ..tokenizers.tokenizer_document import from_document
 
 BYT5_SENTINELS = 125
 """Gives ByT5's vocabulary size of 384."""

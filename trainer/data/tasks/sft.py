@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.data_task import Task
+from ...config.dataset_names import SPLITS, Split
 from ...config.prompt_template import prompt_template_from_config
 from ...config.schema.root import ModelBlock, RootBlock
 from ...utils.errors import UserError
@@ -21,7 +22,7 @@ from ..datasets.sft_samples import ExampleSamples
 from ..sources.docstrings import read_docstrings
 from ..sources.jsonl import RecordParser, read_splits
 from ..sources.record_sources import read_source
-from ..sources.text_sources import SPLITS, Split, parse_proportions
+from ..sources.text_sources import parse_proportions
 from ..tokenizers.bos import text_start
 from ..tokenizers.tokenizer import Tokenizer
 from .chat_files import get_chat_template

@@ -280,47 +280,6 @@ def _without_post_processor(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, "definition": definition | {"post_processor": None}}
 
 
-def from_document(document: object) -> Tokenizer:
-    """Build the tokenizer of a document.
-
-    Args:
-        document: output of `to_dict` or `tokenizer_state`, read back from JSON; fully validated.
-
-    Raises:
-        ValueError: it is not such a document; the message gives the reason.
-    """
-    if not isinstance(document, dict):
-        raise ValueError(f"a tokenizer document must be an object, not {type(document).__name__}")
-    tokenizer = _tokenizer_from_document({name: value for name, value in document.items() if name != "chat"})
-    if "chat" in document:
-        tokenizer.chat = ChatTemplate.from_document(document["chat"])
-    return tokenizer
-
-
-def _tokenizer_from_document(document: dict[str, Any]) -> Tokenizer:
-    match document.get("tokenizer"), set(document):
-        case "byte-level", keys if keys <= {"tokenizer", "sentinels"}:
-            return ByteTokenizer(document.get("sentinels", 0))
-        case "char", keys if keys == {"tokenizer", "characters"}:
-            characters = document["characters"]
-            if not isinstance(characters, str):
-                raise ValueError(f"`characters` must be a string, not {type(characters).__name__}")
-            return CharTokenizer(characters)
-        case "byte-level" | "char", keys:
-            raise ValueError(f"unexpected keys in a tokenizer document: {', '.join(sorted(map(repr, keys)))[:200]}")
-        case "huggingface", _:
-            from .tokenizer_json import json_tokenizer_from_dict
-
-            return json_tokenizer_from_dict(document)
-        case "sentencepiece", _:
-            from .sentencepiece_tokenizer import sentencepiece_from_dict
-
-            return sentencepiece_from_dict(document)
-        case name, _:
-            known = "byte-level, char, huggingface and sentencepiece"
-            raise ValueError(f"unknown tokenizer {str(name)[:40]!r}; known are {known}")
-
-
 def as_id_array(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     """Return token ids as a flat array, int64 [N].
 

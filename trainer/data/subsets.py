@@ -1,12 +1,17 @@
-"""Validation subset: `trainer.limit_val_batches` and `model.data.validation_drop_last`."""
+"""Subsets of samples: of a validation (`limit_val_batches`), and repeated ones (`overfit_batches`)."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from ..config.schema.root import RootBlock
-from ..core.debug_runs import RepeatedSubset
 from ..utils.errors import UserError
 from ..utils.text import counted
-from .datasets.seq2seq import AnySamples
+from .dataloader import batch_tensors
+from .datasets.samples import Batch
+from .datasets.seq2seq import AnySamples, TensorBatch
 
 
 def validated_samples(root: RootBlock, samples: AnySamples) -> AnySamples:
@@ -35,3 +40,31 @@ def validated_samples(root: RootBlock, samples: AnySamples) -> AnySamples:
             )
         count -= count % size
     return samples if count == samples.samples else RepeatedSubset(samples, count)
+
+
+class RepeatedSubset:
+    """The first samples of a dataset, repeated endlessly.
+
+    Args:
+        others: the dataset.
+        samples: number of samples.
+    """
+
+    def __init__(self, others: AnySamples, samples: int) -> None:
+        self._others = others
+        self.sequence_length = others.sequence_length
+        self.samples = samples
+
+    def batch(self, first: int, count: int) -> Any:
+        """Return the samples at positions `first` to `first + count - 1`."""
+        parts: list[Any] = []
+        while count > 0:
+            start = first % self.samples
+            taken = min(count, self.samples - start)
+            parts.append(self._others.batch(start, taken))
+            first, count = first + taken, count - taken
+        if len(parts) == 1:
+            return parts[0]
+        fields = [batch_tensors(part) for part in parts]
+        joined: TensorBatch = {name: torch.cat([part[name] for part in fields]) for name in fields[0]}
+        return Batch(**joined) if isinstance(parts[0], Batch) else joined

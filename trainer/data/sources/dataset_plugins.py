@@ -18,22 +18,12 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from ..utils.errors import UserError
-
-if TYPE_CHECKING:
-    from ..data.datasets.samples import Samples
-    from ..data.sources.text_sources import Split
-    from ..data.tokenizers.tokenizer import Tokenizer
-
-ENTRY_POINT_GROUP = "stoker.datasets"
-PAIR_SOURCES = ("jsonl", "huggingface", "pystd_docstring")
-"""Values of `model.data.data_impl` that provide pairs of input and target."""
-BUILT_IN_DATASETS = ("mmap", "pystd", "text", "mock", *PAIR_SOURCES)
-"""Values of `model.data.data_impl` that need no plugin."""
-_registered: dict[str, importlib.metadata.EntryPoint] = {}
+from ...config.dataset_names import BUILT_IN_DATASETS, ENTRY_POINT_GROUP, Split, dataset_plugins, registered_datasets
+from ...utils.errors import UserError
+from ..datasets.samples import Samples
+from ..tokenizers.tokenizer import Tokenizer
 
 
 class DatasetPlugin(Protocol):
@@ -90,21 +80,10 @@ def register_dataset(name: str) -> Callable[[DatasetT], DatasetT]:
             raise ValueError(f"the data set {name!r} is already provided by {owner}; choose another name")
         if "<" in place:
             raise ValueError(f"the data set {name!r} must be a function at the top of its module, not {place}")
-        _registered[name] = importlib.metadata.EntryPoint(name, place, ENTRY_POINT_GROUP)
+        registered_datasets[name] = importlib.metadata.EntryPoint(name, place, ENTRY_POINT_GROUP)
         return make
 
     return register
-
-
-def dataset_plugins() -> Mapping[str, importlib.metadata.EntryPoint]:
-    """Return the entry points and registered datasets by name, without importing them."""
-    points = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    return MappingProxyType(points | _registered)
-
-
-def is_installed(data_impl: str) -> bool:
-    """Return True if a value of `model.data.data_impl` is a plugin."""
-    return data_impl not in BUILT_IN_DATASETS and data_impl in dataset_plugins()
 
 
 def plugin_samples(

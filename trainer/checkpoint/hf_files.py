@@ -1,0 +1,78 @@
+"""Recognize Hugging Face model and PEFT folders, and read their JSON files; treated as untrusted input."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ..utils.errors import UserError
+from ..utils.safetensors_io import DamagedFileError, read_json
+
+CONFIG = "config.json"
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+WEIGHT_FILES = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+"""Weight file names, in order of preference."""
+
+
+def resolve_in_folder(folder: Path, name: str) -> Path | None:
+    """Resolve a file name in a folder; None if there is no such file.
+
+    Symlinks may point to files in the folder, and from a snapshot of the hub cache to its blobs.
+
+    Raises:
+        UserError: not a plain file name, or a link that points elsewhere.
+    """
+    if not _FILE_NAME.fullmatch(name):
+        raise UserError(f"{folder}: {name[:80]!r} is not the plain name of a file")
+    path = (folder / name).resolve()
+    if not path.exists():
+        return None
+    top = folder.resolve()
+    allowed = [top, *([top.parent.parent / "blobs"] if top.parent.name == "snapshots" else [])]
+    if not any(path.is_relative_to(directory) for directory in allowed):
+        raise UserError(
+            f"{folder / name} is a link that leads out of its folder; replace it by the file if that is intended"
+        )
+    if not path.is_file():
+        raise UserError(f"{folder / name} is not a file")
+    return path
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any] | None:
+    """Read a JSON object; None if there is no such file.
+
+    Raises:
+        UserError: not a JSON object, or too large.
+    """
+    path = resolve_in_folder(folder, name)
+    if path is None:
+        return None
+    try:
+        document = read_json(path)
+    except DamagedFileError as error:
+        raise UserError(f"{folder}: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{folder / name} must hold a JSON object")
+    return document
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if a folder holds weight files."""
+    names = [f"{stem}{ending}{more}" for stem, ending in WEIGHT_FILES for more in ("", ".index.json")]
+    return any((folder / name).exists() for name in names)
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Return True for a Hugging Face model folder."""
+    if not path.is_dir() or (path / "manifest.json").exists() or (path / "checkpoints").is_dir():
+        return False
+    if any(path.glob("step-*")):
+        return False
+    return has_weights(path) or "model_type" in (read_object(path, CONFIG) or {})
+
+
+def is_peft_folder(path: Path) -> bool:
+    """Return True for a folder in peft format."""
+    return path.is_dir() and (path / ADAPTER_CONFIG).exists()

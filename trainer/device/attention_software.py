@@ -1,0 +1,48 @@
+"""Software that attention depends on: NVTE flags of a run, and versions assumed for a device that is not installed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...kernels.attention.call_spec import InstalledSoftware
+from ...kernels.attention.flags import AttentionFlags
+from ..config.schema.root import RootBlock
+from ..utils import environment
+from ..utils.errors import UserError
+
+
+def run_flags(root: RootBlock) -> AttentionFlags:
+    """Return the NVTE_* flags as the run sees them: the environment updated with `env_vars`."""
+    from ..device.determinism import attention_flags
+
+    own = {name: environment.format_variable(value) for name, value in root.env_vars.items()}
+    try:
+        return attention_flags(root, {**environment.snapshot(), **own})
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def assumed_software(root: RootBlock, device: str) -> InstalledSoftware:
+    """Return the software of this machine, as assumed on another device.
+
+    A GPU is assumed to have cuDNN and Triton, and packages that a configuration key requires to be installed.
+    """
+    from ...kernels.attention.backends.registry import installed
+    from ...models.config.family_rules import keys_by_stack
+
+    local, stacks = installed(), keys_by_stack(root.model).values()
+    if device == "cpu":
+        return local
+    needs_te = any(stack.transformer_engine or stack.attention_backend.startswith("te_") for stack in stacks)
+    needs_flash_attn = any(stack.attention_backend in ("flash_attn", "te_flash") for stack in stacks)
+    return replace(
+        local,
+        cudnn=local.cudnn or ASSUMED_CUDNN,
+        triton=local.triton or ASSUMED_TRITON,
+        interpreted=False,
+        te=local.te or (ASSUMED_TE if needs_te else None),
+        flash_attn=local.flash_attn or (ASSUMED_FLASH_ATTN if needs_flash_attn else None),
+    )
+
+
+ASSUMED_CUDNN, ASSUMED_TRITON, ASSUMED_TE, ASSUMED_FLASH_ATTN = 91900, (3, 6), (2, 20), (2, 8, 3)

@@ -1,1 +1,0 @@
-"""Ways in for the user's own code: entry points and `--import`."""
