@@ -64,7 +64,7 @@ class DeferredCopies:
         pass
 
     def host(self, size: int) -> Tensor:
-        buffer = self.pool.take(size)
+        buffer = self.pool.allocate(size)
         self.given[buffer.data_ptr()] = size
         return buffer
 
@@ -73,7 +73,7 @@ class DeferredCopies:
             "buffer was returned during a copy"
         )
         del self.given[host.data_ptr()]
-        self.pool.give_back(host)
+        self.pool.release(host)
 
     def new(self, size: int) -> Tensor:
         return torch.full((size,), GARBAGE, dtype=torch.uint8)

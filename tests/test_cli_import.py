@@ -7,7 +7,7 @@ import pytest
 from stoker.trainer.cli import main
 from stoker.trainer.plugins import datasets
 from stoker.trainer.plugins.datasets import dataset_plugins, register_dataset
-from stoker.trainer.plugins.import_modules import import_modules
+from stoker.trainer.plugins.import_modules import import_plugins
 from stoker.trainer.utils.errors import UserError
 
 MODULE = """
@@ -47,7 +47,7 @@ def test_the_current_directory_stands_in_for_nobody(here):
     (here / "json.py").write_text("raise SystemExit")
     (here / "my_pack").mkdir()
     (here / "my_pack" / "my_part.py").write_text("import json\nVALUE = json.dumps(1)")
-    import_modules(["my_pack.my_part"])
+    import_plugins(["my_pack.my_part"])
     assert sys.modules["my_pack.my_part"].VALUE == "1"
     assert sys.path[-1] == str(here)
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_imported_is_one_line(here, name, text, says):
     if text is not None:
         (here / f"{name.removesuffix('.py')}.py").write_text(text)
     with pytest.raises(UserError) as error:
-        import_modules([name])
+        import_plugins([name])
     [line] = error.value.lines
     assert says.replace("{here}", str(here)) in line
 

@@ -18,7 +18,7 @@ from stoker.kernels.norm_functions import rms_norm
 from stoker.kernels.rms_norm_residual import (
     _backward_with_normed,
     _rms_norm_residual_backward,
-    forked_rms_norm,
+    rms_norm_residual,
     rms_norm_residual_linear,
 )
 from stoker.models.layers.fused_linear import norm_linear
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_fp64(rows: int, width: int, twice: bool, device:
     stream, weight, outer = case(rows, width, torch.float32, device)
     outer = outer[: 2 + twice]
     expected = exact_gradients(stream, weight, outer, zero_centered=zero_centered)
-    forked = forked_rms_norm(stream, weight, epsilon=1e-2, zero_centered=zero_centered, twice=twice)
+    forked = rms_norm_residual(stream, weight, epsilon=1e-2, zero_centered=zero_centered, two_outputs=twice)
     forked = tuple(x for x in forked if x is not None)
     assert torch.equal(forked[0], stream)
     normed = rms_norm(stream, weight, epsilon=1e-2, zero_centered=zero_centered)
@@ -71,7 +71,7 @@ def test_bf16_errors_are_those_of_one_rounding(twice: bool, device: str) -> None
     stream, weight, outer = case(24, 260, torch.bfloat16, device)
     outer = outer[: 2 + twice]
     expected = exact_gradients(stream, weight, outer, zero_centered=False)
-    forked = forked_rms_norm(stream, weight, epsilon=1e-2, zero_centered=False, twice=twice)
+    forked = rms_norm_residual(stream, weight, epsilon=1e-2, zero_centered=False, two_outputs=twice)
     forked = tuple(x for x in forked if x is not None)
     for got, truth in zip(torch.autograd.grad(forked, (stream, weight), outer), expected, strict=True):
         assert got.dtype == torch.bfloat16
@@ -172,8 +172,8 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
 
     def part(hidden: Tensor) -> Tensor:
         read = norm.forward_with_residual(2 * hidden, True)
-        again = read.normed if read.second_hidden is None else read.second_hidden
-        return read.stream + read.normed @ matrix + again.sin()
+        again = read.hidden if read.second_hidden is None else read.second_hidden
+        return read.residual + read.hidden @ matrix + again.sin()
 
     def full(kept: list[Tensor]) -> int:
         kept = [x for x in kept if x.numel() == stream.numel()]
@@ -188,7 +188,7 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
     assert sum("forked_norm_backward" in name for name in operations) == 1
     assert full(ours_kept) <= full(kept)
     assert_near(ours, plain, dtype)
-    assert norm.forward_with_residual(stream, True).stream is stream  # as written
+    assert norm.forward_with_residual(stream, True).residual is stream  # as written
     norm.requires_grad_(False)
     _, operations, _ = traced(part, stream, leaves)
     assert not any("forked_norm" in name for name in operations)

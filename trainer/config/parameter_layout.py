@@ -40,7 +40,7 @@ class DataParallelLayout:
     reshard_after_forward: bool = False
 
     @property
-    def held(self) -> str:
+    def description(self) -> str:
         """Description of a rank's weights and optimizer state between steps, for the log."""
         if self.shards == 1:
             return "each with all weights and all optimizer state"

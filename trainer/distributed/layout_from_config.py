@@ -8,7 +8,7 @@ from ..config.parameter_layout import DataParallelLayout, plan_layout
 from ..config.schema.root import RootBlock
 
 
-def layout_of(root: RootBlock, world_size: int) -> DataParallelLayout | None:
+def layout_from_config(root: RootBlock, world_size: int) -> DataParallelLayout | None:
     """Return the data-parallel layout of a run, or None for a single process."""
     keys = root.model
     return plan_layout(
@@ -20,7 +20,7 @@ def layout_of(root: RootBlock, world_size: int) -> DataParallelLayout | None:
     )
 
 
-def reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
+def grad_reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
     """Return the gradient reduction dtype for bf16 weights; None (no cast) for other weights."""
     if weights != torch.bfloat16:
         return None

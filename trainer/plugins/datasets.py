@@ -102,7 +102,7 @@ def dataset_plugins() -> Mapping[str, importlib.metadata.EntryPoint]:
     return MappingProxyType(points | _registered)
 
 
-def is_installed(data_impl: str) -> bool:
+def is_dataset_plugin(data_impl: str) -> bool:
     """Return True if a value of `model.data.data_impl` is a plugin."""
     return data_impl not in BUILT_IN_DATASETS and data_impl in dataset_plugins()
 
