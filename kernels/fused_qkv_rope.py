@@ -244,7 +244,7 @@ _fused_qkv_rope.register_autograd(_backward, setup_context=_save)
 # ---------------------------------------------------------------- public function
 
 
-def rotary_split(
+def fused_qkv_rope(
     projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused QKV projection and apply `kernels.rope.apply_rotary` to its queries and keys.

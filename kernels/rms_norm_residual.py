@@ -122,7 +122,7 @@ def triton_backward(
     epsilon: float,
     zero_centered: bool,
     *,
-    again: bool = False,
+    with_normed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch the kernel.
 
@@ -136,12 +136,13 @@ def triton_backward(
     rows = inputs.numel() // width
     chunks, chunk_rows = _row_chunks(rows, width)
     gradient = torch.empty_like(inputs)
-    normed = torch.empty_like(inputs) if again else None
+    normed = torch.empty_like(inputs) if with_normed else None
     partial = inputs.new_empty(chunks, width, dtype=torch.float32)
     rms_norm_residual_backward_kernel[(chunks,)](
         inputs, weight, residual_gradient, first_gradient, second_gradient, gradient, normed, partial,
         rows, width, chunk_rows, epsilon,
-        SECOND=second_gradient is not None, WRITE_NORMED=again, ZERO_CENTERED=zero_centered, **launch_options(width),
+        SECOND=second_gradient is not None, WRITE_NORMED=with_normed,
+        ZERO_CENTERED=zero_centered, **launch_options(width),
     )  # fmt: skip
     return gradient, partial, normed
 
@@ -187,7 +188,7 @@ def _backward_with_normed(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = residual_gradient, normed_gradient, None, inputs, weight
-    gradient, partial, normed = triton_backward(*operands, epsilon, zero_centered, again=True)
+    gradient, partial, normed = triton_backward(*operands, epsilon, zero_centered, with_normed=True)
     assert normed is not None
     return gradient, partial, normed
 
@@ -278,7 +279,7 @@ class _RMSNormResidualLinear(torch.autograd.Function):
 # ---------------------------------------------------------------- public functions
 
 
-def forks(residual: Tensor, weight: Tensor) -> bool:
+def can_fuse_residual(residual: Tensor, weight: Tensor) -> bool:
     """Return True if `forked_rms_norm` can be used: in a compiled layer, for a trained norm, where Triton runs.
 
     Not in eager mode, where the memory estimate counts what autograd saves for the unfused layer, nor for a frozen
@@ -288,8 +289,8 @@ def forks(residual: Tensor, weight: Tensor) -> bool:
     return trained and torch.compiler.is_compiling() and residual.shape[-1] <= MAX_WIDTH and triton_runs_on(residual)
 
 
-def forked_rms_norm(
-    residual: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool, twice: bool
+def rms_norm_residual(
+    residual: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool, two_outputs: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the residual and its `norms.rms_norm`, for one or two consumers, with a fused backward.
 
@@ -306,7 +307,7 @@ def forked_rms_norm(
     """
     with torch.no_grad():  # plain PyTorch, which the compiler fuses with preceding operations
         normed = rms_norm(residual, weight, epsilon=epsilon, zero_centered=zero_centered)
-    residual, normed, *second = _RMSNormResidual.apply(residual, weight, normed, epsilon, zero_centered, twice)  # type: ignore[misc]
+    residual, normed, *second = _RMSNormResidual.apply(residual, weight, normed, epsilon, zero_centered, two_outputs)  # type: ignore[misc]
     return residual, normed, second[0] if second else None
 
 

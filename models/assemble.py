@@ -24,7 +24,7 @@ from .layers.mlp import MLP
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.position_embeddings import RotaryEmbedding, SamplePositionEmbedding, XPosEmbedding
 from .layers.self_attention import SelfAttention
-from .lm_head import TokenPositions
+from .lm_head import PositionEmbedding
 from .moe.experts import Experts
 from .moe.moe_layer import MoE
 from .moe.router import Router
@@ -37,7 +37,10 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def assemble(
-    model: FamilySlice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Mapping[str, Backends]
+    model: FamilySlice,
+    batch_spec: BatchSpec,
+    decisions: Mapping[str, BackendSelection],
+    backends: Mapping[str, Backends],
 ) -> LanguageModel:
     """Build a model on the meta device, without allocating memory.
 
@@ -50,11 +53,11 @@ def assemble(
     with torch.device("meta"):
         match model:
             case T5Slice():
-                return _assemble_t5(model, form, decisions, backends)
+                return _assemble_t5(model, batch_spec, decisions, backends)
             case BertSlice():
-                return _assemble_bert(model, form, decisions, backends.get("", {}))
+                return _assemble_bert(model, batch_spec, decisions, backends.get("", {}))
             case _:
-                return _assemble_gpt(model, form, decisions, backends.get("", {}))
+                return _assemble_gpt(model, batch_spec, decisions, backends.get("", {}))
 
 
 def _assemble_gpt(gpt: GPTSlice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Backends) -> GPT:
@@ -67,13 +70,13 @@ def _assemble_gpt(gpt: GPTSlice, form: BatchSpec, decisions: Mapping[str, Backen
         decoder=_build_stack(gpt.stack, backends),
         head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),
         vocab_size=gpt.vocab_size,
-        seq_length=form.length,
+        seq_length=form.seq_length,
         max_positions=gpt.max_positions,
         dropout=gpt.embedding_dropout,
         label_smoothing=gpt.label_smoothing,
         embedding_scale=gpt.embedding_scale,
         logits_softcap=gpt.logits_softcap,
-        reset_position_ids=form.restart,
+        reset_position_ids=form.reset_position_ids,
         reset_attention_mask=form.packed,
         attention_decisions=decisions,
     )
@@ -85,7 +88,7 @@ def _assemble_t5(
     hidden_size = t5.encoder.stack.hidden_size
     cross = t5.cross_attention
 
-    def table(part: T5StackSlice) -> TokenPositions | None:
+    def table(part: T5StackSlice) -> PositionEmbedding | None:
         return _build_position_table(part.learned_positions, hidden_size, by_document=part.positions_by_document)
 
     return T5(
@@ -96,13 +99,15 @@ def _assemble_t5(
         encoder=_build_stack(t5.encoder.stack, backends.get("encoder", {})),
         decoder=_build_stack(t5.decoder.stack, backends.get("decoder", {}), cross, backends.get("cross", {})),
         cross_positions=None
-        if cross.distance is None
-        else CrossRelativeBias(cross.heads, buckets=cross.distance.buckets, max_distance=cross.distance.max_distance),
+        if cross.position_bias is None
+        else CrossRelativeBias(
+            cross.heads, buckets=cross.position_bias.buckets, max_distance=cross.position_bias.max_distance
+        ),
         head=None if t5.tied else nn.Linear(hidden_size, t5.padded_vocab_size, bias=False),
         head_bias=t5.head_bias,
         output_scale=t5.output_scale,
         vocab_size=t5.vocab_size,
-        form=form,
+        batch_spec=form,
         max_positions=(t5.encoder.max_positions, t5.decoder.max_positions),
         dropouts=(t5.encoder.embedding_dropout, t5.decoder.embedding_dropout),
         label_smoothing=t5.label_smoothing,
@@ -127,7 +132,7 @@ def _assemble_bert(
         head=None if bert.tied else nn.Linear(hidden_size, bert.padded_vocab_size, bias=False),
         head_bias=bert.head_bias,
         vocab_size=bert.vocab_size,
-        form=form,
+        batch_spec=form,
         max_positions=bert.max_positions,
         dropout=bert.embedding_dropout,
         label_smoothing=bert.label_smoothing,
@@ -178,7 +183,7 @@ def _build_rotary(stack: StackSlice) -> RotaryEmbedding | XPosEmbedding | None:
 
 def _build_score_positions(stack: StackSlice) -> ScoreBiasModule | None:
     attention = stack.attention
-    distance = attention.distance
+    distance = attention.position_bias
     if distance is None:
         return None
     match distance.kind:
@@ -197,7 +202,7 @@ def _build_score_positions(stack: StackSlice) -> ScoreBiasModule | None:
             )
 
 
-def _build_position_table(rows: int | None, hidden_size: int, *, by_document: bool) -> TokenPositions | None:
+def _build_position_table(rows: int | None, hidden_size: int, *, by_document: bool) -> PositionEmbedding | None:
     """Build a learned position embedding, or return None without one.
 
     Args:

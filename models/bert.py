@@ -14,8 +14,8 @@ from .config.batch_shape import BatchSpec
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.compiling import eager_layers
 from .layers.norm import LayerNorm, RMSNorm
-from .lm_head import TokenPositions, add_position_embeddings, matmul_dtype, token_logits, token_loss
-from .moe.find_moe_layers import moe_layers
+from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
+from .moe.find_moe_layers import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
 from .stack import Stack
 
@@ -50,7 +50,7 @@ class BERT(nn.Module):
         self,
         *,
         token_embedding: nn.Embedding,
-        position_embedding: TokenPositions | None,
+        position_embedding: PositionEmbedding | None,
         token_type_embedding: nn.Embedding | None,
         embedding_norm: LayerNorm | RMSNorm | None,
         encoder: Stack,
@@ -59,7 +59,7 @@ class BERT(nn.Module):
         head: nn.Linear | None,
         head_bias: bool,
         vocab_size: int,
-        form: BatchSpec,
+        batch_spec: BatchSpec,
         max_positions: int | None,
         dropout: float,
         label_smoothing: float,
@@ -76,12 +76,12 @@ class BERT(nn.Module):
         self.head = head
         self.head_bias = nn.Parameter(torch.zeros(token_embedding.num_embeddings)) if head_bias else None
         self.vocab_size = vocab_size
-        self.form = form
+        self.batch_spec = batch_spec
         self.max_positions = max_positions
         self.dropout = dropout
         self.label_smoothing = label_smoothing
         self.attention_decisions = dict(attention_decisions)
-        self._has_experts = bool(moe_layers(encoder))
+        self._has_experts = bool(find_moe_layers(encoder))
 
     @property
     def output_weight(self) -> Tensor:
@@ -179,14 +179,14 @@ class BERT(nn.Module):
             token_types = None if token_types is None else F.pad(token_types, (0, 1))
         positions, packed = None, None
         embedded = self.token_embedding(tokens)
-        if documents is not None and self.form.restart:
+        if documents is not None and self.batch_spec.reset_position_ids:
             positions = document_position_ids(documents)
-        if documents is not None and self.form.packed:
-            packed = PackedSequences.of(
+        if documents is not None and self.batch_spec.packed:
+            packed = PackedSequences.from_documents(
                 documents,
                 dtype=matmul_dtype(embedded),
                 causal=False,
-                mask=decision.needs_mask,
+                with_mask=decision.needs_mask,
             )
         hidden = self._embed(embedded, token_types, positions)
         with eager_layers(self.compiled and kind == "generation"):
@@ -207,18 +207,18 @@ class BERT(nn.Module):
 
     def _kind_of_call(self, length: int, padding: Tensor | None, documents: Tensor | None) -> CallKind:
         """Return the kind of call: training and evaluation have fixed sample shapes, anything else is generation."""
-        form, packed = self.form, documents is not None
-        built_packed = form.packed or form.restart
+        form, packed = self.batch_spec, documents is not None
+        built_packed = form.packed or form.reset_position_ids
         if packed and not built_packed:
             raise ValueError("`documents` must be None: the model was not built for packed samples.")
         if packed and padding is not None:
             raise ValueError("`padding` must be None with `documents`: padding is a document of its own.")
-        if length == form.length and packed == built_packed and (padding is None or form.padded):
+        if length == form.seq_length and packed == built_packed and (padding is None or form.padded):
             return "training" if self.training else "evaluation"
         if self.training or packed:
             raise ValueError(
                 f"`tokens` ({length} per sample{', packed' * packed}{', padded' * (padding is not None)}) must have "
-                f"the shape that the model was built for: {form.length}{', packed' * built_packed}"
+                f"the shape that the model was built for: {form.seq_length}{', packed' * built_packed}"
                 f"{', padded' * form.padded}."
             )
         if length < 1 or (self.max_positions is not None and length > self.max_positions):

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention.backends.registry import get_attention_function, installed, torch_version
+from ..kernels.attention.backends.registry import detect_installed_software, get_attention_function, torch_version
 from ..kernels.attention.call_spec import AttentionCall, DType
 from ..kernels.attention.dispatch import BackendSelection, NoBackendError
 from ..kernels.attention.flags import AttentionFlags
@@ -49,11 +49,11 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {
 class Sharding(Protocol):
     """Sharding of the parameters of a model over processes."""
 
-    def cut(self, model: LanguageModel) -> None:
+    def shard(self, model: LanguageModel) -> None:
         """Shard the parameters of a model on the meta device, in place."""
         ...
 
-    def fill(self, parameter: Tensor, whole: Tensor) -> None:
+    def load_full(self, parameter: Tensor, full: Tensor) -> None:
         """Copy the local shard of a full parameter (fp32, CPU) into the sharded parameter."""
         ...
 
@@ -66,7 +66,7 @@ def build_model(
     dtype: torch.dtype,
     flags: AttentionFlags,
     micro_batch_size: int,
-    form: BatchSpec,
+    batch_spec: BatchSpec,
     compute_dtype: torch.dtype | None = None,
     kinds: Collection[CallKind] = ALL_CALL_KINDS,
     sharding: Sharding | None = None,
@@ -93,16 +93,18 @@ def build_model(
         NoBackendError: no attention backend supports a kind of call.
     """
     device = torch.device(device)
-    described = family_slice(keys, vocab_size=vocab_size, form=form)
+    described = family_slice(keys, vocab_size=vocab_size, batch_spec=batch_spec)
     if device.type == "meta":
-        return _assembled(described, form, {}, {}, peft).to(dtype)
+        return _assembled(described, batch_spec, {}, {}, peft).to(dtype)
     plan = plan_model(
         described,
         device=device,
         dtype=compute_dtype or dtype,
         flags=flags,
         micro_batch_size=micro_batch_size,
-        form=replace(form, length=form.length + peft.virtual_tokens) if isinstance(peft, PromptSlice) else form,
+        batch_spec=replace(batch_spec, length=batch_spec.seq_length + peft.virtual_tokens)
+        if isinstance(peft, PromptSlice)
+        else batch_spec,
         kinds=kinds,
         peft=peft,
     )
@@ -116,8 +118,8 @@ def build_model(
         }
         for planned in plan.attentions
     }
-    model = _assembled(described, form, plan.decisions, backends, peft).to(dtype)
-    make_copies = copies_of(device) if "training" in kinds else None
+    model = _assembled(described, batch_spec, plan.decisions, backends, peft).to(dtype)
+    make_copies = copy_engine_factory(device) if "training" in kinds else None
     for stack_slice, stack, labels in zip(described.stacks, get_stacks(model), training_labels(described), strict=True):
         for policy in recompute_policies(stack_slice, plan.decisions, *labels, offloads=make_copies is not None):
             policy.apply(stack)
@@ -131,11 +133,11 @@ def build_model(
         model = model.to_empty(device=device)
         initialize_(model, _init_rules_of(model, described))
     else:
-        sharding.cut(model)
+        sharding.shard(model)
         model.to_empty(device=device)
-        initialize_(model, _init_rules_of(model, described), sharding.fill)
+        initialize_(model, _init_rules_of(model, described), sharding.load_full)
     if make_copies is not None:
-        offload(model, described, make_copies)
+        enable_offloading(model, described, make_copies)
     return model
 
 
@@ -192,8 +194,10 @@ def build_gpt(
         dtype=dtype,
         flags=flags,
         micro_batch_size=micro_batch_size,
-        form=BatchSpec(
-            length=seq_length or keys.encoder_seq_length, packed=reset_attention_mask, restart=reset_position_ids
+        batch_spec=BatchSpec(
+            seq_length=seq_length or keys.encoder_seq_length,
+            packed=reset_attention_mask,
+            reset_position_ids=reset_position_ids,
         ),
         compute_dtype=compute_dtype,
         kinds=kinds,
@@ -227,7 +231,7 @@ def plan_model(
     dtype: torch.dtype,
     flags: AttentionFlags,
     micro_batch_size: int,
-    form: BatchSpec,
+    batch_spec: BatchSpec,
     kinds: Collection[CallKind] = ALL_CALL_KINDS,
     peft: PeftSlice | None = None,
 ) -> ModelPlan:
@@ -256,8 +260,8 @@ def plan_model(
         "batch": micro_batch_size,
         "deterministic": not flags.allow_nondeterministic,
     }
-    attentions = tuple(plan_attentions(model, form, facts))
-    software = installed(device.type)
+    attentions = tuple(plan_attentions(model, batch_spec, facts))
+    software = detect_installed_software(device.type)
     decisions: dict[str, BackendSelection] = {}
     problems: list[NoBackendError] = []
     for planned in attentions:
@@ -288,12 +292,12 @@ def get_stacks(model: LanguageModel) -> tuple[Stack, ...]:
             return (model.decoder,)
 
 
-def copies_of(device: torch.device) -> Callable[[], CopyEngine] | None:
+def copy_engine_factory(device: torch.device) -> Callable[[], CopyEngine] | None:
     """Return a factory of copy engines that share one pool of pinned memory; None for a device other than a GPU."""
     return partial(CudaCopyEngine, device, PinnedMemoryPool(pinned=True)) if device.type == "cuda" else None
 
 
-def offload(model: LanguageModel, described: FamilySlice, make_copies: Callable[[], CopyEngine]) -> None:
+def enable_offloading(model: LanguageModel, model_slice: FamilySlice, make_engine: Callable[[], CopyEngine]) -> None:
     """Enable the CPU offloading of activations and weights that the slice asks for; weights must be on their device.
 
     Args:
@@ -304,17 +308,17 @@ def offload(model: LanguageModel, described: FamilySlice, make_copies: Callable[
     Raises:
         ValueError: weight offloading with sharded weights.
     """
-    for stack_slice, stack in zip(described.stacks, get_stacks(model), strict=True):
+    for stack_slice, stack in zip(model_slice.stacks, get_stacks(model), strict=True):
         settings = stack_slice.offload
         if settings is None:
             continue
         if settings.activations:
-            stack.activation_offload = ActivationOffload(make_copies(), settings.layers)
+            stack.activation_offload = ActivationOffload(make_engine(), settings.layers)
         if settings.weights:
-            stack.weight_offload = WeightOffload(make_copies(), list(stack.layers), settings.layers)
+            stack.weight_offload = WeightOffload(make_engine(), list(stack.layers), settings.layers)
 
 
-def parameter_count(model: nn.Module) -> int:
+def num_parameters(model: nn.Module) -> int:
     """Return the number of parameters of a model, counting shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -323,7 +327,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def decide_compile(
-    wish: bool | None, device_type: str, torch_release: tuple[int, int], *, dropout: bool
+    requested: bool | None, device_type: str, torch_release: tuple[int, int], *, dropout: bool
 ) -> tuple[bool, str]:
     """Decide whether to compile the layers; return the decision and its reason.
 
@@ -332,16 +336,16 @@ def decide_compile(
     """
     wrong_masks = dropout and device_type == "cuda" and torch_release >= (2, 13)
     release = ".".join(map(str, torch_release))
-    if wish is False:
+    if requested is False:
         return False, "`compile` is False"
     if wrong_masks:
-        if wish:
+        if requested:
             raise ValueError(
                 f"`compile` (True) must not be combined with dropout on a GPU under PyTorch {release}, whose compiled "
                 "dropout masks are wrong (pytorch #198333); use compile=null, dropouts of 0, or PyTorch 2.12."
             )
         return False, f"dropout masks compiled by PyTorch {release} are wrong (pytorch #198333)"
-    if wish:
+    if requested:
         return True, "`compile` is True"
     if device_type == "cuda":
         return True, "on a GPU"

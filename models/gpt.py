@@ -11,8 +11,8 @@ from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.compiling import eager_layers
-from .lm_head import TokenPositions, add_position_embeddings, matmul_dtype, token_logits, token_loss
-from .moe.find_moe_layers import moe_layers
+from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
+from .moe.find_moe_layers import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
 from .peft.ptuning import PromptEncoder
 from .stack import Stack
@@ -50,7 +50,7 @@ class GPT(nn.Module):
         self,
         *,
         token_embedding: nn.Embedding,
-        position_embedding: TokenPositions | None,
+        position_embedding: PositionEmbedding | None,
         decoder: Stack,
         head: nn.Linear | None,
         vocab_size: int,
@@ -80,7 +80,7 @@ class GPT(nn.Module):
         self.reset_attention_mask = reset_attention_mask
         self.attention_decisions = dict(attention_decisions)
         self.prompt: PromptEncoder | None = None
-        self._has_experts = bool(moe_layers(decoder))
+        self._has_experts = bool(find_moe_layers(decoder))
 
     @property
     def output_weight(self) -> Tensor:
@@ -158,11 +158,11 @@ class GPT(nn.Module):
                 positions = document_position_ids(documents)
             hidden = self._embed(tokens, positions)
             if documents is not None and self.reset_attention_mask:
-                packed = PackedSequences.of(
+                packed = PackedSequences.from_documents(
                     documents,
                     dtype=matmul_dtype(hidden),
                     causal=True,
-                    mask=decision.needs_mask,
+                    with_mask=decision.needs_mask,
                 )
             if self.prompt is not None:
                 routed = self.prompt.extend_routing_mask(routed)

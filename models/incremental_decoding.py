@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .gpt import GPT
-from .kv_cache import CrossAttentionCache, KVCache, slots_of
+from .kv_cache import CrossAttentionCache, KVCache, num_slots
 from .layers.attention_bias import RelativeBias, ScoreBias
 from .layers.compiling import eager_layers
 from .lm_head import add_decode_position_embeddings, add_position_embeddings, matmul_dtype, token_logits
@@ -24,10 +24,10 @@ class Decoder(Protocol):
         slots: maximal sequence length; further tokens overwrite the last one.
     """
 
-    rows: int
-    slots: int
+    batch_size: int
+    max_length: int
 
-    def begin(self, tokens: Tensor, lengths: Tensor) -> Tensor | None:
+    def prefill(self, tokens: Tensor, lengths: Tensor) -> Tensor | None:
         """Prefill a new batch of prompts.
 
         Args:
@@ -60,22 +60,22 @@ class GPTDecoder:
         ValueError: the model has fewer positions than `slots`.
     """
 
-    def __init__(self, model: GPT, rows: int, slots: int) -> None:
-        _check_slots("slots", slots, max_input_length(model))
-        self.rows = rows
-        self.slots = slots
+    def __init__(self, model: GPT, batch_size: int, max_length: int) -> None:
+        _check_slots("slots", max_length, max_input_length(model))
+        self.batch_size = batch_size
+        self.max_length = max_length
         self._model = model
         self._virtual_tokens = _num_virtual_tokens(model)
-        slots += self._virtual_tokens
-        self._cache = _build_cache(model.decoder, model.token_embedding.weight, rows, slots)
-        self._terms = _step_terms(model.decoder, slots)
+        max_length += self._virtual_tokens
+        self._cache = _build_cache(model.decoder, model.token_embedding.weight, batch_size, max_length)
+        self._terms = _step_terms(model.decoder, max_length)
 
     @torch.no_grad()
-    def begin(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """See `Decoder.begin`."""
         model = self._model
         lengths = lengths + self._virtual_tokens
-        self._cache.begin(lengths)
+        self._cache.reset(lengths)
         embedded = model.token_embedding(tokens)
         embedded = embedded if model.prompt is None else model.prompt(embedded)
         hidden = _scaled(add_position_embeddings(embedded, model.position_embedding, None), model)
@@ -87,7 +87,7 @@ class GPTDecoder:
                 positions=self._cache.positions[:, None] if hidden.shape[1] == 1 else None,
                 terms=None if terms is None else terms(hidden.shape[1], hidden.shape[1]),
             )
-        return self._logits(hidden[torch.arange(self.rows, device=tokens.device), lengths - 1])
+        return self._logits(hidden[torch.arange(self.batch_size, device=tokens.device), lengths - 1])
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -123,34 +123,41 @@ class T5Decoder:
         ValueError: `rows` is not a multiple of `per_memory`, or the model has too few positions.
     """
 
-    def __init__(self, model: T5, rows: int, slots: int, memory_slots: int, per_memory: int = 1) -> None:
-        if rows % per_memory:
-            raise ValueError(f"`rows` ({rows}) must be a multiple of `per_memory` ({per_memory}).")
-        _check_slots("memory_slots", memory_slots, max_input_length(model))
-        _check_slots("slots", slots, model.max_positions[1])
-        self.rows = rows
-        self.slots = slots
+    def __init__(
+        self, model: T5, batch_size: int, max_length: int, max_encoder_length: int, rows_per_encoding: int = 1
+    ) -> None:
+        if batch_size % rows_per_encoding:
+            raise ValueError(f"`rows` ({batch_size}) must be a multiple of `per_memory` ({rows_per_encoding}).")
+        _check_slots("memory_slots", max_encoder_length, max_input_length(model))
+        _check_slots("slots", max_length, model.max_positions[1])
+        self.batch_size = batch_size
+        self.max_length = max_length
         self._model = model
         self._virtual_tokens = _num_virtual_tokens(model)
         weight = model.decoder_embedding.weight
-        self._cache = _build_cache(model.decoder, weight, rows, slots)
-        self._terms = _step_terms(model.decoder, slots)
-        self._memory_lengths = torch.zeros(rows // per_memory, dtype=torch.int64, device=weight.device)
+        self._cache = _build_cache(model.decoder, weight, batch_size, max_length)
+        self._terms = _step_terms(model.decoder, max_length)
+        self._memory_lengths = torch.zeros(batch_size // rows_per_encoding, dtype=torch.int64, device=weight.device)
         bias = None if model.cross_positions is None else RelativeBias.forward(model.cross_positions, 1, 1)
         self._cross_bias = None if bias is None else bias.distance_bias
         self._memories: list[tuple[Tensor, Tensor]] = []
         for layer in model.decoder.layers:
             cross = cast(Layer, layer).cross_attention
             assert cross is not None
-            shape = (rows // per_memory, cross.groups, memory_slots + self._virtual_tokens, cross.head_dim)
+            shape = (
+                batch_size // rows_per_encoding,
+                cross.groups,
+                max_encoder_length + self._virtual_tokens,
+                cross.head_dim,
+            )
             key, value = (weight.new_zeros(shape, dtype=matmul_dtype(weight)) for _ in range(2))
             self._memories.append((key, value))
 
     @torch.no_grad()
-    def begin(self, tokens: Tensor, lengths: Tensor) -> None:
+    def prefill(self, tokens: Tensor, lengths: Tensor) -> None:
         """Encode sequences, int64 (rows / per_memory, tokens), with `lengths`; the first `step` takes a start token."""
         model, count = self._model, tokens.shape[1] + self._virtual_tokens
-        self._cache.begin(torch.zeros_like(self._cache.lengths))
+        self._cache.reset(torch.zeros_like(self._cache.lengths))
         self._memory_lengths.copy_(lengths + self._virtual_tokens)
         padding = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         hidden = model.encode(tokens, padding).hidden[:, :count]
@@ -188,7 +195,7 @@ def max_input_length(model: GPT | T5) -> int | None:
 
 
 def kv_cache_bytes(
-    model: GPT | T5, rows: int, slots: int, max_encoder_length: int = 0, rows_per_encoding: int = 1
+    model: GPT | T5, batch_size: int, max_length: int, max_encoder_length: int = 0, rows_per_encoding: int = 1
 ) -> int:
     """Return the bytes of a decoder's KV cache; arguments as of `GPTDecoder` and `T5Decoder`."""
     virtual_tokens = _num_virtual_tokens(model)
@@ -196,11 +203,16 @@ def kv_cache_bytes(
     for module in model.decoder.layers:
         layer = cast(Layer, module)
         window = -1 if layer.attention.window is None else layer.attention.window[0]
-        layer_slots = slots_of(slots + (0 if isinstance(model, T5) else virtual_tokens), window)
-        elements += 2 * rows * layer_slots * layer.attention.groups * layer.attention.head_dim
+        layer_slots = num_slots(max_length + (0 if isinstance(model, T5) else virtual_tokens), window)
+        elements += 2 * batch_size * layer_slots * layer.attention.groups * layer.attention.head_dim
         if (cross := layer.cross_attention) is not None:
             elements += (
-                2 * rows // rows_per_encoding * (max_encoder_length + virtual_tokens) * cross.groups * cross.head_dim
+                2
+                * batch_size
+                // rows_per_encoding
+                * (max_encoder_length + virtual_tokens)
+                * cross.groups
+                * cross.head_dim
             )
     return elements * matmul_dtype(model.token_embedding.weight).itemsize
 
@@ -219,7 +231,7 @@ def _build_cache(stack: Stack, weight: Tensor, rows: int, slots: int) -> KVCache
     attention = cast(Layer, stack.layers[0]).attention
     return KVCache(
         len(stack.layers),
-        rows=rows,
+        batch_size=rows,
         groups=attention.groups,
         slots=slots,
         head_dim=attention.head_dim,

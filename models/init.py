@@ -17,7 +17,7 @@ OUTPUT_PROJECTIONS = (
     *(".attention.output.weight", ".cross_attention.output.weight", ".mlp.down.weight"),
     *(".mlp.experts.down", ".mlp.shared.down.weight"),
 )
-Added = Callable[[str, torch.Size, torch.Generator], Tensor]
+Initializer = Callable[[str, torch.Size, torch.Generator], Tensor]
 """Initializer of a parameter: from name, shape and generator to its value, fp32 on the CPU."""
 TOKEN_EMBEDDINGS = ("token_embedding.weight", "decoder_token_embedding.weight")
 
@@ -42,9 +42,9 @@ class InitRules:
     norm_weight: float
     embedding_std: float | None = None
     prefix_rules: Mapping[str, InitRules] = field(default_factory=dict)
-    initializers: Mapping[str, Added] = field(default_factory=dict)
+    initializers: Mapping[str, Initializer] = field(default_factory=dict)
 
-    def of(self, name: str) -> InitRules:
+    def for_parameter(self, name: str) -> InitRules:
         """Return the rules for a parameter."""
         return next((rules for prefix, rules in self.prefix_rules.items() if name.startswith(prefix)), self)
 
@@ -64,7 +64,7 @@ def initial_parameter(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
     if name in rules.initializers:
         generator = generator_for(rules.seed, name)
         return rules.initializers[name](name, shape, generator)
-    rules = rules.of(name)
+    rules = rules.for_parameter(name)
     if name.endswith(".head_scale"):
         return torch.ones(shape)
     if name.endswith(".score_positions.raw_p"):
@@ -81,9 +81,9 @@ def initial_parameter(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
     return torch.empty(shape).normal_(0.0, std, generator=generator_for(rules.seed, name))
 
 
-def copy_full(parameter: Tensor, whole: Tensor) -> None:
+def copy_full(parameter: Tensor, full: Tensor) -> None:
     """Fill an unsharded parameter."""
-    parameter.copy_(whole)
+    parameter.copy_(full)
 
 
 def initialize_(model: nn.Module, rules: InitRules, fill: Callable[[Tensor, Tensor], None] = copy_full) -> None:

@@ -31,7 +31,7 @@ class LayerKVCache(NamedTuple):
     lengths: Tensor
     positions: Tensor
 
-    def begin(self, key: Tensor, value: Tensor) -> None:
+    def prefill(self, key: Tensor, value: Tensor) -> None:
         """Fill the cache with the keys and values of a prefill.
 
         Args:
@@ -70,7 +70,7 @@ class CrossAttentionCache(NamedTuple):
     distance_bias: Tensor | None
 
 
-def slots_of(tokens: int, window: int) -> int:
+def num_slots(tokens: int, window: int) -> int:
     """Return the slots per row for sequences of up to `tokens` tokens and a window of previous tokens (-1: all)."""
     return tokens if window < 0 else min(tokens, window + 1)
 
@@ -91,9 +91,9 @@ class KVCache:
 
     def __init__(
         self,
-        layers: int,
+        num_layers: int,
         *,
-        rows: int,
+        batch_size: int,
         groups: int,
         slots: int,
         head_dim: int,
@@ -102,9 +102,9 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.slots = slots
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        shape = (rows, groups, slots_of(slots, window), head_dim)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        shape = (batch_size, groups, num_slots(slots, window), head_dim)
         self.layers = [
             LayerKVCache(
                 torch.zeros(shape, dtype=dtype, device=device),
@@ -112,10 +112,10 @@ class KVCache:
                 self.lengths,
                 self.positions,
             )
-            for _ in range(layers)
+            for _ in range(num_layers)
         ]
 
-    def begin(self, lengths: Tensor) -> None:
+    def reset(self, lengths: Tensor) -> None:
         """Start a new batch of sequences with the given lengths, int64 (rows,)."""
         self.lengths.copy_(lengths)
         torch.sub(self.lengths, 1, out=self.positions)
@@ -127,7 +127,7 @@ class KVCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row r by row `rows[r]`, int64 (rows,), as beam search does."""
-        self.begin(self.lengths[rows])
+        self.reset(self.lengths[rows])
         for layer in self.layers:
             layer.key.copy_(layer.key[rows])
             layer.value.copy_(layer.value[rows])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..kernels.cross_entropy import linear_cross_entropy
 from .layers.position_embeddings import SamplePositionEmbedding
 
-TokenPositions = nn.Embedding | SamplePositionEmbedding
+PositionEmbedding = nn.Embedding | SamplePositionEmbedding
 """Learned position embedding, indexed by the position within a document (nn.Embedding) or within a sample."""
 
 
@@ -19,7 +19,7 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def add_position_embeddings(embedded: Tensor, table: TokenPositions | None, positions: Tensor | None) -> Tensor:
+def add_position_embeddings(embedded: Tensor, table: PositionEmbedding | None, positions: Tensor | None) -> Tensor:
     """Add learned position embeddings.
 
     Args:
@@ -36,7 +36,7 @@ def add_position_embeddings(embedded: Tensor, table: TokenPositions | None, posi
     return embedded + (table.weight[:tokens] if positions is None else table(positions))
 
 
-def add_decode_position_embeddings(embedded: Tensor, table: TokenPositions | None, places: Tensor) -> Tensor:
+def add_decode_position_embeddings(embedded: Tensor, table: PositionEmbedding | None, positions: Tensor) -> Tensor:
     """Add learned position embeddings to the tokens of a decode step.
 
     Args:
@@ -46,7 +46,7 @@ def add_decode_position_embeddings(embedded: Tensor, table: TokenPositions | Non
     """
     if table is None:
         return embedded
-    return embedded + (table.table[places] if isinstance(table, SamplePositionEmbedding) else table(places))
+    return embedded + (table.table[positions] if isinstance(table, SamplePositionEmbedding) else table(positions))
 
 
 def token_logits(

@@ -16,12 +16,12 @@ from .kv_cache import CrossAttentionCache, LayerKVCache
 from .layers.attention_bias import ScoreBias, ScoreBiasModule
 from .layers.compiling import configure_dynamo
 from .layers.cross_attention import CrossAttention, Memory
-from .layers.fused_linear import spares
+from .layers.fused_linear import can_skip_norm_output
 from .layers.mlp import MLP
-from .layers.norm import LayerNorm, Read, RMSNorm
+from .layers.norm import BranchInput, LayerNorm, RMSNorm
 from .layers.position_embeddings import RotaryEmbedding, RotaryTables, XPosEmbedding
 from .layers.self_attention import SelfAttention
-from .memory.activation_checkpoint import recomputes, run_with_recompute
+from .memory.activation_checkpoint import run_with_recompute, should_recompute
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .moe.moe_layer import MoE
@@ -119,14 +119,14 @@ class Layer(nn.Module):
             The new residual stream (batch, tokens, hidden_size), and the router statistics for `count`.
         """
         inputs = hidden, rotary, kind, packed, memory, terms, padding, cache, routed
-        if self.recompute and recomputes(self):
+        if self.recompute and should_recompute(self):
             return run_with_recompute(self._run, self.preserve_rng_state, *inputs)
         return self._run(*inputs)
 
-    def count(self, sums: Tensor | None) -> None:
+    def update_statistics(self, sums: Tensor | None) -> None:
         """Accumulate router statistics; to be called once per forward, which may itself run twice."""
         if sums is not None and self.training and isinstance(self.mlp, MoE):
-            self.mlp.count(sums)
+            self.mlp.update_statistics(sums)
 
     def _run(
         self,
@@ -145,42 +145,42 @@ class Layer(nn.Module):
         fusable = self.block != "post_ln" and not (self.training and self.dropout)
         read = self._branch_input(self.attention_norm, hidden, layer_input, self.attention.qkv)
         fused = fusable and self.attention_adapter is None and self.attention_output_norm is None
-        residual = read.stream if fused else None
-        output = self.attention(read.normed, rotary, kind, packed, terms, padding, read.norm, cache, residual)
+        residual = read.residual if fused else None
+        output = self.attention(read.hidden, rotary, kind, packed, terms, padding, read.norm, cache, residual)
         if self.attention_adapter is not None:
             output = self.attention_adapter(output)
         output_norm = self.attention_output_norm
-        hidden = output if fused else self._add_residual(read.stream, output, self.attention_norm, output_norm)
+        hidden = output if fused else self._add_residual(read.residual, output, self.attention_norm, output_norm)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             assert memory is not None
             read = self._branch_input(self.cross_attention_norm, hidden, layer_input, self.cross_attention.query)
             output_norm = self.cross_attention_output_norm
             fused = fusable and output_norm is None
-            output = self.cross_attention(read.normed, memory, kind, read.norm, read.stream if fused else None)
+            output = self.cross_attention(read.hidden, memory, kind, read.norm, read.residual if fused else None)
             norm = self.cross_attention_norm
-            hidden = output if fused else self._add_residual(read.stream, output, norm, output_norm)
+            hidden = output if fused else self._add_residual(read.residual, output, norm, output_norm)
         sums = None
         fused = fusable and self.mlp_adapter is None
         if isinstance(self.mlp, MoE):
             read = self._branch_input(
                 self.mlp_norm, hidden, layer_input, None, has_several_readers=not self.mlp.recompute
             )
-            output, sums = self.mlp.run(
-                read.normed,
+            output, sums = self.mlp.forward_with_statistics(
+                read.hidden,
                 padding if routed is None else routed,
                 read.norm,
                 use_capacity=kind != "generation",
                 router_input=read.second_hidden,
-                residual=read.stream if fused else None,
+                residual=read.residual if fused else None,
             )
         else:
             read = self._branch_input(self.mlp_norm, hidden, layer_input, self.mlp.up)
-            output = self.mlp(read.normed, read.norm, read.stream if fused else None)
+            output = self.mlp(read.hidden, read.norm, read.residual if fused else None)
         if fused:
             return output, sums
         if self.mlp_adapter is not None:
             output = self.mlp_adapter(output)
-        return self._add_residual(read.stream, output, self.mlp_norm), sums
+        return self._add_residual(read.residual, output, self.mlp_norm), sums
 
     def _branch_input(
         self,
@@ -190,7 +190,7 @@ class Layer(nn.Module):
         projection: nn.Linear | None,
         *,
         has_several_readers: bool = False,
-    ) -> Read:
+    ) -> BranchInput:
         """Return the residual stream and the input of a branch, normed here or by the branch itself.
 
         Args:
@@ -201,11 +201,11 @@ class Layer(nn.Module):
             has_several_readers: several operations of the branch save the norm output, so recomputing it saves nothing.
         """
         if self.block == "post_ln":
-            return Read(hidden, hidden)
+            return BranchInput(hidden, hidden)
         source = layer_input if self.block == "parallel_ln" else hidden
-        skips_output = projection is not None and spares(projection, norm)
-        if (self.recompute_norms or skips_output) and not has_several_readers and recomputes(self):
-            return Read(hidden, source, norm=norm)
+        skips_output = projection is not None and can_skip_norm_output(projection, norm)
+        if (self.recompute_norms or skips_output) and not has_several_readers and should_recompute(self):
+            return BranchInput(hidden, source, norm=norm)
         # The fused norm saves the residual stream. The layer input is saved anyway; a sum would cost extra memory if
         # its summands are saved (other block types) or if one of them is narrower (autocast).
         is_saved = hidden is layer_input or (
@@ -213,7 +213,7 @@ class Layer(nn.Module):
         )
         if isinstance(norm, RMSNorm) and is_saved:
             return norm.forward_with_residual(hidden, has_several_readers)
-        return Read(hidden, norm(source))
+        return BranchInput(hidden, norm(source))
 
     def _add_residual(
         self,
@@ -298,27 +298,29 @@ class Stack(nn.Module):
         rotary = None if self.rotary is None else self.rotary(tokens if positions is None else positions)
         terms = None if self.score_positions is None else self.score_positions(tokens, tokens)
         weights, activations = self.weight_offload, None
-        if self.activation_offload is not None and recomputes(self):
+        if self.activation_offload is not None and should_recompute(self):
             shared = (rotary, packed, memory, terms, padding, routed)
             activations = self.activation_offload.begin_forward(len(self.layers), shared)
         inputs = kind, rotary, packed, memory, terms, padding, routed
-        chunk = self.recompute_chunk if recomputes(self) else 1
+        chunk = self.recompute_chunk if should_recompute(self) else 1
         for first in range(0, len(self.layers), chunk):
             numbers = range(first, min(first + chunk, len(self.layers)))
             layers = [cast(Layer, self.layers[number]) for number in numbers]
             if weights is not None:
-                weights.before(numbers)
-            with contextlib.nullcontext() if activations is None else activations.layers(numbers, layers):
+                weights.pre_forward(numbers)
+            with (
+                contextlib.nullcontext() if activations is None else activations.offload_saved_tensors(numbers, layers)
+            ):
                 if chunk == 1:
                     hidden, sums = _run_layers(layers, hidden, *inputs)
                 else:
                     hidden, sums = run_with_recompute(_run_layers, self.preserve_rng_state, layers, hidden, *inputs)
             for layer, layer_sums in zip(layers, sums, strict=True):
-                layer.count(layer_sums)
-            if weights is not None and recomputes(self):
-                weights.after(numbers, hidden)
+                layer.update_statistics(layer_sums)
+            if weights is not None and should_recompute(self):
+                weights.post_forward(numbers, hidden)
             if activations is not None:
-                activations.after(numbers, hidden)
+                activations.post_forward(numbers, hidden)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def forward_cached(

@@ -16,8 +16,8 @@ from .dispatch.attention_calls import CallKind, decision_for
 from .layers.attention_bias import CrossRelativeBias
 from .layers.compiling import eager_layers
 from .layers.cross_attention import Memory
-from .lm_head import TokenPositions, add_position_embeddings, matmul_dtype, token_logits, token_loss
-from .moe.find_moe_layers import moe_layers
+from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
+from .moe.find_moe_layers import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
 from .peft.ptuning import PromptEncoder
 from .stack import Stack
@@ -71,8 +71,8 @@ class T5(nn.Module):
         *,
         token_embedding: nn.Embedding,
         decoder_token_embedding: nn.Embedding | None,
-        encoder_position_embedding: TokenPositions | None,
-        decoder_position_embedding: TokenPositions | None,
+        encoder_position_embedding: PositionEmbedding | None,
+        decoder_position_embedding: PositionEmbedding | None,
         encoder: Stack,
         decoder: Stack,
         cross_positions: CrossRelativeBias | None,
@@ -80,7 +80,7 @@ class T5(nn.Module):
         head_bias: bool,
         output_scale: float,
         vocab_size: int,
-        form: BatchSpec,
+        batch_spec: BatchSpec,
         max_positions: tuple[int | None, int | None],
         dropouts: tuple[float, float],
         label_smoothing: float,
@@ -98,14 +98,14 @@ class T5(nn.Module):
         self.head_bias = nn.Parameter(torch.zeros(token_embedding.num_embeddings)) if head_bias else None
         self.output_scale = output_scale
         self.vocab_size = vocab_size
-        self.form = form
+        self.batch_spec = batch_spec
         self.max_positions = max_positions
         self.dropouts = dropouts
         self.label_smoothing = label_smoothing
         self.attention_decisions = dict(attention_decisions)
         self.prompt: PromptEncoder | None = None
-        self._encoder_has_experts = bool(moe_layers(encoder))
-        self._decoder_has_experts = bool(moe_layers(decoder))
+        self._encoder_has_experts = bool(find_moe_layers(encoder))
+        self._decoder_has_experts = bool(find_moe_layers(decoder))
 
     @property
     def decoder_embedding(self) -> nn.Embedding:
@@ -295,13 +295,13 @@ class T5(nn.Module):
         if self.prompt is not None:
             hidden, padding, routed = (
                 self.prompt(hidden),
-                self.prompt.pad(padding),
+                self.prompt.extend_padding_mask(padding),
                 self.prompt.extend_routing_mask(routed),
             )
         if documents is not None:
             positions = document_position_ids(documents)
             dtype, mask = matmul_dtype(hidden), decision.needs_mask
-            packed = PackedSequences.of(documents, dtype=dtype, causal=False, mask=mask)
+            packed = PackedSequences.from_documents(documents, dtype=dtype, causal=False, with_mask=mask)
         hidden = self._dropout(
             add_position_embeddings(hidden, self.encoder_position_embedding, positions), self.dropouts[0]
         )
@@ -323,9 +323,11 @@ class T5(nn.Module):
         hidden = self.decoder_embedding(tokens)
         if documents is not None and encoder_documents is not None:
             positions, dtype = document_position_ids(documents), matmul_dtype(hidden)
-            packed = PackedSequences.of(documents, dtype=dtype, causal=True, mask=decision.needs_mask)
+            packed = PackedSequences.from_documents(documents, dtype=dtype, causal=True, with_mask=decision.needs_mask)
             mask = cross_decision.needs_mask
-            cross_packed = PackedSequences.across(documents, encoder_documents, dtype=dtype, with_mask=mask)
+            cross_packed = PackedSequences.from_query_and_key_documents(
+                documents, encoder_documents, dtype=dtype, with_mask=mask
+            )
         terms = None
         if self.cross_positions is not None:
             terms = self.cross_positions(tokens.shape[1], encoded.hidden.shape[1]).distance_bias
@@ -355,7 +357,7 @@ class T5(nn.Module):
         decoder_documents: Tensor | None,
     ) -> CallKind:
         """Return the kind of call: training and evaluation have fixed sample shapes, anything else is generation."""
-        form = self.form
+        form = self.batch_spec
         if (encoder_documents is None) != (decoder_documents is None):
             raise ValueError("`encoder_documents` and `decoder_documents` must be given together.")
         packed = encoder_documents is not None
@@ -365,14 +367,14 @@ class T5(nn.Module):
             raise ValueError(
                 "`encoder_padding` must be None with `encoder_documents`: padding is a document of its own."
             )
-        expected = (form.length, form.decoder_length) == (length, decoder_length) and packed == form.packed
+        expected = (form.seq_length, form.decoder_seq_length) == (length, decoder_length) and packed == form.packed
         if expected and (padding is None or form.padded):
             return "training" if self.training else "evaluation"
         if self.training or packed:
             raise ValueError(
                 f"`encoder_tokens` and `decoder_tokens` ({length} and {decoder_length} per sample"
                 f"{', packed' * packed}{', padded' * (padding is not None)}) must have the shape that the model was "
-                f"built for: {form.length} and {form.decoder_length}{', packed' * form.packed}"
+                f"built for: {form.seq_length} and {form.decoder_seq_length}{', packed' * form.packed}"
                 f"{', padded' * form.padded}."
             )
         return "generation"

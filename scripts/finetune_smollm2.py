@@ -50,11 +50,11 @@ def smollm2() -> Path:
 
 def untrained_loss(run: Path, split: str) -> float:
     """Return the loss of the pretrained model on the samples of a run: the run's model with all LoRA B set to zero."""
-    from stoker.trainer.conversion.load_model import restore
+    from stoker.trainer.conversion.load_model import load_model
     from stoker.trainer.data.build_datasets import build_data
     from stoker.trainer.evaluation.held_out_loss import evaluate, loss_function
 
-    restored = restore(run)
+    restored = load_model(run)
     for name, parameter in restored.model.named_parameters():
         if name.endswith("lora_b"):
             parameter.data.zero_()
@@ -64,7 +64,7 @@ def untrained_loss(run: Path, split: str) -> float:
     return evaluate(
         loss_function(restored.model, restored.precision, restored.device),
         samples,
-        token_bytes=data.token_bytes,
+        token_bytes=data.token_byte_counts,
         batch_size=restored.config.root.model.micro_batch_size,
         device=restored.device,
     ).loss
@@ -76,14 +76,14 @@ def logits_difference(run: Path, base: Path, adapter: Path) -> float:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from stoker.trainer.conversion.load_model import restore
+    from stoker.trainer.conversion.load_model import load_model
 
-    ours = restore(run, "cpu")
+    ours = load_model(run, "cpu")
     loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs: Any = PeftModel.from_pretrained(loaded, str(adapter)).eval()
     tokens = torch.tensor([ours.tokenizer.encode(PROMPT).tolist()])
     expected = theirs(input_ids=tokens).logits
-    with ours.precision.context(ours.device):
+    with ours.precision.autocast_context(ours.device):
         actual = ours.model(tokens)[..., : expected.shape[-1]]
     return float((actual - expected).abs().max() / expected.abs().max())
 

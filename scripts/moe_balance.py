@@ -23,7 +23,7 @@ from statistics import mean
 from typing import Any
 
 from stoker.trainer.config.load import load_run_config
-from stoker.trainer.loggers.expert_load_map import can_draw
+from stoker.trainer.loggers.expert_load_map import has_matplotlib
 from stoker.trainer.train import run_training
 
 KINDS = {"with": "1e-2", "without": "0.0"}
@@ -111,12 +111,12 @@ def main() -> None:
             for kind in KINDS:
                 directory = Path(folder) / f"{kind}-{seed}"
                 runs.append(train(kind, seed, options.steps, directory))
-                if seed == options.seeds[0] and can_draw():
+                if seed == options.seeds[0] and has_matplotlib():
                     (options.out / f"moe_load_{kind}.png").write_bytes((directory / "expert_load.png").read_bytes())
     document = {"experiment": "moe_pystd", "steps": options.steps, "runs": runs}
     text = json.dumps(document, separators=(",", ":"))
     (options.out / "moe_balance.json").write_text(text + "\n", encoding="utf-8")
-    if can_draw():
+    if has_matplotlib():
         draw(runs, options.out / "moe_balance.png")
     else:
         print("figures need matplotlib; run `pip install 'stoker[plots]'`")

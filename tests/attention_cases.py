@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.kernels.attention.dropout import dropout_mask
+from stoker.kernels.attention.dropout import dropout_keep_mask
 from stoker.kernels.attention.reference import reference_attention, relative_positions, visibility_mask
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 200, 257, 1023, 1025)
@@ -205,7 +205,7 @@ def plain_attention(
     lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
     weights = scores.softmax(-1).masked_fill(empty, 0.0)
     if dropout_p and rng is not None:
-        keep = dropout_mask(
+        keep = dropout_keep_mask(
             rng, dropout_p, batch=q.shape[0], heads=heads, queries=queries, keys=keys,
             queries_bound=max_seqlen_q or queries, keys_bound=max_seqlen_k or keys, first_sequence=sequence,
         )  # fmt: skip

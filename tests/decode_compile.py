@@ -61,7 +61,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
 
     from stoker.kernels.attention import decode, kv_append
 
-    kernels = {"split": decode.split_kernel, "sum": decode.sum_kernel, "append": kv_append.append_kernel}
+    kernels = {"split": decode.split_kernel, "sum": decode.combine_kernel, "append": kv_append.append_kernel}
     kernel = kernels[variant.kind]
     dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16
     values: dict[str, Any] = {name: name in variant.flags for name in kernel.arg_names if name.startswith("HAS_")}

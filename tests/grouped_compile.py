@@ -78,9 +78,9 @@ def matmul(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         kind,
         dtype,
         variant.capability,
-        low=family == "low",
+        few_rows=family == "low",
         aligned=family != "unaligned",
-        erf=activation == "gelu",
+        exact_gelu=activation == "gelu",
     )
     constants: dict[str, Any] = {
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",

@@ -88,6 +88,6 @@ def map_parameters(
     attention = next(module for module in ours.modules() if isinstance(module, SelfAttention))
     geometry = Geometry(heads=attention.heads, groups=attention.groups, vocab_size=ours.vocab_size)
     shapes = {name: tuple(parameter.shape) for name, parameter in ours.named_parameters()}
-    placed, unmatched = kind.weights.place(shapes, geometry)
+    placed, unmatched = kind.weights.map_parameters(shapes, geometry)
     assert unmatched == []
-    return {entry.ours: entry.join([theirs[name] for name, _ in entry.theirs], geometry) for entry in placed}
+    return {entry.parameter: entry.join([theirs[name] for name, _ in entry.hf_tensors], geometry) for entry in placed}

@@ -18,12 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.call_spec import AttentionCall, InstalledSoftware
-from stoker.kernels.attention.dispatch import choose
+from stoker.kernels.attention.dispatch import select_backend
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
 from stoker.models.moe import experts as experts_module
-from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.models.moe.find_moe_layers import find_moe_layers
 from stoker.models.stack import Layer
 from stoker.trainer import train
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
@@ -34,7 +34,7 @@ from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import canonical_metric_name
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.factory import build_model, build_optimizer, choose_device, reduce_dtype
+from stoker.trainer.core.factory import build_model, build_optimizer, choose_device, grad_reduce_dtype
 from stoker.trainer.data import dataloader
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
@@ -103,7 +103,7 @@ def flops(lab: ConfigHarness, changes: Changes) -> Any:
 def router_calls(lab: ConfigHarness, changes: Changes) -> Any:
     """Dtype of each call of the first layer's router in a training step."""
     model = lab.model(changes)
-    (router, *_) = (layer.router for layer in moe_layers(model).values())
+    (router, *_) = (layer.router for layer in find_moe_layers(model).values())
     seen: list[torch.dtype] = []
     router.register_forward_hook(lambda _module, _arguments, routed: seen.append(routed.choice.gates.dtype))
     model.loss(torch.arange(8)[None], torch.arange(8)[None], 1.0).backward()
@@ -166,7 +166,7 @@ def hopper_backend(lab: ConfigHarness, changes: Changes) -> Any:
         deterministic=False,
     )
     stack = gpt(lab.root(changes))
-    return choose(
+    return select_backend(
         call,
         use_flash_attention=stack.use_flash_attention,
         attention_backend=stack.attention_backend,
@@ -335,7 +335,7 @@ def validates_first(lab: ConfigHarness, changes: Changes) -> Any:
 
 
 def stopped_by(lab: ConfigHarness, changes: Changes) -> Any:
-    return lab.run(changes).stopped_by
+    return lab.run(changes).stop_reason
 
 
 def logs_early_stopping(lab: ConfigHarness, changes: Changes) -> Any:
@@ -416,7 +416,7 @@ def layout(lab: ConfigHarness, changes: Changes) -> Any:
 
 
 def gradient_reduce_dtype(lab: ConfigHarness, changes: Changes) -> Any:
-    return reduce_dtype(lab.root(changes), torch.bfloat16)
+    return grad_reduce_dtype(lab.root(changes), torch.bfloat16)
 
 
 def norm_weight(lab: ConfigHarness, changes: Changes) -> Any:

@@ -77,9 +77,9 @@ def save(directory: Path, step: int, *, is_async: bool, world_size: int) -> list
             apply_retention(directory, save_top_k=1, save_last=True)
 
         try:
-            saver = CheckpointSaver(directory, ranks, clean, beside=is_async)
+            saver = CheckpointSaver(directory, ranks, clean, async_save=is_async)
             saver.save(content(step, rank, world_size))
-            saver.finish()
+            saver.wait()
         except Exception as error:
             raised.append(error)
 

@@ -41,28 +41,28 @@ class StreamCopies:
         self._streams: dict[str, list[PendingCopy]] = {"send": [], "fetch": []}
         self._started = {"send": 0, "fetch": 0}
 
-    def begin(self) -> None:
+    def use_current_stream(self) -> None:
         assert not self.under_way, "the last update has not waited for all copies"
 
     @property
     def under_way(self) -> int:
         return sum(map(len, self._streams.values()))
 
-    def host(self, size: int) -> Tensor:
+    def allocate_host(self, size: int) -> Tensor:
         self.host_sizes.append(size)
         return torch.full((size,), GARBAGE, dtype=torch.uint8)
 
-    def give_back(self, host: Tensor) -> None:
+    def release_host(self, host: Tensor) -> None:
         raise AssertionError("host buffers of optimizer state are never freed")
 
-    def new(self, size: int) -> Tensor:
+    def allocate_device(self, size: int) -> Tensor:
         self.reserved += size
         return torch.full((size,), GARBAGE, dtype=torch.uint8)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         raise AssertionError("device memory of the optimizer is never resized")
 
-    def send(self, memory: Tensor, host: Tensor) -> PendingCopy:
+    def copy_to_host(self, memory: Tensor, host: Tensor) -> PendingCopy:
         return self._start("send", memory, host)
 
     def copy_to_device(self, host: Tensor, memory: Tensor) -> PendingCopy:
@@ -77,9 +77,9 @@ class StreamCopies:
         self.events.append((name, move.number))
         return move
 
-    def wait(self, mark: PendingCopy) -> None:
-        stream = self._streams[mark.name]
-        while mark in stream:
+    def wait(self, event: PendingCopy) -> None:
+        stream = self._streams[event.name]
+        while event in stream:
             move = stream.pop(0)
             move.target.copy_(move.source)
             self.events.append(({"send": "sent", "fetch": "fetched"}[move.name], move.number))

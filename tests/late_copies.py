@@ -60,22 +60,22 @@ class DeferredCopies:
         alive = (reference() for reference in self._memory)
         return (memory for memory in {id(memory): memory for memory in alive if memory is not None}.values())
 
-    def begin(self) -> None:
+    def use_current_stream(self) -> None:
         pass
 
-    def host(self, size: int) -> Tensor:
-        buffer = self.pool.take(size)
+    def allocate_host(self, size: int) -> Tensor:
+        buffer = self.pool.allocate(size)
         self.given[buffer.data_ptr()] = size
         return buffer
 
-    def give_back(self, host: Tensor) -> None:
+    def release_host(self, host: Tensor) -> None:
         assert all(copy.done or copy.buffer != host.data_ptr() for copy in self._started), (
             "buffer was returned during a copy"
         )
         del self.given[host.data_ptr()]
-        self.pool.give_back(host)
+        self.pool.release(host)
 
-    def new(self, size: int) -> Tensor:
+    def allocate_device(self, size: int) -> Tensor:
         return torch.full((size,), GARBAGE, dtype=torch.uint8)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -83,7 +83,7 @@ class DeferredCopies:
             storage.resize_(size)
         bytes_of(storage, 0, storage.nbytes()).fill_(GARBAGE)  # storages shared with numpy cannot be resized
 
-    def send(self, memory: Tensor, host: Tensor) -> Copy:
+    def copy_to_host(self, memory: Tensor, host: Tensor) -> Copy:
         host.fill_(GARBAGE)
         self._memory.append(weakref.ref(memory))
         return self._start("send", memory, host, host)
@@ -97,11 +97,11 @@ class DeferredCopies:
         self._started.append(Copy(weakref.ref(source), weakref.ref(target), buffer.data_ptr()))
         return self._started[-1]
 
-    def wait(self, mark: Copy) -> None:
+    def wait(self, event: Copy) -> None:
         for copy in self._started:  # earlier copies are done first, as on one stream
             if not copy.done:
                 self._finish(copy)
-            if copy is mark:
+            if copy is event:
                 return
 
     def _finish(self, copy: Copy) -> None:

@@ -96,7 +96,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         return name, rms_norm_residual.rms_norm_residual_backward_kernel, types, constants, launch
 
     def split_options(tile: lora_grad.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        constants = tile.options(rank)
+        constants = tile.launch_options(rank)
         launch = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         return constants, launch
 
@@ -133,7 +133,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
             for again in (False, True)
         ),
         narrow_of(16, 8192),
-        *(of(rank) for of in (narrow_of, update_of) for rank in (16, lora_grad.WIDEST_RANK)),
+        *(of(rank) for of in (narrow_of, update_of) for rank in (16, lora_grad.MAX_RANK)),
         (
             "scaled_sum",
             lora_grad.sum_kernel,
@@ -143,7 +143,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         ),
         *(
             lora_mlp(*which, rank)
-            for rank in (16, lora_gated_mlp.WIDEST_RANK)
+            for rank in (16, lora_gated_mlp.MAX_RANK)
             for which in (
                 ("forward", lora_gated_mlp.forward_kernel, lora_forward, lora_gated_mlp.forward_tile(rank)),
                 ("backward", lora_gated_mlp.backward_kernel, lora_backward, tile),

@@ -172,8 +172,8 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
 
         late_copies.install()
     if changes.pop("late", False):
-        train_loop.runs_behind = lambda device: True
-    expert_load.can_draw = lambda: False  # drawing a figure takes longer than the run
+        train_loop.is_async = lambda device: True
+    expert_load.has_matplotlib = lambda: False  # drawing a figure takes longer than the run
     run.build_data = build_uneven
     module_class.training_step = record
     result = run.run_training(tiny_config(directory, **changes), ranks)
@@ -186,11 +186,11 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
 def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:
     from torch._C._distributed_c10d import FileStore
 
-    from stoker.trainer.distributed.process_group import DistributedContext, join, shutdown_distributed
+    from stoker.trainer.distributed.process_group import DistributedContext, init_distributed, shutdown_distributed
 
     torch.set_num_threads(1)
     store = FileStore(f"{directory}.store", size) if size > 1 else None
-    ranks = DistributedContext() if size == 1 else join(rank, size, rank, store=store, timeout=60)
+    ranks = DistributedContext() if size == 1 else init_distributed(rank, size, rank, store=store, timeout=60)
     record = _train(directory, ranks, changes)
     ranks.barrier()
     shutdown_distributed()

@@ -78,19 +78,19 @@ def model_of(facts: RunInputs) -> Any:
         "device": "cuda", "capability": call.capability, "dtype": call.dtype, "batch": call.batch,
         "deterministic": call.deterministic,
     }  # fmt: skip
-    named = {planned.name: planned for planned in plan_attentions(facts.family, facts.form, common)}
+    named = {planned.name: planned for planned in plan_attentions(facts.family, facts.batch_spec, common)}
     functions: Any = {
         name: {"training": registry.get_attention_function(decision)}
         for name, decision in decisions.items()
         if name in named
     }
     labels = {named[name].label("training"): decision for name, decision in decisions.items()}
-    model = assemble(facts.family, facts.form, labels, functions)
-    peft = peft_slice(facts.keys.peft)
+    model = assemble(facts.family, facts.batch_spec, labels, functions)
+    peft = peft_slice(facts.model_config.peft)
     if peft is not None:
         with torch.device("meta"):
             apply_peft(model, get_stacks(model), facts.family, peft)
-    model = model.to(facts.precision.weights)
+    model = model.to(facts.precision.param_dtype)
     for part, stack in zip(stacks, get_stacks(model), strict=True):
         names = (
             ["training"] if not part.name else [f"{part.name} training", *(["cross training"] if part.cross else [])]
@@ -131,11 +131,11 @@ def saved_eager(facts: RunInputs, monkeypatch: Any) -> int:
     """Bytes saved by the forward pass of the whole eager model, without the loss."""
     model = model_of(facts)
     saved = Saved(model)
-    form, batch = facts.form, facts.stacks[0].batch
+    form, batch = facts.batch_spec, facts.stacks[0].batch
     with simulate_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True):
-        lengths = (form.length, *([form.decoder_length] if form.decoder_length else []))
+        lengths = (form.seq_length, *([form.decoder_seq_length] if form.decoder_seq_length else []))
         tokens = [torch.zeros(batch, length, dtype=torch.int64) for length in lengths]
-        autocast = facts.precision.autocast
+        autocast = facts.precision.autocast_dtype
         cast = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
         with cast, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
             model.hidden_states(*tokens)
@@ -159,7 +159,7 @@ def saved_compiled(facts: RunInputs, monkeypatch: Any, *, stack: int = 0) -> int
 
     model, inputs = model_of(facts), facts.stacks[stack]
     module = get_stacks(model)[stack]
-    width, dtype = inputs.stack.hidden_size, facts.precision.weights
+    width, dtype = inputs.stack.hidden_size, facts.precision.param_dtype
     hidden = torch.zeros(inputs.batch, inputs.length, width, dtype=dtype, requires_grad=True)
     rotary = None if module.rotary is None else module.rotary(inputs.length)
     positions = module.score_positions
@@ -170,7 +170,7 @@ def saved_compiled(facts: RunInputs, monkeypatch: Any, *, stack: int = 0) -> int
     layer = module.layers[-1]
 
     def run(hidden: Tensor) -> Any:
-        autocast = facts.precision.autocast
+        autocast = facts.precision.autocast_dtype
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
             return layer(hidden, rotary, "training", None, memory, terms, None)
 
@@ -231,7 +231,7 @@ def backward_peak_bytes(facts: RunInputs, monkeypatch: Any) -> int:
     Memory that GPU operations allocate and free internally is not counted.
     """
     model, live = model_of(facts), Live()
-    form, batch = facts.form, facts.stacks[0].batch
+    form, batch = facts.batch_spec, facts.stacks[0].batch
     with simulate_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for module in model.modules():  # otherwise each use of a weight would count as a new tensor
             for name, weight in list(module._parameters.items()):
@@ -239,7 +239,7 @@ def backward_peak_bytes(facts: RunInputs, monkeypatch: Any) -> int:
                 module._parameters[name] = None if fake is None else torch.nn.Parameter(fake)
             for name, buffer in list(module._buffers.items()):
                 module._buffers[name] = None if buffer is None else mode.from_tensor(buffer)
-        lengths = (form.length, *([form.decoder_length] if form.decoder_length else []))
+        lengths = (form.seq_length, *([form.decoder_seq_length] if form.decoder_seq_length else []))
         tokens = [torch.zeros(batch, length, dtype=torch.int64) for length in lengths]
         with live:
             loss = model.loss(*tokens, torch.zeros_like(tokens[-1]), 1.0)

@@ -10,7 +10,7 @@ from stoker.trainer.config.dataset_names import dataset_plugins
 from stoker.trainer.data.sources import dataset_plugins as plugin_module
 from stoker.trainer.data.sources.dataset_plugins import register_dataset
 from stoker.trainer.utils.errors import UserError
-from stoker.trainer.utils.import_modules import import_modules
+from stoker.trainer.utils.import_modules import import_plugins
 
 MODULE = """
 from stoker.trainer.data.sources.dataset_plugins import register_dataset
@@ -50,7 +50,7 @@ def test_the_current_directory_stands_in_for_nobody(here):
     (here / "json.py").write_text("raise SystemExit")
     (here / "my_pack").mkdir()
     (here / "my_pack" / "my_part.py").write_text("import json\nVALUE = json.dumps(1)")
-    import_modules(["my_pack.my_part"])
+    import_plugins(["my_pack.my_part"])
     assert sys.modules["my_pack.my_part"].VALUE == "1"
     assert sys.path[-1] == str(here)
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_imported_is_one_line(here, name, text, says):
     if text is not None:
         (here / f"{name.removesuffix('.py')}.py").write_text(text)
     with pytest.raises(UserError) as error:
-        import_modules([name])
+        import_plugins([name])
     [line] = error.value.lines
     assert says.replace("{here}", str(here)) in line
 

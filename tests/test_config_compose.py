@@ -137,7 +137,7 @@ def test_what_is_given_with_two_meanings_is_refused(typed: list[str], key: str) 
 
 
 def test_two_secrets_are_not_shown() -> None:
-    (problem,) = overrides.parse(["a.api_key=hush", "a.api_key=hush2"], lambda group: False).problems
+    (problem,) = overrides.parse_overrides(["a.api_key=hush", "a.api_key=hush2"], lambda group: False).problems
     assert problem.rule == "is given more than once: a.api_key=*** and a.api_key=***"
 
 

@@ -38,7 +38,7 @@ def _nemo_resolvers() -> Iterator[None]:
 
 
 def ours(text: str, environ: dict[str, str] | None = None) -> Any:
-    return Resolver({**TREE, "probe": text}, environ or {}).value("probe").value
+    return Resolver({**TREE, "probe": text}, environ or {}).resolve("probe").value
 
 
 def theirs(text: str) -> Any:
@@ -136,7 +136,7 @@ def test_refusals(text: str, says: str) -> None:
 def test_circles_name_the_way() -> None:
     resolver = Resolver({"a": "${b.c}", "b": {"c": "${d}"}, "d": "${a}"}, {})
     with pytest.raises(InterpolationError, match=r"`a` -> `b\.c` -> `d` -> `a`"):
-        resolver.value("a")
+        resolver.resolve("a")
 
 
 @pytest.mark.parametrize(
@@ -153,20 +153,20 @@ def test_circles_name_the_way() -> None:
 def test_expansion_is_bounded(tree: dict[str, Any]) -> None:
     started = time.perf_counter()
     with pytest.raises(InterpolationError):
-        Resolver(tree, {}).value("k0")
+        Resolver(tree, {}).resolve("k0")
     assert time.perf_counter() - started < 2
 
 
 def test_environment_is_known_and_typed() -> None:
     tree = {"a": "${oc.env:W}", "b": "${multiply:2,${a}}", "c": "${oc.env:W}/x", "d": "${oc.env:NO,7}", "e": 1}
     resolver = Resolver(tree, {"W": "64"}, is_text=lambda path: path == "c")
-    assert [resolver.value(key).value for key in "abcde"] == [64, 128, "64/x", 7, 1]
-    assert [resolver.value(key).from_environment for key in "abcde"] == [True, True, True, True, False]
+    assert [resolver.resolve(key).value for key in "abcde"] == [64, 128, "64/x", 7, 1]
+    assert [resolver.resolve(key).from_environment for key in "abcde"] == [True, True, True, True, False]
 
 
 def test_missing_stays_missing() -> None:
     resolver = Resolver({"a": "???", "b": "${a}", "c": "${sum:${a},1}", "d": "x${a}"}, {})
-    assert {resolver.value(key).value for key in "bcd"} == {"???"}
+    assert {resolver.resolve(key).value for key in "bcd"} == {"???"}
 
 
 def test_division() -> None:

@@ -8,10 +8,10 @@ from config_helpers import DATA, gpt, load, problems, write
 
 from stoker.trainer.config.dotted_paths import put
 from stoker.trainer.config.nemo import key_states
-from stoker.trainer.config.nemo.key_row import KeyState, Row
-from stoker.trainer.config.nemo.key_states import KeyStates, known_keys, state_of
-from stoker.trainer.config.nemo.key_table import KEY_TABLE, row_of
-from stoker.trainer.config.nemo.unsupported_values import VALUES
+from stoker.trainer.config.nemo.key_row import KeyRow, KeyState
+from stoker.trainer.config.nemo.key_states import KeyStates, key_state, known_keys
+from stoker.trainer.config.nemo.key_table import KEY_TABLE, find_row
+from stoker.trainer.config.nemo.unsupported_values import UNSUPPORTED_VALUES
 from stoker.trainer.config.problems import Problem
 from stoker.trainer.config.schema.key_index import enclosing_open_block, format_value, schema_blocks, schema_keys
 
@@ -25,8 +25,8 @@ def test_census_is_complete() -> None:
 def test_every_census_path_has_exactly_one_state() -> None:
     for path in CENSUS:
         acts = path in schema_keys() or path in schema_blocks() or enclosing_open_block(path) is not None
-        assert acts != (row_of(path) is not None), path
-        assert state_of(path) is not None, path
+        assert acts != (find_row(path) is not None), path
+        assert key_state(path) is not None, path
 
 
 def test_table_is_consistent() -> None:
@@ -44,7 +44,7 @@ def test_table_is_consistent() -> None:
 
 
 def test_values_of_the_table_are_not_values_of_the_schema() -> None:
-    for path, values in VALUES.items():
+    for path, values in UNSUPPORTED_VALUES.items():
         assert not set(map(str, values)) & set(map(str, schema_keys()[path].choices)), path
 
 
@@ -72,7 +72,7 @@ def test_each_row_does_what_its_state_says(state: KeyState) -> None:
 
 @pytest.mark.parametrize(
     ("path", "value", "state"),
-    [(path, value, fact.state) for path, values in VALUES.items() for value, fact in values.items()],
+    [(path, value, fact.state) for path, values in UNSUPPORTED_VALUES.items() for value, fact in values.items()],
 )
 def test_values_that_are_not_taken(path: str, value: Any, state: KeyState) -> None:
     problem = problems(f"{path}={format_value(value)}")[path]
@@ -174,12 +174,12 @@ def test_what_is_not_yet_there_says_so(override: str) -> None:
 def test_settings_of_a_feature_share_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = problems("+model.fp8=True", "+model.fp8_hybrid=True", "+model.fp8_margin=2").values()
     assert problem.key == "model.fp8"
-    to_come = Row("model.future.*", KeyState.NOT_YET, "a feature to come")
+    to_come = KeyRow("model.future.*", KeyState.NOT_YET, "a feature to come")
     monkeypatch.setattr(
-        key_states, "row_of", lambda path, *_: to_come if path.startswith("model.future.") else row_of(path)
+        key_states, "row_of", lambda path, *_: to_come if path.startswith("model.future.") else find_row(path)
     )
     (problem,) = problems(*(f"+model.future.k{i}=1" for i in range(9))).values()
-    assert len(problem.also) == 6
+    assert len(problem.related) == 6
 
 
 def test_all_errors_come_at_once(tmp_path: Path) -> None:

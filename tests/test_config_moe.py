@@ -13,7 +13,7 @@ from tiny_run import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt, build_model, parameter_count
+from stoker.models.build import build_gpt, build_model, num_parameters
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import FamilyKeys, family_slice
@@ -27,7 +27,7 @@ from stoker.models.config.parameter_count import count_parameters
 from stoker.models.config.slices import gpt_slice
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
-from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.models.moe.find_moe_layers import find_moe_layers
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
@@ -57,13 +57,13 @@ def stack(changes: dict[str, Any]) -> StackKeys:
 
 
 def sliced(changes: dict[str, Any], *, of_t5: bool = False) -> MoESlice:
-    found = moe_slice(stack(changes), of_t5=of_t5)
+    found = moe_slice(stack(changes), is_t5=of_t5)
     assert found is not None
     return found
 
 
 def found(changes: dict[str, Any], *, of_t5: bool = False) -> list[Finding]:
-    return list(moe_rules(stack(changes), of_t5=of_t5))
+    return list(moe_rules(stack(changes), is_t5=of_t5))
 
 
 def told(config: RunConfig) -> dict[str, str]:
@@ -80,7 +80,7 @@ def origin_of(config: RunConfig, path: str) -> str:
 def test_a_stack_is_dense_unless_it_has_experts() -> None:
     assert moe_slice(stack({})) is None
     assert sliced({"num_moe_experts": 1, "moe_router_topk": 1}).experts == 1
-    assert moe_slice(stack({"num_moe_experts": 1}), of_t5=True) is None
+    assert moe_slice(stack({"num_moe_experts": 1}), is_t5=True) is None
     assert sliced({"num_moe_experts": 2}, of_t5=True).experts == 2
 
 
@@ -142,7 +142,8 @@ def test_what_a_slice_makes_of_the_keys() -> None:
 def test_t5_keys_reach_their_own_stack() -> None:
     keys = T5Keys.model_validate({"encoder": {"num_moe_experts": 4}, "decoder": {"num_moe_experts": 1}})
     encoder, decoder = (
-        each.moe for each in family_slice(keys, vocab_size=64, form=BatchSpec(length=8, decoder_length=4)).stacks
+        each.moe
+        for each in family_slice(keys, vocab_size=64, batch_spec=BatchSpec(seq_length=8, decoder_seq_length=4)).stacks
     )
     assert encoder is not None
     assert (encoder.balancing, decoder) == ("sinkhorn", None)
@@ -476,7 +477,7 @@ def families(changes: dict[str, Any]) -> Iterator[FamilyKeys]:
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_parameters_are_those_of_the_model(changes: dict[str, Any]) -> None:
-    form = BatchSpec(length=8, decoder_length=4)
+    form = BatchSpec(seq_length=8, decoder_seq_length=4)
     for keys in families(changes):
         model = build_model(
             keys,
@@ -485,16 +486,16 @@ def test_parameters_are_those_of_the_model(changes: dict[str, Any]) -> None:
             dtype=torch.float32,
             flags=AttentionFlags(),
             micro_batch_size=1,
-            form=form,
+            batch_spec=form,
         )
-        assert count_parameters(keys, 50, form) == parameter_count(model)
+        assert count_parameters(keys, 50, form) == num_parameters(model)
         idle = 0
-        for layer in moe_layers(model).values():
+        for layer in find_moe_layers(model).values():
             of_experts = sum(parameter.numel() for parameter in layer.experts.parameters())
             number = len(layer.router.weight)
             idle += of_experts // number * (number - layer.router.topk)
         assert idle > 0
-        assert count_parameters(keys, 50, form, active=True) == parameter_count(model) - idle
+        assert count_parameters(keys, 50, form, active=True) == num_parameters(model) - idle
 
 
 @pytest.mark.parametrize("changes", [*VARIANTS[:4], {"moe_expert_capacity_factor": 0.5}], ids=str)
@@ -504,7 +505,7 @@ def test_flops_are_those_of_the_experts_a_token_goes_to(changes: dict[str, Any])
     model = build_gpt(
         keys, vocab_size=128, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1
     )
-    layers = moe_layers(model)
+    layers = find_moe_layers(model)
     for layer in layers.values():
         layer.zero_grad()
     with FlopCounterMode(display=False) as counter:
@@ -513,7 +514,7 @@ def test_flops_are_those_of_the_experts_a_token_goes_to(changes: dict[str, Any])
     forward_and_backward = counter.get_total_flops() * 3 - hidden_half
     number = len(layers[next(iter(layers))].router.weight)
     dropped = sum(layer.statistics[number + 3].item() for layer in layers.values())
-    expected = training_flops_per_sample(keys, 128, BatchSpec(length=8))
+    expected = training_flops_per_sample(keys, 128, BatchSpec(seq_length=8))
     if "moe_expert_capacity_factor" in changes:
         # 16 assignments and room for 8: as many are dropped at least, more where experts are loaded unevenly
         assert dropped >= 3 * 8
@@ -523,7 +524,7 @@ def test_flops_are_those_of_the_experts_a_token_goes_to(changes: dict[str, Any])
 
 def test_flops_of_t5_count_the_experts_of_both_stacks() -> None:
     shape = {name: SHAPE[name] for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")}
-    form = BatchSpec(length=8, decoder_length=4)
+    form = BatchSpec(seq_length=8, decoder_seq_length=4)
 
     def flops(**changes: Any) -> float:
         keys = T5Keys.model_validate({"encoder": shape, "decoder": shape} | changes)

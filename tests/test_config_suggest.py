@@ -9,11 +9,11 @@ import pytest
 from config_helpers import load, problems, write
 
 from stoker.trainer.config.nemo.key_row import KeyState
-from stoker.trainer.config.nemo.key_states import is_known, known_keys, state_of, suggestions
+from stoker.trainer.config.nemo.key_states import is_known_key, key_state, known_keys, suggest_keys
 from stoker.trainer.config.nemo.other_frameworks import FOREIGN_NAMES
 from stoker.trainer.config.problems import Problem
 from stoker.trainer.config.schema.key_index import schema_keys
-from stoker.trainer.config.suggest import closest, distance
+from stoker.trainer.config.suggest import closest, edit_distance
 
 LETTERS = string.ascii_lowercase + "_"
 LEAVES = list(schema_keys())
@@ -33,13 +33,13 @@ def typos(path: str, chance: random.Random, rounds: int) -> Iterator[str]:
             swapped,
         ):
             typo = parent + dot + wrong
-            if wrong and wrong[0] != "_" and not is_known(typo):
+            if wrong and wrong[0] != "_" and not is_known_key(typo):
                 yield typo
 
 
 def count(pairs: list[tuple[str, str]]) -> tuple[int, list[tuple[str, str]]]:
     """How many typos there were, and those whose first suggestion is another key."""
-    wrong = [(path, typo) for path, typo in pairs if suggestions(typo)[:1] != (path,)]
+    wrong = [(path, typo) for path, typo in pairs if suggest_keys(typo)[:1] != (path,)]
     return len(pairs), wrong
 
 
@@ -113,7 +113,7 @@ def test_typos_in_the_name_of_a_block() -> None:
         ("exp_manger.exp_dir", "exp_manager.exp_dir"),
         ("model.optim.schd.min_lr", "model.optim.sched.min_lr"),
     ):
-        assert suggestions(typo)[0] == right
+        assert suggest_keys(typo)[0] == right
 
 
 @pytest.mark.parametrize(
@@ -132,19 +132,19 @@ def test_typos_in_the_name_of_a_block() -> None:
     ],
 )
 def test_right_name_in_the_wrong_place(wrong: str, right: str) -> None:
-    assert right in suggestions(wrong)[:2]
+    assert right in suggest_keys(wrong)[:2]
 
 
 def test_no_historical_key_is_suggested() -> None:
-    historical = [path for path, acts in known_keys() if not acts and state_of(path) is KeyState.HISTORICAL]
+    historical = [path for path, acts in known_keys() if not acts and key_state(path) is KeyState.HISTORICAL]
     assert len(historical) > 100
     for path in (*historical[::7], "resume", "exp_manager.checkpoint_callback_params.n_resum"):
-        for near in suggestions(f"{path}x" if is_known(path) else path):
-            assert state_of(near) is not KeyState.HISTORICAL, (path, near)
+        for near in suggest_keys(f"{path}x" if is_known_key(path) else path):
+            assert key_state(near) is not KeyState.HISTORICAL, (path, near)
 
 
 def test_of_equal_names_the_one_nearest_to_the_top_comes_first() -> None:
-    assert suggestions("max_steps")[0] == "trainer.max_steps"
+    assert suggest_keys("max_steps")[0] == "trainer.max_steps"
 
 
 def test_foreign_names_are_many_and_lead_to_known_keys() -> None:
@@ -164,8 +164,8 @@ def test_a_foreign_name_is_suggested_and_never_accepted(places: int) -> None:
     for number, (name, target) in enumerate(FOREIGN_NAMES.items()):
         below = (f"model.{name}", name)[:: -1 if number % 2 else 1][:places]
         for path in (name,) if "." in name else below:
-            if not is_known(path):
-                assert target in suggestions(path)[:2], (path, suggestions(path))
+            if not is_known_key(path):
+                assert target in suggest_keys(path)[:2], (path, suggest_keys(path))
 
 
 def test_foreign_names_through_the_front_door() -> None:
@@ -214,8 +214,8 @@ def test_an_empty_list_is_said_to_be_empty() -> None:
     ],
 )
 def test_distance(a: str, b: str, edits: int) -> None:
-    assert distance(a, b, 5) == distance(b, a, 5) == edits
-    assert distance(a, b, 1) == min(edits, 2)
+    assert edit_distance(a, b, 5) == edit_distance(b, a, 5) == edits
+    assert edit_distance(a, b, 1) == min(edits, 2)
 
 
 def test_closest_value() -> None:
@@ -226,5 +226,5 @@ def test_closest_value() -> None:
 
 def test_what_is_known_is_not_refused() -> None:
     for path in LEAVES:
-        assert is_known(path)
+        assert is_known_key(path)
     assert load("env_vars.ANY_NAME=1").root.env_vars == {"ANY_NAME": 1}

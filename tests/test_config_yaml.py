@@ -9,14 +9,14 @@ from omegaconf import OmegaConf
 
 from stoker.trainer.config import yaml_reader
 from stoker.trainer.config.schema.key_index import format_value
-from stoker.trainer.config.yaml_reader import YamlError, parse, scalar
+from stoker.trainer.config.yaml_reader import YamlError, parse_scalar, parse_yaml
 
 HERE = Path("x.yaml")
 
 
 def refused(text: str) -> YamlError:
     with pytest.raises(YamlError) as caught:
-        parse(text, HERE)
+        parse_yaml(text, HERE)
     return caught.value
 
 
@@ -49,7 +49,7 @@ def refused(text: str) -> YamlError:
     ],
 )
 def test_values_are_those_of_omegaconf(text: str) -> None:
-    ours = parse(f"k: {text}", HERE).tree["k"]
+    ours = parse_yaml(f"k: {text}", HERE).tree["k"]
     if text == "12:30":
         assert ours == "12:30"  # base 60 is not read, unlike YAML 1.1
         return
@@ -58,25 +58,25 @@ def test_values_are_those_of_omegaconf(text: str) -> None:
 
 
 def test_dates_and_times_stay_text() -> None:
-    tree = parse("a: 6:11:00:00\nb: 2026-01-01\nc: .nan", HERE).tree
+    tree = parse_yaml("a: 6:11:00:00\nb: 2026-01-01\nc: .nan", HERE).tree
     assert (tree["a"], tree["b"]) == ("6:11:00:00", "2026-01-01")
     assert tree["c"] != tree["c"]
 
 
 def test_every_key_has_its_line() -> None:
-    file = parse("# head\na:\n  b: 1\n\n  c:\n    d: [1,\n 2]\ne: 2\n", HERE)
+    file = parse_yaml("# head\na:\n  b: 1\n\n  c:\n    d: [1,\n 2]\ne: 2\n", HERE)
     assert file.lines == {"a": 2, "a.b": 3, "a.c": 5, "a.c.d": 6, "e": 8}
 
 
 def test_merge_keys_and_aliases() -> None:
-    file = parse("base: &b {x: 1, y: 2}\nuse:\n  <<: *b\n  y: 3\nsame: *b\n", HERE)
+    file = parse_yaml("base: &b {x: 1, y: 2}\nuse:\n  <<: *b\n  y: 3\nsame: *b\n", HERE)
     assert file.tree["use"] == {"x": 1, "y": 3}
     assert file.tree["same"] == {"x": 1, "y": 2}
     assert file.tree["same"] is not file.tree["base"]
 
 
 def test_package_and_defaults_are_taken_out() -> None:
-    file = parse("# a comment\n# @package model.data\ndefaults:\n  - .@model.encoder: base\nk: 1\n", HERE)
+    file = parse_yaml("# a comment\n# @package model.data\ndefaults:\n  - .@model.encoder: base\nk: 1\n", HERE)
     assert (file.package, file.defaults, file.tree) == ("model.data", [{".@model.encoder": "base"}], {"k": 1})
 
 
@@ -131,8 +131,8 @@ def test_bounds_hold_before_anything_is_built(text: str, says: str) -> None:
 
 
 def test_bounds_leave_room() -> None:
-    parse("a: " + "[" * 63 + "]" * 63, HERE)
-    parse("a: &x 1\nb: [" + ", ".join(["*x"] * 100) + "]", HERE)
+    parse_yaml("a: " + "[" * 63 + "]" * 63, HERE)
+    parse_yaml("a: &x 1\nb: [" + ", ".join(["*x"] * 100) + "]", HERE)
 
 
 def test_size_and_encoding(tmp_path: Path) -> None:
@@ -146,12 +146,12 @@ def test_size_and_encoding(tmp_path: Path) -> None:
         (tmp_path / "none.yaml", "cannot be read"),
     ):
         with pytest.raises(YamlError, match=says):
-            yaml_reader.read(path)
+            yaml_reader.read_yaml(path)
 
 
 @pytest.mark.parametrize(("text", "value"), [("8", 8), ("1e-3", 1e-3), ("yes", True), ("a b", "a b"), ("[", "[")])
 def test_scalar(text: str, value: Any) -> None:
-    assert scalar(text) == value
+    assert parse_scalar(text) == value
 
 
 @pytest.mark.parametrize(
@@ -163,4 +163,4 @@ def test_scalar(text: str, value: Any) -> None:
 def test_shown_values_read_back(value: Any) -> None:
     shown = format_value(value)
     assert "\n" not in shown
-    assert parse(f"k: {shown}", HERE).tree["k"] == value
+    assert parse_yaml(f"k: {shown}", HERE).tree["k"] == value

@@ -24,7 +24,7 @@ def test_every_set_is_within_one_sample_of_its_weight_at_every_position(weights:
     interleave = BlendSchedule(weights)
     assert list(interleave.shares) == [weight / sum(exact) for weight in exact]
     seen = interleave.period + 40
-    sets, _ = interleave.at(0, seen)
+    sets, _ = interleave.lookup(0, seen)
     for number, share in enumerate(interleave.shares):
         behind = np.cumsum(sets == number) * share.denominator - np.arange(1, seen + 1) * share.numerator
         assert np.abs(behind).max() < share.denominator
@@ -34,10 +34,10 @@ def test_every_set_is_within_one_sample_of_its_weight_at_every_position(weights:
 @given(weights=WEIGHTS, first=st.integers(0, 500), count=st.integers(1, 200))
 def test_each_set_is_taken_in_its_own_order_without_gaps(weights: list[float], first: int, count: int) -> None:
     interleave = BlendSchedule(weights)
-    sets, positions = interleave.at(0, first + count)
+    sets, positions = interleave.lookup(0, first + count)
     for number in range(len(weights)):
         assert positions[sets == number].tolist() == list(range(int((sets == number).sum())))
-    later = interleave.at(first, count)
+    later = interleave.lookup(first, count)
     assert np.array_equal(later[0], sets[first:])
     assert np.array_equal(later[1], positions[first:])
 
@@ -45,7 +45,7 @@ def test_each_set_is_taken_in_its_own_order_without_gaps(weights: list[float], f
 def test_far_positions_are_as_quick_and_as_exact() -> None:
     interleave = BlendSchedule([0.3, 0.7])
     far = 1 << 60
-    sets, positions = interleave.at(far - far % 10, 10)
+    sets, positions = interleave.lookup(far - far % 10, 10)
     assert positions[sets == 1].tolist() == [far // 10 * 7 + k for k in range(7)]
 
 
@@ -53,7 +53,7 @@ def test_weights_without_a_short_period_are_kept_to_a_millionth() -> None:
     weights = [1 / 3, 2**-0.5, 1e-9, 5.0]
     interleave = BlendSchedule(weights)
     assert interleave.period == MAX_PERIOD
-    sets, _ = interleave.at(0, MAX_PERIOD)
+    sets, _ = interleave.lookup(0, MAX_PERIOD)
     counts = np.bincount(sets)
     assert counts[2] == 1  # a set is never lost
     np.testing.assert_allclose(counts / MAX_PERIOD, np.array(weights) / sum(weights), atol=2e-6)
@@ -64,7 +64,7 @@ def test_weights_without_a_short_period_are_kept_to_a_millionth() -> None:
 
 def test_many_rare_sets_leave_the_period_what_it_is() -> None:
     interleave = BlendSchedule([*(1e-12 * (k + 1) for k in range(300)), 1.0])
-    sets, _ = interleave.at(0, MAX_PERIOD)
+    sets, _ = interleave.lookup(0, MAX_PERIOD)
     assert np.bincount(sets).tolist() == [1] * 300 + [MAX_PERIOD - 300]
 
 
@@ -82,8 +82,8 @@ def _blended() -> BlendedSamples:
 def test_a_batch_holds_the_samples_of_its_sets() -> None:
     blended = _blended()
     batch = blended.batch(3, 40)
-    for row, (number, position) in enumerate(zip(*blended.interleave.at(3, 40), strict=True)):
-        alone = blended.parts[number].batch(int(position), 1)
+    for row, (number, position) in enumerate(zip(*blended.schedule.lookup(3, 40), strict=True)):
+        alone = blended.datasets[number].batch(int(position), 1)
         assert torch.equal(batch.tokens[row], alone.tokens[0])
         assert torch.equal(batch.labels[row], alone.labels[0])
 

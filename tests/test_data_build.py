@@ -41,7 +41,7 @@ def test_byte_level_predicts_every_byte_of_the_split(file: Path) -> None:
     labels = _labels(data.validation)
     decoded = np.array(sorted(labels))
     held_out = data.corpus.text("validation")
-    assert data.token_bytes[labels].sum() == len(held_out) == data.validation_bytes
+    assert data.token_byte_counts[labels].sum() == len(held_out) == data.validation_bytes
     assert decoded[decoded >= 3].tolist() == sorted(byte + 3 for byte in held_out)
     assert labels.count(1) == 1, "one eos ends the one document"
 
@@ -118,7 +118,7 @@ def test_what_a_folder_leaves_out_is_described(file: Path) -> None:
 
 def test_override_vocab_size(file: Path) -> None:
     data = build_data(_root(data=_text(file), override_vocab_size=300))
-    assert data.vocab_size == len(data.token_bytes) == 300
+    assert data.vocab_size == len(data.token_byte_counts) == 300
     with pytest.raises(UserError, match=r"`model\.override_vocab_size` \(100\) .* 259"):
         build_data(_root(data=_text(file), override_vocab_size=100))
 

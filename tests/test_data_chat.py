@@ -18,9 +18,9 @@ from stoker.trainer.data.tasks import chat_template, chat_template_process
 from stoker.trainer.data.tasks.chat_files import chat_template_from_config, get_chat_template, load_chat_template
 from stoker.trainer.data.tasks.chat_template import Chat, ChatRenderError, ChatTemplate, default_template
 from stoker.trainer.data.tasks.chat_template_process import ChatRenderer, TemplateError
-from stoker.trainer.data.tasks.chats import encode_chats, encode_with_assistant_mask, parse_chat, prompt_ids
+from stoker.trainer.data.tasks.chats import encode_chats, encode_rendered_text, encode_with_assistant_mask, parse_chat
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_state
-from stoker.trainer.data.tokenizers.tokenizer_document import from_document
+from stoker.trainer.data.tokenizers.tokenizer_document import tokenizer_from_dict
 from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer_json
 from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer
 from stoker.trainer.utils.errors import UserError
@@ -91,7 +91,7 @@ def test_texts_ids_and_marks_are_those_of_transformers(template: str, tmp_path: 
                     assert counted.tolist() == [bool(mark) for mark in expected["assistant_masks"]]
                     assert counted.any()
             asked = theirs.apply_chat_template(chat[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
-            assert renderer.prompt(chat[:-1], tools) == asked
+            assert renderer.render_prompt(chat[:-1], tools) == asked
 
 
 def test_answers_are_found_without_marks() -> None:
@@ -107,10 +107,10 @@ def test_answers_are_found_without_marks() -> None:
 
 def test_a_template_that_changes_earlier_answers_is_refused() -> None:
     with ChatTemplate(THINKS).start_renderer() as renderer:
-        assert renderer.render(Chat(CHAT[:2])).answers
+        assert renderer.render(Chat(CHAT[:2])).assistant_spans
         with pytest.raises(ChatRenderError, match=r"message 2 differently .* put {% generation %}") as caught:
             list(renderer.render_all([Chat(CHAT[:2])] * 70 + [Chat(CHAT)]))
-    assert caught.value.number == 70
+    assert caught.value.index == 70
     other_head = "{{ 'now' if add_generation_prompt else 'then' }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with ChatTemplate(other_head).start_renderer() as renderer, pytest.raises(UserError, match="message 2 differently"):
         renderer.render(Chat(CHAT[:2]))
@@ -142,7 +142,7 @@ def test_a_hostile_template_ends_in_one_line(name: str) -> None:
         pytest.raises(UserError, match=f"the chat template cannot be used: .*{says}") as caught,
         ChatTemplate(source).start_renderer() as renderer,
     ):
-        renderer.prompt(CHAT)
+        renderer.render_prompt(CHAT)
     assert len(caught.value.lines) == 1
 
 
@@ -161,7 +161,7 @@ def test_a_template_without_end_is_stopped(source: str, monkeypatch: pytest.Monk
         pytest.raises(UserError, match=r"stopped: it exceeded the limit of 1 seconds|needs more than"),
         ChatTemplate(source).start_renderer() as renderer,
     ):
-        renderer.prompt(CHAT)
+        renderer.render_prompt(CHAT)
     assert time.monotonic() - begun < 8
 
 
@@ -208,18 +208,18 @@ def test_ends_become_tokens_of_every_tokenizer() -> None:
     for tokenizer in (ByteTokenizer(), sentencepiece()):
         (example,) = encode_chats([chat], tokenizer, answer_only=True)
         assert tokenizer.eos_id is not None
-        assert (example.tokens[example.counted] == tokenizer.eos_id).sum() == 2
+        assert (example.tokens[example.loss_mask] == tokenizer.eos_id).sum() == 2
         assert (example.tokens == tokenizer.eos_id).sum() == 2
-        spoken = tokenizer.decode(example.tokens[example.counted])
+        spoken = tokenizer.decode(example.tokens[example.loss_mask])
         assert "été" in spoken
         assert "now" not in spoken
-        assert example.answer == " 7 "
-        last = example.tokens[example.prompt :]
+        assert example.answer_text == " 7 "
+        last = example.tokens[example.prompt_length :]
         assert "7" in tokenizer.decode(last)
         assert "now" not in tokenizer.decode(last)
         (whole,) = encode_chats([chat], tokenizer, answer_only=False)
-        assert whole.counted[1:].all()
-        assert not whole.counted[0]
+        assert whole.loss_mask[1:].all()
+        assert not whole.loss_mask[0]
         assert np.array_equal(whole.tokens, example.tokens)
 
 
@@ -227,7 +227,10 @@ def test_a_prompt_is_what_training_shows_before_an_answer(tmp_path: Path) -> Non
     for tokenizer in (ByteTokenizer(), bpe(tmp_path, SMOL)):
         (example,) = encode_chats([Chat(CHAT)], tokenizer, answer_only=True)
         with get_chat_template(tokenizer).start_renderer() as renderer:
-            assert prompt_ids(tokenizer, renderer.prompt(CHAT[:-1])) == example.tokens[: example.prompt].tolist()
+            assert (
+                encode_rendered_text(tokenizer, renderer.render_prompt(CHAT[:-1]))
+                == example.tokens[: example.prompt_length].tolist()
+            )
 
 
 def test_a_conversation_that_a_template_refuses_is_named(tmp_path: Path) -> None:
@@ -312,14 +315,14 @@ def test_parts_of_a_message_are_one_text_unless_the_template_reads_them(tmp_path
 
 
 def test_templates_come_with_the_files_and_travel_in_checkpoints(tmp_path: Path) -> None:
-    assert bpe(tmp_path).chat is None
+    assert bpe(tmp_path).chat_template is None
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
-    assert bpe(tmp_path, chat_template=named).chat == ChatTemplate("y", {**TOKENS, "pad_token": "</s>"})
+    assert bpe(tmp_path, chat_template=named).chat_template == ChatTemplate("y", {**TOKENS, "pad_token": "</s>"})
     tokenizer = bpe(tmp_path, SMOL, bos_token={"content": "<s>"})
-    assert tokenizer.chat == ChatTemplate(SMOL, {**TOKENS, "pad_token": "</s>"})
+    assert tokenizer.chat_template == ChatTemplate(SMOL, {**TOKENS, "pad_token": "</s>"})
     assert "chat" not in tokenizer.to_dict()
-    again = from_document(json.loads(json.dumps(tokenizer_state(tokenizer))))
-    assert again.chat == tokenizer.chat
+    again = tokenizer_from_dict(json.loads(json.dumps(tokenizer_state(tokenizer))))
+    assert again.chat_template == tokenizer.chat_template
     (tmp_path / "chat_template.jinja").write_text("{{ z }}")
     beside = load_chat_template(tmp_path, "key")
     assert beside is not None
@@ -337,7 +340,7 @@ def test_templates_are_handed_back(tmp_path: Path) -> None:
     assert again == ChatTemplate(SMOL, {**TOKENS, "pad_token": "</s>"})
     tokenizer_copy.write_template(tmp_path / "theirs", tokenizer)
     assert not (tmp_path / "theirs" / "chat_template.jinja").exists()
-    tokenizer.chat = ChatTemplate("{{ other }}")
+    tokenizer.chat_template = ChatTemplate("{{ other }}")
     tokenizer_copy.write_template(tmp_path / "theirs", tokenizer)
     assert (tmp_path / "theirs" / "chat_template.jinja").read_text() == "{{ other }}"
 
@@ -350,7 +353,7 @@ def test_a_key_gives_a_template_or_its_file(tmp_path: Path) -> None:
     assert chat_template_from_config(str(tmp_path / "t.jinja"), tokenizer).source == SMOL
     with pytest.raises(UserError, match=r"chat_template`: cannot read .*other\.jinja"):
         chat_template_from_config(str(tmp_path / "other.jinja"), tokenizer)
-    assert ByteTokenizer().chat is None
+    assert ByteTokenizer().chat_template is None
     assert get_chat_template(ByteTokenizer()) == default_template("</s>")
 
 
@@ -360,4 +363,4 @@ def test_a_key_gives_a_template_or_its_file(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_documents_that_are_refused(chat: Any) -> None:
     with pytest.raises(ValueError, match="`chat"):
-        from_document({"tokenizer": "byte-level", "chat": chat})
+        tokenizer_from_dict({"tokenizer": "byte-level", "chat": chat})

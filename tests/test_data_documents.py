@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.blend import BlendedSamples
-from stoker.trainer.data.datasets.document_ids import DocumentIdSamples, document_numbers
+from stoker.trainer.data.datasets.document_ids import DocumentIdSamples, document_ids
 from stoker.trainer.data.datasets.samples import (
     Batch,
     EodMaskedSamples,
@@ -39,7 +39,7 @@ def _numbers(batch: Batch) -> torch.Tensor:
 
 def test_an_end_token_belongs_to_the_document_it_ends() -> None:
     tokens = torch.tensor([[7, 8, EOS, 9, EOS, 5], [EOS, EOS, 4, 4, 4, EOS], [3, 3, 3, 3, 3, 3]])
-    numbers = document_numbers(tokens, EOS)
+    numbers = document_ids(tokens, EOS)
     assert numbers.tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, 2, 2, 2, 2], [0] * 6]
     assert numbers.dtype == torch.int32
     assert numbers.is_contiguous()
@@ -49,7 +49,7 @@ def test_an_end_token_belongs_to_the_document_it_ends() -> None:
 @given(rows=st.lists(st.lists(st.integers(0, 3), min_size=9, max_size=9), min_size=1, max_size=4))
 def test_numbers_restart_positions_where_megatron_does(rows: list[list[int]]) -> None:
     """Megatron's loop over the end tokens: positions after each of them begin at 0 again."""
-    numbers = document_numbers(torch.tensor(rows), EOS)
+    numbers = document_ids(torch.tensor(rows), EOS)
     for row, number in zip(rows, numbers.tolist(), strict=True):
         restarted, position, document = [], 0, 0
         for token in row:
@@ -86,7 +86,7 @@ def test_every_kind_of_samples_can_be_numbered(kind: str, tmp_path: Path) -> Non
     assert torch.equal(batch.tokens, plain.tokens)
     assert torch.equal(batch.labels, plain.labels)
     assert plain.documents is None
-    assert torch.equal(_numbers(batch), document_numbers(batch.tokens, EOS))
+    assert torch.equal(_numbers(batch), document_ids(batch.tokens, EOS))
     assert _numbers(batch).max() > 0  # the test has documents to number
     again = pickle.loads(pickle.dumps(numbered)).batch(3, 2)  # what a loader process gets
     assert torch.equal(_numbers(again), _numbers(batch)[1:3])
@@ -121,7 +121,7 @@ def test_text_and_tokenized_data_are_numbered_when_asked(tmp_path: Path) -> None
         for samples in (built.train, built.validation, built.test):
             assert samples is not None
             batch = samples.batch(0, 3)
-            assert torch.equal(_numbers(batch), document_numbers(batch.tokens, EOS))
+            assert torch.equal(_numbers(batch), document_ids(batch.tokens, EOS))
             assert _numbers(batch).max() > 0
         masked = build_data(_root(data={**apart, "eod_mask_loss": True})).train.batch(0, 9)
         assert torch.equal(masked.labels == -100, masked.tokens == EOS)

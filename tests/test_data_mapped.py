@@ -146,7 +146,7 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path) -> None:
 
 def test_sets_of_a_blend_have_orders_of_their_own(tmp_path: Path) -> None:
     source = everything(reader_of(tmp_path, [5] * 40))
-    a, b = (MappedTraining(source, 5, 0, part=part).batch(0, 40) for part in (0, 1))
+    a, b = (MappedTraining(source, 5, 0, rng_stream=part).batch(0, 40) for part in (0, 1))
     assert not equal(a, b)
 
 
@@ -236,7 +236,7 @@ class _Batches(Dataset[Batch]):
 def test_loader_processes_get_the_same_samples(tmp_path: Path, processes: int) -> None:
     """Which get them as bytes; a process takes seconds to start."""
     readers = [reader_of(tmp_path, [9] * 30, name) for name in ("a", "b")]
-    parts = [MappedTraining(everything(reader), 6, 3, part=n) for n, reader in enumerate(readers)]
+    parts = [MappedTraining(everything(reader), 6, 3, rng_stream=n) for n, reader in enumerate(readers)]
     samples = BlendedSamples(parts, [0.25, 0.75])
     expected = [samples.batch(first, 2) for first in range(0, 12, 2)]
     assert len(pickle.dumps(samples)) < 5000, "nothing large goes to a worker"

@@ -50,8 +50,8 @@ def test_an_epoch_does_not_depend_on_the_pieces_it_is_made_of(
     whole = samples(None)
     count = 3 * whole.samples
     expected = whole.batch(0, count).tokens
-    monkeypatch.setattr(memory_mapped, "shuffled_indices", partial(shuffled_indices, piece=11))
-    monkeypatch.setattr(memory_mapped, "sequential_indices", partial(sequential_indices, piece=11))
+    monkeypatch.setattr(memory_mapped, "shuffled_indices", partial(shuffled_indices, chunk_size=11))
+    monkeypatch.setattr(memory_mapped, "sequential_indices", partial(sequential_indices, chunk_size=11))
     for cache in (None, IndexCache(tmp_path / "cache")):
         assert torch.equal(samples(cache).batch(0, count).tokens, expected)
 

@@ -153,7 +153,7 @@ def test_first_evaluation_windows_come_from_all_over_the_stream() -> None:
 
 
 def test_mock_tokens_fill_the_vocabulary_and_splits_differ() -> None:
-    train, validation = (MockSamples(50, 100, seed=3, samples=10, part=part) for part in (0, 1))
+    train, validation = (MockSamples(50, 100, seed=3, samples=10, rng_stream=part) for part in (0, 1))
     batch = train.batch(0, 10)
     assert set(batch.tokens.flatten().tolist()) == set(range(50))
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])

@@ -19,15 +19,15 @@ from stoker.trainer.config.data_task import task_from_config
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import Data, build_data
 from stoker.trainer.data.datasets.blend import BlendedDictSamples
-from stoker.trainer.data.datasets.packing import MIN_LANE_PAIRS, OPEN_ROWS, pack
-from stoker.trainer.data.datasets.samples import IGNORE_INDEX, philox
-from stoker.trainer.data.datasets.seq2seq import Pair, Shape, packed, padded
+from stoker.trainer.data.datasets.packing import MIN_LANE_PAIRS, OPEN_ROWS, pack_pairs
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX, philox_generator
+from stoker.trainer.data.datasets.seq2seq import Pair, PairShape, collate_packed, collate_padded
 from stoker.trainer.data.evaluation_data import evaluation_data
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.data.tasks.sentinels import sentinel_ids
 from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
+from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, canonical_json
 from stoker.trainer.utils.errors import UserError
 
 EOS, PAD = ByteTokenizer.eos_id, ByteTokenizer.pad_id
@@ -69,7 +69,7 @@ def byte_level(*special: str) -> Tokenizer:
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens(list(special))
-    return define(canonical(library.to_str()), {"eos": special[0]})
+    return build_json_tokenizer(canonical_json(library.to_str()), {"eos": special[0]})
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
@@ -202,8 +202,8 @@ def test_pieces_have_one_end_and_new_spans_every_epoch(source: str, texts: Path,
     rows = data.train.samples
     if source == "mmap":
         assert isinstance(data.train, BlendedDictSamples)
-        rows = data.train.parts[0].samples
-        epochs = [rows_of(data.train.parts[0].batch(epoch * rows, rows)) for epoch in range(2)]
+        rows = data.train.datasets[0].samples
+        epochs = [rows_of(data.train.datasets[0].batch(epoch * rows, rows)) for epoch in range(2)]
     else:
         epochs = [rows_of(data.train.batch(epoch * rows, rows)) for epoch in range(2)]
     for encoder, written in epochs[0]:
@@ -240,7 +240,7 @@ def test_a_prefix_and_what_follows_make_up_a_window(texts: Path) -> None:
 )
 def test_packing_loses_nothing_and_fits(sizes: list[tuple[int, int]], encoder: int, decoder: int) -> None:
     lengths = np.array(sizes)
-    packing = pack(lengths[:, 0], lengths[:, 1], (encoder, decoder))
+    packing = pack_pairs(lengths[:, 0], lengths[:, 1], (encoder, decoder))
     assert sorted(packing.pair_indices.tolist()) == list(range(len(sizes)))
     for row in range(packing.rows):
         assert len(packing.row(row))
@@ -249,9 +249,9 @@ def test_packing_loses_nothing_and_fits(sizes: list[tuple[int, int]], encoder: i
 
 def test_packing_in_lanes_loses_nothing_and_fits() -> None:
     lengths = np.random.default_rng(1).integers(1, 12, (3 * MIN_LANE_PAIRS + 1, 2))
-    packing = pack(lengths[:, 0], lengths[:, 1], (30, 20))
+    packing = pack_pairs(lengths[:, 0], lengths[:, 1], (30, 20))
     assert np.array_equal(np.sort(packing.pair_indices), np.arange(len(lengths)))
-    held = np.add.reduceat(lengths[packing.pair_indices], packing.bounds[:-1])
+    held = np.add.reduceat(lengths[packing.pair_indices], packing.row_offsets[:-1])
     assert (held.max(axis=0) == [30, 20]).all()
     assert packing.rows < 1.1 * lengths[:, 0].sum() / 20
 
@@ -261,7 +261,7 @@ def test_packing_leaves_little_empty(pairs: int) -> None:
     draws = np.random.default_rng(0)
     encoder = np.minimum(draws.geometric(1 / 200, pairs) + 2, 512)  # texts of any length, cut to 512 tokens
     decoder = np.maximum(3, (0.2 * encoder).astype(np.int64))
-    packing = pack(encoder, decoder, (512, 114))
+    packing = pack_pairs(encoder, decoder, (512, 114))
     assert encoder.sum() / (512 * packing.rows) > 0.97
 
 
@@ -269,20 +269,20 @@ def test_sentinels_stand_for_no_bytes(texts: Path) -> None:
     """Bits per byte are of the text, not of `<extra_id_0>`."""
     data = build_data(root(**text_data(texts)), byte_level("</s>"))
     assert data.tokenizer.vocab_size == 357
-    assert data.token_bytes.tolist() == [1] * 256 + [0] * 101
+    assert data.token_byte_counts.tolist() == [1] * 256 + [0] * 101
 
 
 def test_packed_and_padded_rows_by_hand() -> None:
     pairs = [Pair(np.array([5, 6, 1]), np.array([7, 1])), Pair(np.array([8, 1]), np.array([9, 4, 1]))]
-    shape = Shape(encoder=6, decoder=6, pad_id=0)
-    batch = packed([pairs, []], shape)
+    shape = PairShape(encoder_length=6, decoder_length=6, pad_id=0)
+    batch = collate_packed([pairs, []], shape)
     assert batch["encoder_tokens"].tolist() == [[5, 6, 1, 8, 1, 0], [0] * 6]
     assert batch["encoder_documents"].tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
     assert batch["decoder_tokens"].tolist() == [[0, 7, 0, 9, 4, 0], [0] * 6]
     assert batch["labels"].tolist() == [[7, 1, 9, 4, 1, -100], [-100] * 6]
     assert batch["decoder_documents"].tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]
     assert batch["encoder_documents"].dtype == batch["decoder_documents"].dtype == torch.int32
-    batch = padded([pairs[1], None], shape)
+    batch = collate_padded([pairs[1], None], shape)
     assert batch["encoder_tokens"].tolist() == [[8, 1, 0, 0, 0, 0], [0] * 6]
     assert batch["encoder_padding"].tolist() == [[True, True] + 4 * [False], [True] + 5 * [False]]
     assert batch["decoder_tokens"].tolist() == [[0, 9, 4, 1, 0, 0], [0] * 6]
@@ -320,7 +320,7 @@ def test_what_preprocess_wrote_is_read_with_sentinels_added(texts: Path, tmp_pat
 def define_other() -> Tokenizer:
     """A tokenizer of a file, with an end token."""
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
-    return define(canonical(library.to_str()), {})
+    return build_json_tokenizer(canonical_json(library.to_str()), {})
 
 
 def test_evaluation_of_another_text(texts: Path) -> None:
@@ -414,5 +414,5 @@ def test_draws_are_words_of_the_raw_stream() -> None:
     """What a position draws must never change: it is part of what a checkpoint resumes."""
     data = build_data(root(length=32, data_impl="mock", mean_ngram_size=3.0))
     assert data.train.batch(5, 1)["encoder_tokens"][0, :4].tolist() == [
-        int(word % np.uint64(384)) for word in philox(7, 5, 0).random_raw(4)
+        int(word % np.uint64(384)) for word in philox_generator(7, 5, 0).random_raw(4)
     ]

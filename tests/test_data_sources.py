@@ -185,17 +185,17 @@ def test_what_is_no_plain_text_by_name_is_refused_with_what_reads_it(
         for word in words:
             assert word in line
     with pytest.raises(UserError, match=r"^--data-path: .*; give the text itself, as a plain file$"):
-        read_text(tmp_path / name, THIRDS, "--data-path", trains=False)
+        read_text(tmp_path / name, THIRDS, "--data-path", for_training=False)
 
 
 def test_folder_tells_of_what_it_leaves_out(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "texts", 5)
-    assert read_text(folder, THIRDS).left_out == ""
+    assert read_text(folder, THIRDS).skipped_files == ""
     before = read_text(folder, THIRDS).fingerprint
     for name in ("a.jsonl", "part0/b.bin", "part0/b.idx", "z.gz"):
         (folder / name).write_text("{}")
     corpus = read_text(folder, THIRDS)
-    assert corpus.left_out == "4 files skipped, not plain text by name: a.jsonl, part0/b.bin, part0/b.idx, ..."
+    assert corpus.skipped_files == "4 files skipped, not plain text by name: a.jsonl, part0/b.bin, part0/b.idx, ..."
     assert (corpus.files, corpus.fingerprint) == (5, before)
 
 

@@ -17,7 +17,7 @@ from stoker.trainer.config.span_lengths import (
     noise_counts,
     window_length,
 )
-from stoker.trainer.data.datasets.samples import philox
+from stoker.trainer.data.datasets.samples import philox_generator
 from stoker.trainer.data.tasks.noise_spans import (
     SpanLengthDistribution,
     SpanMask,
@@ -27,10 +27,10 @@ from stoker.trainer.data.tasks.noise_spans import (
     token_word_edges,
     unit_boundaries,
 )
-from stoker.trainer.data.tasks.sentinels import mask_id, sentinel_ids, with_sentinels
+from stoker.trainer.data.tasks.sentinels import find_mask_token_id, sentinel_ids, with_sentinels
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
-from stoker.trainer.data.tokenizers.tokenizer_document import from_document
-from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
+from stoker.trainer.data.tokenizers.tokenizer_document import tokenizer_from_dict
+from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, canonical_json
 from stoker.trainer.utils.errors import UserError
 
 T5 = Corruption(0.15, 3.0)
@@ -42,7 +42,7 @@ seeds = st.integers(0, 2**32)
 
 
 def masks(length: int, corruption: Corruption, seed: int, rows: int = 1) -> SpanMask:
-    words = philox(seed, 0).random_raw(rows * (length - 2)).reshape(rows, length - 2)
+    words = philox_generator(seed, 0).random_raw(rows * (length - 2)).reshape(rows, length - 2)
     return random_span_mask(words, length, corruption)
 
 
@@ -107,7 +107,7 @@ def test_noise_is_what_was_asked_for(length, corruption, seed):
 @settings(deadline=None)
 @given(lengths, corruptions, seeds)
 def test_the_text_comes_back_and_sentinels_are_in_order(length, corruption, seed):
-    text = philox(seed, 1).random_raw(2 * length).reshape(2, length) % np.uint64(1000)
+    text = philox_generator(seed, 1).random_raw(2 * length).reshape(2, length) % np.uint64(1000)
     mask = masks(length, corruption, seed, rows=2)
     noise, spans = noise_counts(length, corruption)
     encoder, decoder = apply_span_mask(text, mask, SENTINELS)
@@ -145,13 +145,13 @@ def test_every_way_to_cut_is_equally_likely():
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 12), st.floats(0.05, 0.5), st.booleans(), seeds)
 def test_ngram_spans_stay_within_their_budget(length, longest, density, whole, seed):
-    text = philox(seed, 1).random_raw(length) % np.uint64(7)
+    text = philox_generator(seed, 1).random_raw(length) % np.uint64(7)
     begins = np.arange(7) < 4
     units = unit_boundaries(text, (begins, begins) if whole else None)
     budget, most = max(1, round(length * density)), 40
     spans = SpanLengthDistribution.geometric(longest, 5.0)
-    mask = ngram_span_mask(philox(seed, 2), units, spans, budget, most)
-    again = ngram_span_mask(philox(seed, 2), units, spans, budget, most)
+    mask = ngram_span_mask(philox_generator(seed, 2), units, spans, budget, most)
+    again = ngram_span_mask(philox_generator(seed, 2), units, spans, budget, most)
     np.testing.assert_array_equal(mask.noise, again.noise)
     assert 1 <= mask.noise.sum() <= budget
     assert 1 <= mask.starts.sum() <= most
@@ -168,11 +168,11 @@ def test_ngram_spans_stay_within_their_budget(length, longest, density, whole, s
 @settings(deadline=None)
 @given(st.integers(2, 100), st.floats(0.0, 0.95), st.floats(0.05, 0.5), seeds)
 def test_ngram_spans_leave_out_what_is_kept(length, share, density, seed):
-    kept = philox(seed, 1).random_raw(length) < share * 2.0**64
+    kept = philox_generator(seed, 1).random_raw(length) < share * 2.0**64
     kept[seed % length] = False
     budget = max(1, round((~kept).sum() * density))
     spans = SpanLengthDistribution.geometric(10, 5.0)
-    mask = ngram_span_mask(philox(seed, 2), np.arange(length + 1), spans, budget, budget, kept)
+    mask = ngram_span_mask(philox_generator(seed, 2), np.arange(length + 1), spans, budget, budget, kept)
     assert mask.noise.sum() == budget
     assert not (mask.noise & kept).any()
     assert (mask.noise | ~mask.starts).all()
@@ -181,13 +181,13 @@ def test_ngram_spans_leave_out_what_is_kept(length, share, density, seed):
 @pytest.mark.parametrize(("mean", "longest", "left"), [(5.0, 10, 4.463), (20.0, 10, 8.025), (3.0, 1000, 3.0)])
 def test_what_a_cut_leaves_of_a_mean(mean, longest, left):
     assert clipped_geometric_mean(mean, longest) == pytest.approx(left, abs=1e-3)
-    bounds = SpanLengthDistribution.geometric(longest, mean).bounds
+    bounds = SpanLengthDistribution.geometric(longest, mean).cdf
     chances = np.diff(bounds, prepend=0.0)
     assert clipped_geometric_mean(mean, longest) == pytest.approx((chances * np.arange(1, longest + 1)).sum())
 
 
 def test_span_lengths_follow_their_distribution():
-    draws = philox(3, 0).random_raw(40_000)
+    draws = philox_generator(3, 0).random_raw(40_000)
 
     def shares(lengths: SpanLengthDistribution) -> np.ndarray:
         return np.bincount([lengths.draw(word) for word in draws], minlength=5)[1:] / len(draws)
@@ -213,9 +213,9 @@ def test_sentinel_ids_are_those_of_hugging_face():
     theirs, ours = transformers.ByT5Tokenizer(), with_sentinels(ByteTokenizer(), None)
     assert ours.vocab_size == len(theirs) == 384
     assert sentinel_ids(ours).tolist() == theirs.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(125)])
-    assert from_document(json.loads(json.dumps(ours.to_dict()))).to_dict() == ours.to_dict()
+    assert tokenizer_from_dict(json.loads(json.dumps(ours.to_dict()))).to_dict() == ours.to_dict()
     assert ours.decode(np.append(ours.encode("aé"), sentinel_ids(ours))) == "aé"
-    assert ours.token_bytes().sum() == 256
+    assert ours.token_byte_counts().sum() == 256
     assert with_sentinels(ours, 10) is ours
     assert with_sentinels(ByteTokenizer(), 3).vocab_size == 262
 
@@ -223,15 +223,15 @@ def test_sentinel_ids_are_those_of_hugging_face():
 def test_sentinels_of_a_file_count_down_to_its_last_id():
     tokenizers = pytest.importorskip("tokenizers")
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
-    plain = define(canonical(library.to_str()), {})
+    plain = build_json_tokenizer(canonical_json(library.to_str()), {})
     with_them = with_sentinels(plain, None)
     assert sentinel_ids(with_them).tolist() == list(range(102, 2, -1))
     assert with_them.vocab_size == 103
     assert with_sentinels(with_them, None) is with_them  # its own are kept
-    kept = from_document(json.loads(json.dumps(with_them.to_dict())))
+    kept = tokenizer_from_dict(json.loads(json.dumps(with_them.to_dict())))
     assert sentinel_ids(kept).tolist() == sentinel_ids(with_them).tolist()
-    assert mask_id(with_them) == 102
-    assert mask_id(plain) is None
+    assert find_mask_token_id(with_them) == 102
+    assert find_mask_token_id(plain) is None
     with pytest.raises(UserError, match="char"):
         with_sentinels(CharTokenizer("ab"), None)
 
@@ -239,4 +239,4 @@ def test_sentinels_of_a_file_count_down_to_its_last_id():
 @pytest.mark.parametrize("wrong", [-1, True, "3", 10**6, 1.5])
 def test_a_document_with_a_wrong_number_of_sentinels_is_refused(wrong):
     with pytest.raises(ValueError, match="sentinels"):
-        from_document({"tokenizer": "byte-level", "sentinels": wrong})
+        tokenizer_from_dict({"tokenizer": "byte-level", "sentinels": wrong})

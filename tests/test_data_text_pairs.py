@@ -12,7 +12,7 @@ import torch
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
-from stoker.trainer.data.datasets.seq2seq import Shape
+from stoker.trainer.data.datasets.seq2seq import PairShape
 from stoker.trainer.data.sources.docstrings import (
     MAX_TARGET_CHARACTERS,
     docstring_pairs,
@@ -123,19 +123,19 @@ def test_missing_and_empty_places_are_told(tmp_path: Path) -> None:
 
 def test_pairs_become_rows_and_long_ones_are_cut() -> None:
     tokenizer = ByteTokenizer(3)
-    pairs = TokenPairs([TextPair("abc", "de"), TextPair("abcdefgh", "ijklm")], tokenizer, Shape(5, 4, 0))
+    pairs = TokenPairs([TextPair("abc", "de"), TextPair("abcdefgh", "ijklm")], tokenizer, PairShape(5, 4, 0))
     rows = [pairs.pair(number, None) for number in range(2)]  # type: ignore[arg-type]
     assert [tokenizer.decode(row.encoder) for row in rows] == ["abc", "abcd"]
     assert [tokenizer.decode(row.decoder) for row in rows] == ["de", "ijk"]
     assert all(row.encoder[-1] == row.decoder[-1] == 1 for row in rows)
-    assert pairs.cut == (1, 1)
+    assert pairs.num_truncated == (1, 1)
     assert [side.tolist() for side in pairs.lengths()] == [[4, 5], [3, 4]]
 
 
 def test_a_text_that_has_no_tokens_is_told_with_its_pair() -> None:
     pairs = [TextPair("ab", "b"), TextPair("a", "abc")]
     with pytest.raises(UserError, match="the target of pair 2: "):
-        TokenPairs(pairs, CharTokenizer("ab"), Shape(5, 4, 0))
+        TokenPairs(pairs, CharTokenizer("ab"), PairShape(5, 4, 0))
 
 
 @pytest.mark.parametrize("packs", [False, True])

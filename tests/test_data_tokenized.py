@@ -21,7 +21,7 @@ from stoker.trainer.data.datasets.memory_mapped import MappedTraining
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX, EodMaskedSamples, MockSamples, Samples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
-from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
+from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, canonical_json
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.safetensors_io import MAX_JSON_BYTES
@@ -97,7 +97,7 @@ def test_splits_are_ranges_of_documents(tmp_path: Path) -> None:
     assert labels(data.test) == sorted(np.concatenate(documents[30:])[1:].tolist())
     for words in ("40 documents", "train 200 tokens", "validation 100", data.fingerprint[:12]):
         assert words in data.description
-    assert data.token_bytes.sum() == 256
+    assert data.token_byte_counts.sum() == 256
 
 
 def test_a_set_for_each_split(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_sets_without_weights_count_by_their_size(tmp_path: Path) -> None:
     listed, weighted = (build_data(root(prefix)) for prefix in ([small, large], [1, small, 1, large]))
     for data, shares in ((listed, [1 / 4, 3 / 4]), (weighted, [1 / 2, 1 / 2])):
         assert isinstance(data.train, BlendedSamples)
-        assert [float(share) for share in data.train.interleave.shares] == pytest.approx(shares, abs=0.01)
+        assert [float(share) for share in data.train.schedule.shares] == pytest.approx(shares, abs=0.01)
     assert listed.fingerprint != weighted.fingerprint
 
 
@@ -249,7 +249,7 @@ def samples_of_a_package(
         raise ValueError("no such corpus")
     if wrong == "samples":
         return object()  # type: ignore[return-value]
-    return MockSamples(tokenizer.vocab_size, sequence_length, seed, 10, part=1) if split != "test" else None
+    return MockSamples(tokenizer.vocab_size, sequence_length, seed, 10, rng_stream=1) if split != "test" else None
 
 
 def mine(**kwargs: Any) -> Data:
@@ -308,11 +308,11 @@ def test_what_would_stand_around_a_text_makes_no_other_tokenizer(tmp_path: Path)
     """Transformers writes a post-processor that adds nothing into a tokenizer.json that has none."""
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(70)} | {"?": 70}, "?"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    plain = define(canonical(library.to_str()), {})
+    plain = build_json_tokenizer(canonical_json(library.to_str()), {})
     library.post_processor = tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B:1")
-    framed = define(canonical(library.to_str()), {})
+    framed = build_json_tokenizer(canonical_json(library.to_str()), {})
     library.normalizer = tokenizers.normalizers.Lowercase()
-    lowered = define(canonical(library.to_str()), {})
+    lowered = build_json_tokenizer(canonical_json(library.to_str()), {})
     assert plain.to_dict() != framed.to_dict()
     prefix = token_set(tmp_path, "a")
     record(prefix, plain)

@@ -27,8 +27,8 @@ from stoker.trainer.data.tokenizers.gpt2_files import EOS_TOKEN, gpt2_tokenizer_
 from stoker.trainer.data.tokenizers.special_tokens import SpecialTokenIds
 from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import Tokenizer
-from stoker.trainer.data.tokenizers.tokenizer_document import from_document
-from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer, canonical, define
+from stoker.trainer.data.tokenizers.tokenizer_document import tokenizer_from_dict
+from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer, build_json_tokenizer, canonical_json
 from stoker.trainer.utils.errors import UserError
 
 SCRIPTS = "naïve café, straße, Ελληνικά, русский, 中文字符, 日本語です, हिन्दी, العربية, 한국어, 👩‍👩‍👧, ﬁ ① Å Å, 1½"
@@ -60,7 +60,7 @@ def byte_level(**changes: Any) -> dict[str, Any]:
 
 
 def changed(**parts: Any) -> str:
-    return canonical(json.dumps({**byte_level(), **parts}))
+    return canonical_json(json.dumps({**byte_level(), **parts}))
 
 
 @cache
@@ -83,7 +83,7 @@ def gpt2_tables() -> tuple[dict[str, int], dict[tuple[str, str], int]]:
 
 @cache
 def gpt2() -> JsonTokenizer:
-    return define(gpt2_tokenizer_json(*gpt2_files()), {})
+    return build_json_tokenizer(gpt2_tokenizer_json(*gpt2_files()), {})
 
 
 @cache
@@ -127,13 +127,13 @@ def sentencepiece_model(**options: Any) -> bytes:
 
 
 def sentencepiece(**options: Any) -> sentencepiece_tokenizer.SentencePieceTokenizer:
-    return sentencepiece_tokenizer.define(sentencepiece_model(**options), {})
+    return sentencepiece_tokenizer.build_sentencepiece_tokenizer(sentencepiece_model(**options), {})
 
 
 def document_bytes(tokenizer: Tokenizer, text: str) -> int:
     """Bytes of a document and the eos behind it, as bits per byte count them."""
     assert tokenizer.eos_id is not None
-    return int(tokenizer.token_bytes()[[*tokenizer.encode(text).tolist(), tokenizer.eos_id]].sum())
+    return int(tokenizer.token_byte_counts()[[*tokenizer.encode(text).tolist(), tokenizer.eos_id]].sum())
 
 
 # ---------------------------------------------------------------- GPT-2
@@ -203,7 +203,7 @@ def test_gpt2_files_of_windows_and_of_newer_tools() -> None:
 
 
 def test_gpt2_without_an_end_of_text_gets_one() -> None:
-    assert define(gpt2_tokenizer_json('{"a": 0}', ""), {}).eos_id == 1
+    assert build_json_tokenizer(gpt2_tokenizer_json('{"a": 0}', ""), {}).eos_id == 1
 
 
 # ---------------------------------------------------------------- tokenizer.json
@@ -212,7 +212,7 @@ def test_gpt2_without_an_end_of_text_gets_one() -> None:
 @settings(max_examples=80)
 @given(TEXTS)
 def test_byte_level_loses_nothing(text: str) -> None:
-    tokenizer = define(changed(), {})
+    tokenizer = build_json_tokenizer(changed(), {})
     ids = tokenizer.encode(text)
     assert tokenizer.decode_bytes(ids) == text.encode()
     assert b"".join(tokenizer.decode_bytes([id_]) for id_ in ids) == text.encode()
@@ -226,7 +226,7 @@ def test_ids_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     definition = json.dumps({"byte_level": byte_level, "llama_like": llama_like}[kind]())
     (tmp_path / "tokenizer.json").write_text(definition)
     oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    tokenizer = define(canonical(definition), {})
+    tokenizer = build_json_tokenizer(canonical_json(definition), {})
     texts = [*CORPUS, "", f"x {EOS_TOKEN} y</s>", "\u2028\u0085 \x1c", " leading", "trailing "]
     expected = [oracle(text, add_special_tokens=False)["input_ids"] for text in texts]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
@@ -236,7 +236,7 @@ def test_ids_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
 @settings(max_examples=80)
 @given(TEXTS.filter(bool))
 def test_byte_fallback_counts_the_bytes_of_the_text(text: str) -> None:
-    tokenizer = define(canonical(json.dumps(llama_like())), {})
+    tokenizer = build_json_tokenizer(canonical_json(json.dumps(llama_like())), {})
     ids = tokenizer.encode(text)
     plain = text.replace("▁", " ")
     assert tokenizer.decode(ids) == plain
@@ -245,17 +245,17 @@ def test_byte_fallback_counts_the_bytes_of_the_text(text: str) -> None:
 
 
 def test_special_tokens_by_their_usual_names() -> None:
-    tokenizer = define(canonical(json.dumps(llama_like())), {})
+    tokenizer = build_json_tokenizer(canonical_json(json.dumps(llama_like())), {})
     assert tokenizer.special == SpecialTokenIds(eos=2, bos=1, pad=None, unk=0)
     assert (tokenizer.eos_id, tokenizer.pad_id) == (2, 2)
     assert tokenizer.decode([1, *tokenizer.encode("a b").tolist(), 2]) == "a b"
-    nameless = define(changed(added_tokens=[], model=_without(EOS_TOKEN)), {})
+    nameless = build_json_tokenizer(changed(added_tokens=[], model=_without(EOS_TOKEN)), {})
     assert (nameless.eos_id, nameless.pad_id) == (None, 0)
 
 
 def test_named_and_further_tokens_are_added_at_the_end() -> None:
-    size = define(changed(), {}).vocab_size
-    tokenizer = define(changed(), {"eos": "<|stop|>", "pad": "!"}, ["<|user|>", EOS_TOKEN, "<|stop|>"])
+    size = build_json_tokenizer(changed(), {}).vocab_size
+    tokenizer = build_json_tokenizer(changed(), {"eos": "<|stop|>", "pad": "!"}, ["<|user|>", EOS_TOKEN, "<|stop|>"])
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (
         size,
         byte_level()["model"]["vocab"]["!"],
@@ -265,8 +265,8 @@ def test_named_and_further_tokens_are_added_at_the_end() -> None:
     assert ids[1] == size + 1
     assert ids[3] == size
     assert tokenizer.decode(ids) == "a<|user|>b"
-    assert tokenizer.token_bytes()[size + 1] == len("<|user|>")
-    assert from_document(tokenizer.to_dict()).encode("<|user|>").tolist() == [size + 1]
+    assert tokenizer.token_byte_counts()[size + 1] == len("<|user|>")
+    assert tokenizer_from_dict(tokenizer.to_dict()).encode("<|user|>").tolist() == [size + 1]
 
 
 def _without(token: str) -> dict[str, Any]:
@@ -291,14 +291,16 @@ SPLIT = {"type": "Split", "pattern": {"String": " "}, "invert": False}
     ids=str,
 )
 def test_no_bytes_are_claimed_where_text_is_changed(parts: dict[str, Any]) -> None:
-    assert not define(changed(**parts), {"eos": "<|stop|>"}).token_bytes().any()
+    assert not build_json_tokenizer(changed(**parts), {"eos": "<|stop|>"}).token_byte_counts().any()
 
 
 @pytest.mark.parametrize(
     "steps", [[{**SPLIT, "behavior": "Isolated"}], [{"type": "Digits", "individual_digits": True}]]
 )
 def test_steps_that_only_cut_keep_the_count(steps: list[Any]) -> None:
-    tokenizer = define(changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [*steps, BYTE_LEVEL]}), {})
+    tokenizer = build_json_tokenizer(
+        changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [*steps, BYTE_LEVEL]}), {}
+    )
     assert document_bytes(tokenizer, SCRIPTS) == len(SCRIPTS.encode())
 
 
@@ -310,7 +312,7 @@ def test_words_with_marks_are_readable() -> None:
         "max_input_chars_per_word": 100,
     }
     vocabulary = {"[UNK]": 0, "play": 1, "##ing": 2, "with": 3, "[SEP]": 4}
-    tokenizer = define(
+    tokenizer = build_json_tokenizer(
         changed(
             model={**model, "vocab": vocabulary},
             added_tokens=[],
@@ -322,12 +324,12 @@ def test_words_with_marks_are_readable() -> None:
     assert tokenizer.encode("playing with fire").tolist() == [1, 2, 3, 0]
     assert tokenizer.decode([1, 2, 3, 0, 4]) == "playing with"
     assert tokenizer.eos_id == 4
-    assert not tokenizer.token_bytes().any()
+    assert not tokenizer.token_byte_counts().any()
 
 
 def test_large_ids_need_int32() -> None:
     vocabulary = byte_level()["model"]["vocab"] | {"zz": 70000}
-    tokenizer = define(changed(model={**byte_level()["model"], "vocab": vocabulary}), {})
+    tokenizer = build_json_tokenizer(changed(model={**byte_level()["model"], "vocab": vocabulary}), {})
     assert tokenizer.encode("ab").dtype == np.int32
     assert tokenizer.vocab_size == 70001
     assert tokenizer.decode([69999, 70000, 70001]) == "zz"
@@ -336,8 +338,8 @@ def test_large_ids_need_int32() -> None:
 def test_cutting_and_padding_of_the_file_are_left_out() -> None:
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     text = json.dumps({**byte_level(), "truncation": truncation}, indent=2)
-    assert canonical(text) == changed()
-    assert len(define(canonical(text), {}).encode(SCRIPTS)) > 2
+    assert canonical_json(text) == changed()
+    assert len(build_json_tokenizer(canonical_json(text), {}).encode(SCRIPTS)) > 2
 
 
 @pytest.mark.parametrize(
@@ -381,7 +383,7 @@ def test_a_damaged_definition_is_refused_or_works(data: st.DataObject) -> None:
     at[key] = data.draw(junk)
     document["definition"] = json.dumps(parsed)
     try:
-        tokenizer = from_document(document)
+        tokenizer = tokenizer_from_dict(document)
     except ValueError:
         return
     with contextlib.suppress(UserError):
@@ -436,14 +438,14 @@ def test_long_texts_are_cut_in_slices_without_a_trace(text: str, size: int) -> N
 def test_a_full_memory_of_words_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt2_pretokenizer, "_MAX_CACHED_WORDS", 3)
     monkeypatch.setattr(gpt2_pretokenizer, "_MAX_CACHED_WORD_LENGTH", 5)
-    tokenizer = define(changed(), {})
+    tokenizer = build_json_tokenizer(changed(), {})
     assert [tokenizer.encode(text).tolist() for text in CORPUS] == [by_the_library(tokenizer, text) for text in CORPUS]
     assert tokenizer._words is not None
     assert 0 < len(tokenizer._words._ids_of_word) <= 3
 
 
 def test_tokens_that_text_spells_are_those_of_the_library() -> None:
-    tokenizer = define(changed(), {}, ["<|user|>", "a b", "<|user|>!", "|"])
+    tokenizer = build_json_tokenizer(changed(), {}, ["<|user|>", "a b", "<|user|>!", "|"])
     assert tokenizer._words is not None
     for text in ("x<|user|>y", "<|user", "xa by", f"{EOS_TOKEN}{EOS_TOKEN} ", "é a b", "<|user|>!", "<||user|>"):
         assert tokenizer.encode(text).tolist() == by_the_library(tokenizer, text)
@@ -453,7 +455,7 @@ def test_tokens_that_text_spells_are_those_of_the_library() -> None:
 def test_tokens_that_do_more_are_left_to_the_library(flags: dict[str, bool]) -> None:
     token = {"id": 600, "content": "<|user|>", "special": True, "normalized": False}
     token |= {"single_word": False, "lstrip": False, "rstrip": False, **flags}
-    tokenizer = define(changed(added_tokens=[*byte_level()["added_tokens"], token]), {})
+    tokenizer = build_json_tokenizer(changed(added_tokens=[*byte_level()["added_tokens"], token]), {})
     assert tokenizer._words is None
     for text in ("x <|user|> y", "x<|user|>y"):
         assert tokenizer.encode(text).tolist() == by_the_library(tokenizer, text)
@@ -465,7 +467,7 @@ def test_tokens_that_do_more_are_left_to_the_library(flags: dict[str, bool]) -> 
     ids=str,
 )
 def test_other_words_are_left_to_the_library(pre_tokenizer: Any) -> None:
-    tokenizer = define(changed(pre_tokenizer=pre_tokenizer), {})
+    tokenizer = build_json_tokenizer(changed(pre_tokenizer=pre_tokenizer), {})
     assert tokenizer._words is None
     assert tokenizer.encode(SCRIPTS).tolist() == by_the_library(tokenizer, SCRIPTS)
 
@@ -497,7 +499,7 @@ def test_sentencepiece_ids_are_its_own(kind: str, text: str) -> None:
         assert tokenizer.decode(ids) == text
         assert document_bytes(tokenizer, text) == len(text.encode())
     elif kind == "t5":
-        assert not tokenizer.token_bytes().any()
+        assert not tokenizer.token_byte_counts().any()
         assert tokenizer.decode(ids).replace(" ", "") in oracle.decode(ids.tolist()).replace(" ", "").replace("⁇", "")
 
 
@@ -506,37 +508,39 @@ def test_sentencepiece_special_tokens() -> None:
     assert tokenizer.special == SpecialTokenIds(unk=0, bos=1, eos=2, pad=3)
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (2, 3, 420)
     model = sentencepiece_model()
-    named = sentencepiece_tokenizer.define(model, {"eos": "<|stop|>"}, ["<extra_id_0>", "</s>", "<extra_id_0>"])
+    named = sentencepiece_tokenizer.build_sentencepiece_tokenizer(
+        model, {"eos": "<|stop|>"}, ["<extra_id_0>", "</s>", "<extra_id_0>"]
+    )
     assert (named.eos_id, named.pad_id, named.vocab_size) == (420, 420, 422)
     assert named.encode("a<extra_id_0></s>").tolist() == sentencepiece().encode("a<extra_id_0></s>").tolist()
     assert named.decode([420, 421, *named.encode("text").tolist()]) == "text"
-    again = from_document(json.loads(json.dumps(named.to_dict())))
+    again = tokenizer_from_dict(json.loads(json.dumps(named.to_dict())))
     assert again.to_dict() == named.to_dict()
 
 
 def test_sentencepiece_without_eos_claims_no_bytes() -> None:
     tokenizer = sentencepiece(eos_id=-1, bos_id=-1)
     assert tokenizer.eos_id is None
-    assert not tokenizer.token_bytes().any()
+    assert not tokenizer.token_byte_counts().any()
 
 
 def test_sentencepiece_models_that_are_none() -> None:
     model = sentencepiece_model()
     for bad in (b"", b"\x00", b"garbage" * 100, model[:1000], model[:-5], bytes(1000)):
         with pytest.raises(ValueError, match="SentencePiece model"):
-            sentencepiece_tokenizer.define(bad, {})
+            sentencepiece_tokenizer.build_sentencepiece_tokenizer(bad, {})
     good = sentencepiece().to_dict()
     assert good["model"] == base64.b64encode(model).decode()
     bad_added = ({"added": tokens} for tokens in (["</s>"], [1], ["x", "x"], None))
     for change in ({"model": "ö"}, {"model": 1}, {"more": 1}, *bad_added):
         with pytest.raises(ValueError):
-            from_document({**good, **change})
+            tokenizer_from_dict({**good, **change})
 
 
 def test_sentencepiece_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(UserError, match=r"pip install 'sentencepiece>=0\.2\.1'") as caught:
-        sentencepiece_tokenizer.define(b"model", {})
+        sentencepiece_tokenizer.build_sentencepiece_tokenizer(b"model", {})
     assert len(caught.value.lines) == 1
 
 
@@ -545,7 +549,11 @@ def test_sentencepiece_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 @cache
 def every_kind() -> list[Tokenizer]:
-    found: list[Tokenizer] = [gpt2(), define(changed(), {}), define(canonical(json.dumps(llama_like())), {})]
+    found: list[Tokenizer] = [
+        gpt2(),
+        build_json_tokenizer(changed(), {}),
+        build_json_tokenizer(canonical_json(json.dumps(llama_like())), {}),
+    ]
     try:
         return [*found, sentencepiece()]
     except pytest.skip.Exception:
@@ -555,7 +563,7 @@ def every_kind() -> list[Tokenizer]:
 def test_documents_rebuild_them() -> None:
     for tokenizer in every_kind():
         assert isinstance(tokenizer, Tokenizer)
-        again = from_document(json.loads(json.dumps(tokenizer.to_dict())))
+        again = tokenizer_from_dict(json.loads(json.dumps(tokenizer.to_dict())))
         assert again.to_dict() == tokenizer.to_dict()
         assert (again.vocab_size, again.eos_id, again.pad_id) == (
             tokenizer.vocab_size,
@@ -574,7 +582,7 @@ def test_special_ids_of_a_document_are_checked() -> None:
         *({**SpecialTokenIds().to_dict(), "eos": bad} for bad in (-1, 10**6, "0", 1.0, True)),
     ):
         with pytest.raises(ValueError):
-            from_document({**good, "special": special})
+            tokenizer_from_dict({**good, "special": special})
 
 
 def test_lone_surrogates_bad_bytes_and_bad_ids() -> None:

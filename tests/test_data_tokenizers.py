@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
-from stoker.trainer.data.tokenizers.tokenizer_document import from_document
+from stoker.trainer.data.tokenizers.tokenizer_document import tokenizer_from_dict
 from stoker.trainer.utils.errors import UserError
 
 
@@ -16,7 +16,7 @@ def test_byte_round_trip(text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint16
     assert tokenizer.decode(ids) == text
-    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.token_byte_counts()[ids].sum() == len(text.encode())
 
 
 @given(st.binary())
@@ -47,7 +47,7 @@ def test_char_round_trip(text: str, data: st.DataObject) -> None:
     assert tokenizer.decode(ids) == other
     assert tokenizer.encode_bytes(other.encode()).tolist() == ids.tolist()
     assert tokenizer.decode_bytes(ids) == other.encode()
-    assert tokenizer.token_bytes()[ids].sum() == len(other.encode())
+    assert tokenizer.token_byte_counts()[ids].sum() == len(other.encode())
 
 
 def test_char_vocabulary_is_sorted() -> None:
@@ -80,7 +80,7 @@ def test_lone_surrogate_is_a_user_error(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("\x00\n é\U0001f600")])
 def test_document_round_trip(tokenizer: Tokenizer) -> None:
     document = json.loads(json.dumps(tokenizer.to_dict()))
-    again = from_document(document)
+    again = tokenizer_from_dict(document)
     assert type(again) is type(tokenizer)
     assert again.to_dict() == tokenizer.to_dict()
 
@@ -106,4 +106,4 @@ def test_document_round_trip(tokenizer: Tokenizer) -> None:
 )
 def test_bad_documents_are_refused(document: object) -> None:
     with pytest.raises(ValueError):
-        from_document(document)
+        tokenizer_from_dict(document)

@@ -22,7 +22,7 @@ from tiny_run import tiny_document
 from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
 from stoker.trainer.distributed import launcher
-from stoker.trainer.distributed.placement import Placement, place
+from stoker.trainer.distributed.placement import Placement, resolve_placement
 from stoker.trainer.utils.environment import worker_environment
 from stoker.trainer.utils.errors import UserError
 
@@ -439,10 +439,10 @@ def test_ranks_that_are_dealt_out_over_the_machines_are_refused(names):
     trainer = TrainerBlock.model_validate({"devices": 2, "num_nodes": 2})
     meeting = {"MASTER_ADDR": "first", "MASTER_PORT": "29400"}
     for rank in range(4):
-        found = place(trainer, meeting | dict(zip(names, (str(rank), "4", str(rank % 2)), strict=True)))
-        assert (found.node, found.local_rank) == (rank // 2, rank % 2)
+        found = resolve_placement(trainer, meeting | dict(zip(names, (str(rank), "4", str(rank % 2)), strict=True)))
+        assert (found.node_rank, found.local_rank) == (rank // 2, rank % 2)
     with pytest.raises(UserError, match="must be number 0: fill one machine after the other"):
-        place(trainer, meeting | dict(zip(names, ("2", "4", "1"), strict=True)))
+        resolve_placement(trainer, meeting | dict(zip(names, ("2", "4", "1"), strict=True)))
 
 
 BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4"}
@@ -450,9 +450,9 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_
 
 
 def test_a_batch_script_without_srun_starts_its_processes_itself():
-    assert place(TrainerBlock.model_validate({"devices": 4}), BATCH) == Placement(4, 4)
+    assert resolve_placement(TrainerBlock.model_validate({"devices": 4}), BATCH) == Placement(4, 4)
     with pytest.raises(UserError, match="on the first machine alone; start stoker with srun"):
-        place(TrainerBlock.model_validate({"devices": 2, "num_nodes": 2}), BATCH)
+        resolve_placement(TrainerBlock.model_validate({"devices": 2, "num_nodes": 2}), BATCH)
 
 
 @pytest.mark.parametrize(("tasks", "is_refused"), [("1", False), ("2", False), ("3", True), ("8", True)])
@@ -462,9 +462,9 @@ def test_srun_starts_one_process_for_each_device_or_machine(tasks, is_refused):
     environ = {"MASTER_ADDR": "first", "MASTER_PORT": "29400", **BATCH, "SLURM_STEP_NUM_TASKS": tasks}
     if is_refused:
         with pytest.raises(UserError, match=f"make 4 processes, but srun started {tasks}"):
-            place(trainer, environ)
+            resolve_placement(trainer, environ)
     else:
-        assert place(trainer, environ).rank is None
+        assert resolve_placement(trainer, environ).rank is None
 
 
 def test_a_worker_has_env_vars_before_it_imports_anything():

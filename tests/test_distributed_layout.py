@@ -34,4 +34,4 @@ def test_the_log_says_what_a_rank_holds(keys, name, held):
     defaults = {"optimizer": "adamw", "fsdp": False, "strategy": "full", "shard_size": None}
     layout = plan_layout(4, **(defaults | keys))
     assert layout is not None
-    assert (layout.name, layout.held) == (name, held)
+    assert (layout.name, layout.description) == (name, held)

@@ -12,12 +12,12 @@ from config_helpers import load
 from tiny_run import tiny_config
 from torch import Tensor
 
-from stoker.trainer.config.parameter_layout import layout_of
+from stoker.trainer.config.parameter_layout import layout_from_config
 from stoker.trainer.core import factory
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.dataloader import batch_tensors
 from stoker.trainer.device.precision import plan_precision
-from stoker.trainer.distributed.build_data_parallel import reduce_dtype
+from stoker.trainer.distributed.build_data_parallel import grad_reduce_dtype
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_plan import gpu_target, make_plan
@@ -62,12 +62,12 @@ def test_gradients_are_summed_in_what_is_asked_for(
         model__attention_dropout=0.0,
     ).root
     plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
-    layout = layout_of(root, 2)
+    layout = layout_from_config(root, 2)
     assert layout is not None
     data = build_data(root)
     alone, model = (factory.build_model(root, data, plan, CPU) for _ in range(2))
     optimizer_of_run = factory.build_optimizer(root, model, plan)
-    parallel = ReplicatedDataParallel(layout, CPU, reduce_dtype(root, plan.weights))
+    parallel = ReplicatedDataParallel(layout, CPU, grad_reduce_dtype(root, plan.param_dtype))
     parallel.attach(model, optimizer_of_run)
     fields = batch_tensors(data.train.batch(0, 2))
     for number in range(micro_batches):
@@ -81,8 +81,8 @@ def test_gradients_are_summed_in_what_is_asked_for(
         found, expected = kept.get(weight, weight.grad), other.grad
         assert found is not None
         assert expected is not None
-        own = parallel.piece_of(found).local if weight.shape[0] % layout.shards == 0 else found
-        part = parallel.piece_of(expected).local if weight.shape[0] % layout.shards == 0 else expected
+        own = parallel.local_shard(found).local if weight.shape[0] % layout.shards == 0 else found
+        part = parallel.local_shard(expected).local if weight.shape[0] % layout.shards == 0 else expected
         assert torch.allclose(own.float(), 2.0 * micro_batches * part.float(), rtol=0.02, atol=1e-6)
 
 

@@ -154,11 +154,11 @@ def test_tensors_of_the_same_dtypes_are_one_launch(monkeypatch):
 def test_a_table_is_copied_to_the_device_once():
     multi_tensor._on_device.cache_clear()
     rows = [(5, 100), (2**33, 200), (7, 300)]
-    first = multi_tensor.table_of(rows, 1024, torch.device("cpu"))
+    first = multi_tensor.build_tensor_table(rows, 1024, torch.device("cpu"))
     assert first.columns.tolist() == [[0, 1, 1 + 2**23], [5, 2**33, 7], [100, 200, 300]]
     assert first[1:] == (3, 2, 2 + 2**23)
-    assert multi_tensor.table_of(rows, 1024, torch.device("cpu")).columns is first.columns
-    moved = multi_tensor.table_of([*rows[:2], (7, 308)], 1024, torch.device("cpu"))
+    assert multi_tensor.build_tensor_table(rows, 1024, torch.device("cpu")).columns is first.columns
+    moved = multi_tensor.build_tensor_table([*rows[:2], (7, 308)], 1024, torch.device("cpu"))
     assert moved.columns[2].tolist() == [100, 200, 308]
 
 

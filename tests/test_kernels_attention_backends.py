@@ -18,7 +18,11 @@ from torch import Tensor
 
 from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
 from stoker.kernels.attention.backends import registry, transformer_engine, unfused
-from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS, get_attention_function, installed
+from stoker.kernels.attention.backends.registry import (
+    ATTENTION_FUNCTIONS,
+    detect_installed_software,
+    get_attention_function,
+)
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.call_spec import AttentionCall
 from stoker.kernels.attention.dispatch import BackendSelection
@@ -200,7 +204,7 @@ def test_pytorch_agrees_with_the_table_on_cpu(name: str, dropout: float, bias: A
         tensors.append(options["bias"].requires_grad_())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's own reasons, before it raises
-        if row.why_not(call, installed()) is None:
+        if row.why_not(call, detect_installed_software()) is None:
             assert all(tensor.isfinite().all() for tensor in run(name, tensors, **options))
         else:
             with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):
@@ -268,7 +272,7 @@ def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]
             tensors.append(slopes.requires_grad_())
         options["alibi_slopes"] = slopes
     if "packed" in options:
-        options["packed"] = PackedSequences.of(DOCUMENTS, dtype=torch.float32, causal=options["causal"])
+        options["packed"] = PackedSequences.from_documents(DOCUMENTS, dtype=torch.float32, causal=options["causal"])
     return options
 
 
@@ -307,7 +311,7 @@ def test_dropout_of_triton_comes_from_torchs_generator(packed: bool) -> None:
     """The same state gives the same mask, so recomputation does; about the right part of the weights is dropped."""
     query, key = (torch.zeros(2, 20, heads, 16) for heads in (6, 2))
     value, seen = torch.ones(2, 20, 2, 16), []
-    documents = PackedSequences.of(DOCUMENTS, dtype=torch.float32, causal=False) if packed else None
+    documents = PackedSequences.from_documents(DOCUMENTS, dtype=torch.float32, causal=False) if packed else None
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         seen.append(
@@ -450,11 +454,11 @@ def test_a_graph_breaks_around_what_cannot_be_traced(name: str, monkeypatch: pyt
 
 def test_documents_are_counted_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_extras(monkeypatch)
-    packed = PackedSequences.of(DOCUMENTS, dtype=torch.float32, causal=True, mask=False)
+    packed = PackedSequences.from_documents(DOCUMENTS, dtype=torch.float32, causal=True, with_mask=False)
     first = unpadded_cu_seqlens(packed)
     assert first.tolist() == [0, 7, 9, 20, 40]
     assert unpadded_cu_seqlens(packed) is first
-    other = PackedSequences.of(DOCUMENTS.flip(0), dtype=torch.float32, causal=True, mask=False)
+    other = PackedSequences.from_documents(DOCUMENTS.flip(0), dtype=torch.float32, causal=True, with_mask=False)
     assert unpadded_cu_seqlens(other).tolist() == [0, 20, 27, 29, 40]
     tensors = [tensor.float() for tensor in inputs(queries=20, keys=20, dim=16)]
     with pytest.raises(ValueError, match="must hold a mask"):
@@ -507,11 +511,11 @@ def test_versions_come_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
         return versions[name]
 
     monkeypatch.setattr(metadata, "version", version)
-    found = installed()
+    found = detect_installed_software()
     assert (found.triton, found.te, found.flash_attn) == ((3, 6), (2, 20), (2, 8, 3))
     assert (found.flash_attn_3, found.flash_attn_4, found.te_problem) == (False, True, "")
     registry._te_problem.cache_clear()
-    broken = installed("cuda").te_problem  # it is not here at all, which its metadata denies
+    broken = detect_installed_software("cuda").te_problem  # it is not here at all, which its metadata denies
     assert broken.startswith("transformer_engine is installed but cannot be imported: ModuleNotFoundError")
     registry._te_problem.cache_clear()
 
@@ -553,7 +557,7 @@ def gpu_call(**changes: Any) -> AttentionCall:
 
 def skip_unless_it_runs(name: str, call: AttentionCall) -> None:
     """What the table refuses here is skipped, in the table's words."""
-    if (reason := BACKENDS_BY_NAME[name].why_not(call, installed("cuda"))) is not None:
+    if (reason := BACKENDS_BY_NAME[name].why_not(call, detect_installed_software("cuda"))) is not None:
         pytest.skip(f"{name}: {reason}")
 
 
@@ -598,7 +602,7 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
         if words.get("alibi_slopes") == "slopes":
             tensors.pop().requires_grad_(False)
         if "packed" in words:
-            options["packed"] = PackedSequences.of(documents, dtype=dtype, causal=options["causal"])
+            options["packed"] = PackedSequences.from_documents(documents, dtype=dtype, causal=options["causal"])
         if "key_padding_mask" in words:
             options["key_padding_mask"] = seen
         output = ATTENTION_FUNCTIONS[function](*tensors[:3], **options)
@@ -650,7 +654,7 @@ def drawn_arguments(call: AttentionCall, dtype: torch.dtype) -> tuple[list[Tenso
     starts = torch.rand(call.batch, call.queries, generator=generator) < 0.03
     if call.packed:
         documents = starts.int().cumsum(1, dtype=torch.int32).to("cuda")
-        options["packed"] = PackedSequences.of(documents, dtype=dtype, causal=call.causal)
+        options["packed"] = PackedSequences.from_documents(documents, dtype=dtype, causal=call.causal)
     if call.padding:
         options["key_padding_mask"] = (torch.arange(call.keys) < call.keys - torch.arange(call.batch)[:, None]).cuda()
     return tensors, options
@@ -668,7 +672,10 @@ def test_what_the_table_accepts_runs_and_is_right(block: int) -> None:
         call = random_gpu_call(random.Random(seed))
         results: dict[str, list[Tensor]] = {}
         for backend in BACKENDS:
-            if backend.name in ("triton", "lse_first") or backend.why_not(call, installed("cuda")) is not None:
+            if (
+                backend.name in ("triton", "lse_first")
+                or backend.why_not(call, detect_installed_software("cuda")) is not None
+            ):
                 continue
             wide = backend.name == "reference"
             tensors, options = drawn_arguments(call, torch.float64 if wide else TORCH_DTYPES[call.dtype])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
 from stoker.kernels.attention.call_spec import AttentionCall, Bias, InstalledSoftware
-from stoker.kernels.attention.dispatch import NoBackendError, choose, preference_order, tables
+from stoker.kernels.attention.dispatch import NoBackendError, format_selections, preference_order, select_backend
 from stoker.kernels.attention.flags import AttentionFlags
 
 NEW = InstalledSoftware(torch=(2, 13), cudnn=92000)
@@ -29,11 +29,11 @@ ON = AttentionFlags()
 
 
 def chosen(call: AttentionCall, installed: InstalledSoftware = NEW, **wishes: Any) -> str:
-    return choose(call, **({"flags": ON, "installed": installed} | wishes)).backend
+    return select_backend(call, **({"flags": ON, "installed": installed} | wishes)).backend
 
 
 def reason(call: AttentionCall, backend: str, installed: InstalledSoftware = NEW, **wishes: Any) -> str:
-    decision = choose(call, **({"flags": ON, "installed": installed} | wishes))
+    decision = select_backend(call, **({"flags": ON, "installed": installed} | wishes))
     (row,) = (row for row in decision.rows if row.backend == backend)
     assert not row.accepted
     return row.reason
@@ -52,7 +52,7 @@ def test_order_of_preference() -> None:
 def test_our_hopper_kernels_come_first_where_they_serve() -> None:
     flash = {"attention_backend": "flash", "installed": dataclasses.replace(NEW, triton=(3, 6))}
     assert chosen(HOPPER, **flash) == "triton"
-    assert choose(HOPPER, flags=ON, **flash).notes == ("triton runs its Hopper kernels here.",)
+    assert select_backend(HOPPER, flags=ON, **flash).notes == ("triton runs its Hopper kernels here.",)
     assert chosen(dataclasses.replace(HOPPER, deterministic=True), installed=flash["installed"]) == "triton"
     for change in ({"capability": (8, 0)}, {"head_dim": 96}, {"dropout": 0.1}, {"any_length": True, "training": False}):
         assert chosen(dataclasses.replace(HOPPER, **change), **flash) == "sdpa_flash", change
@@ -68,10 +68,10 @@ def test_packed_documents_go_to_kernels_that_take_a_mask() -> None:
     assert chosen(dataclasses.replace(HOPPER, **packed)) == "sdpa_cudnn"
     assert chosen(dataclasses.replace(AMPERE, **packed)) == "sdpa_efficient"
     assert chosen(dataclasses.replace(CPU, **packed)) == "sdpa_flash"
-    decision = choose(dataclasses.replace(HOPPER, **packed), flags=ON, installed=NEW)
+    decision = select_backend(dataclasses.replace(HOPPER, **packed), flags=ON, installed=NEW)
     assert decision.call.mask_bytes == 4 * 4096 * 4096 * 2
     assert decision.notes[0].startswith("one mask of 0.12 GiB for all layers")
-    assert (HOPPER.mask_bytes, choose(HOPPER, flags=ON, installed=NEW).notes) == (0, ())
+    assert (HOPPER.mask_bytes, select_backend(HOPPER, flags=ON, installed=NEW).notes) == (0, ())
 
 
 def test_generation_does_not_plan_every_length_with_cudnn() -> None:
@@ -342,7 +342,7 @@ def test_truth_table(capability: Any, switch: bool | None, flags: AttentionFlags
         with pytest.raises(NoBackendError, match="no attention backend" if wish == "auto" else f"\\({wish}\\) is"):
             chosen(call, FULL, use_flash_attention=switch, attention_backend=wish, flags=flags)
         return
-    decision = choose(call, use_flash_attention=switch, attention_backend=wish, flags=flags, installed=FULL)
+    decision = select_backend(call, use_flash_attention=switch, attention_backend=wish, flags=flags, installed=FULL)
     assert BACKENDS_BY_NAME[decision.backend].family == allowed[0]
     assert wish in ("auto", family, decision.backend)
     assert {row.family for row in decision.rows if row.accepted} == set(allowed)
@@ -358,7 +358,7 @@ def test_truth_table(capability: Any, switch: bool | None, flags: AttentionFlags
 )  # fmt: skip
 def test_transformer_engine(call: AttentionCall, switch: bool | None, backend: str) -> None:
     """First in its families, or nowhere; never where a call needs something else."""
-    decision = choose(call, transformer_engine=switch, flags=ON, installed=FULL)
+    decision = select_backend(call, transformer_engine=switch, flags=ON, installed=FULL)
     assert decision.backend == backend
     reasons = {row.reason for row in decision.rows if row.backend.startswith("te_")}
     assert (reasons == {"removed by `transformer_engine: False`"}) is (switch is False)
@@ -368,16 +368,16 @@ def test_transformer_engine(call: AttentionCall, switch: bool | None, backend: s
 def test_transformer_engine_that_is_missing_is_an_error_with_the_way_out() -> None:
     for software in (NEW, dataclasses.replace(FULL, te_problem="cannot be imported: OSError")):
         with pytest.raises(NoBackendError, match=r"`transformer_engine` \(True\).*pip install 'stoker\[te\]'"):
-            choose(HOPPER, transformer_engine=True, flags=ON, installed=software)
+            select_backend(HOPPER, transformer_engine=True, flags=ON, installed=software)
     with pytest.raises(NoBackendError, match=r"\(te_fused\) is removed by `transformer_engine: False`"):
-        choose(HOPPER, transformer_engine=False, attention_backend="te_fused", flags=ON, installed=FULL)
+        select_backend(HOPPER, transformer_engine=False, attention_backend="te_fused", flags=ON, installed=FULL)
 
 
 def test_versions_of_flash_attn_are_switched_one_by_one() -> None:
     """V2 serves Ampere and dropout, V3 and V4 Hopper; flash_attn is V2."""
 
     def reasons(call: AttentionCall, **off: Any) -> dict[str, str]:
-        rows = choose(call, flags=AttentionFlags(**off), installed=FULL).rows
+        rows = select_backend(call, flags=AttentionFlags(**off), installed=FULL).rows
         return {row.backend: row.reason for row in rows if row.backend in ("flash_attn", "te_flash")}
 
     assert reasons(HOPPER) == {"flash_attn": "can run", "te_flash": "can run"}
@@ -396,26 +396,28 @@ def test_the_interpreter_is_taken_by_name_only() -> None:
     assert chosen(CPU, interpreted, attention_backend="triton") == "triton"
     assert "only by name" in reason(CPU, "triton", interpreted)
     with pytest.raises(NoBackendError, match="only by name"):
-        choose(dataclasses.replace(CPU, dropout=0.1), attention_backend="flash", flags=ON, installed=interpreted)
+        select_backend(
+            dataclasses.replace(CPU, dropout=0.1), attention_backend="flash", flags=ON, installed=interpreted
+        )
 
 
 def test_what_grows_with_the_square_is_told() -> None:
     packed = dataclasses.replace(HOPPER, packed=True)
-    masked, free = (choose(packed, flags=ON, installed=software) for software in (NEW, OWN))
+    masked, free = (select_backend(packed, flags=ON, installed=software) for software in (NEW, OWN))
     assert (masked.mask_bytes, masked.needs_mask) == (4 * 4096 * 4096 * 2, True)
     assert (free.mask_bytes, free.needs_mask) == (0, False)
     assert free.notes == ("triton runs its portable kernels here.",)
     biased = dataclasses.replace(HOPPER, **TRAINED_BIAS)
-    assert choose(biased, flags=ON, installed=NEW).notes == (
+    assert select_backend(biased, flags=ON, installed=NEW).notes == (
         "sdpa_efficient expands the distance bias to a dense bias: 0.50 GiB per layer and copy.",
     )
-    assert choose(biased, flags=ON, installed=OWN).notes == ("triton runs its Hopper kernels here.",)
+    assert select_backend(biased, flags=ON, installed=OWN).notes == ("triton runs its Hopper kernels here.",)
     sloped = dataclasses.replace(HOPPER, bias="slopes")
-    assert choose(sloped, flags=ON, installed=NEW).notes == (
+    assert select_backend(sloped, flags=ON, installed=NEW).notes == (
         "sdpa_cudnn expands the ALiBi slopes to a dense bias: 0.50 GiB per layer and copy.",
     )
-    assert choose(sloped, flags=ON, installed=OWN).notes == ("triton runs its Hopper kernels here.",)
-    assert not choose(sloped, attention_backend="flash_attn", flags=ON, installed=FULL).notes
+    assert select_backend(sloped, flags=ON, installed=OWN).notes == ("triton runs its Hopper kernels here.",)
+    assert not select_backend(sloped, attention_backend="flash_attn", flags=ON, installed=FULL).notes
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -426,20 +428,20 @@ def test_a_wish_is_never_overruled(backend: Any) -> None:
             assert chosen(call, attention_backend=backend.name) == backend.name
         else:
             with pytest.raises(NoBackendError, match=backend.name) as caught:
-                choose(call, attention_backend=backend.name, flags=ON, installed=NEW)
+                select_backend(call, attention_backend=backend.name, flags=ON, installed=NEW)
             assert all(row.name in str(caught.value) for row in BACKENDS)
 
 
 def test_a_wish_that_was_removed_names_both() -> None:
     with pytest.raises(NoBackendError, match=r"`attention_backend` \(sdpa_flash\).*removed by NVTE_FLASH_ATTN=0"):
-        choose(CPU, attention_backend="sdpa_flash", flags=AttentionFlags(flash=False), installed=NEW)
+        select_backend(CPU, attention_backend="sdpa_flash", flags=AttentionFlags(flash=False), installed=NEW)
     with pytest.raises(NoBackendError, match="`use_flash_attention: True`"):
-        choose(CPU, attention_backend="unfused", use_flash_attention=True, flags=ON, installed=NEW)
+        select_backend(CPU, attention_backend="unfused", use_flash_attention=True, flags=ON, installed=NEW)
 
 
 def test_nothing_left_prints_every_row() -> None:
     with pytest.raises(NoBackendError) as caught:
-        choose(dataclasses.replace(CPU, dropout=0.1), use_flash_attention=True, flags=ON, installed=NEW)
+        select_backend(dataclasses.replace(CPU, dropout=0.1), use_flash_attention=True, flags=ON, installed=NEW)
     text = str(caught.value)
     assert all(backend.name in text for backend in BACKENDS)
     assert "not support dropout (0.1)" in text
@@ -448,14 +450,14 @@ def test_nothing_left_prints_every_row() -> None:
 
 def test_unknown_name() -> None:
     with pytest.raises(ValueError, match="must be one of auto, flash, fused"):
-        choose(CPU, attention_backend="cudnn", flags=ON, installed=NEW)
+        select_backend(CPU, attention_backend="cudnn", flags=ON, installed=NEW)
 
 
 def test_kinds_of_call_with_the_same_reasons_share_a_table() -> None:
-    short = choose(CPU, flags=ON, installed=NEW)
-    long = choose(dataclasses.replace(CPU, queries=2 * CPU.queries, keys=2 * CPU.keys), flags=ON, installed=NEW)
-    dropping = choose(dataclasses.replace(CPU, dropout=0.1), flags=ON, installed=NEW)
-    both, alone = tables({"training": short, "evaluation": dropping, "generation": long})
+    short = select_backend(CPU, flags=ON, installed=NEW)
+    long = select_backend(dataclasses.replace(CPU, queries=2 * CPU.queries, keys=2 * CPU.keys), flags=ON, installed=NEW)
+    dropping = select_backend(dataclasses.replace(CPU, dropout=0.1), flags=ON, installed=NEW)
+    both, alone = format_selections({"training": short, "evaluation": dropping, "generation": long})
     first, second, *rest = both.splitlines()
     assert first == f"attention, training: {short.table().splitlines()[0]}"
     assert second == f"attention, generation: {long.table().splitlines()[0]}"
@@ -464,13 +466,13 @@ def test_kinds_of_call_with_the_same_reasons_share_a_table() -> None:
 
 
 def test_table_and_memory_note() -> None:
-    decision = choose(dataclasses.replace(CPU, dropout=0.1), flags=ON, installed=NEW)
+    decision = select_backend(dataclasses.replace(CPU, dropout=0.1), flags=ON, installed=NEW)
     lines = decision.table().splitlines()
     assert lines[0].startswith("cpu, fp32, batch 4, 16 heads in 4 groups, head width 128, 4096 x 4096 tokens, causal")
     assert lines[0].endswith(": unfused")
     assert [line.split()[1] for line in lines[1 : 1 + len(BACKENDS)]] == [row.backend for row in decision.rows]
     assert lines[-1] == "  note: unfused stores the whole score matrix: 4.0 GiB per layer and copy."
-    assert not choose(CPU, flags=ON, installed=NEW).notes
+    assert not select_backend(CPU, flags=ON, installed=NEW).notes
 
 
 CALLS = st.builds(
@@ -503,9 +505,9 @@ CALLS = st.builds(
     flags=st.builds(AttentionFlags, flash=st.booleans(), fused=st.booleans(), unfused=st.booleans()),
 )
 def test_flags_and_keys_only_remove(call: AttentionCall, switch: bool | None, flags: AttentionFlags) -> None:
-    free = {row.backend for row in choose(call, flags=ON, installed=FULL).rows if row.accepted}
+    free = {row.backend for row in select_backend(call, flags=ON, installed=FULL).rows if row.accepted}
     try:
-        decision = choose(call, use_flash_attention=switch, flags=flags, installed=FULL)
+        decision = select_backend(call, use_flash_attention=switch, flags=flags, installed=FULL)
     except NoBackendError as error:
         assert not flags.unfused or switch is True, "unfused runs everywhere"
         assert str(call) in str(error)  # noqa: PT017

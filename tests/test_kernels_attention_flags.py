@@ -40,7 +40,7 @@ def test_flags_default_to_on() -> None:
 def test_each_flag_switches_one_thing_off(name: str) -> None:
     flags = read_flags({name: "0"})
     assert [field for field in FIELD_OF.values() if not getattr(flags, field)] == [FIELD_OF[name]]
-    assert read_flags({name: " 1 "}) == AttentionFlags(given=((name, " 1 "),))
+    assert read_flags({name: " 1 "}) == AttentionFlags(set_variables=((name, " 1 "),))
     with pytest.raises(ValueError, match=rf"`{name}` \(yes\) must be 0 or 1"):
         read_flags({name: "yes"})
 

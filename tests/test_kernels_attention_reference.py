@@ -24,7 +24,7 @@ from attention_cases import (
 from torch import Tensor
 
 from stoker.kernels import reference_attention
-from stoker.kernels.attention.dropout import dropout_mask
+from stoker.kernels.attention.dropout import dropout_keep_mask
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 
@@ -50,7 +50,7 @@ def by_hand(problem: Problem, *, first: int = 0, bounds: tuple[int, int] | None 
     kept = torch.ones(batch, heads, queries, keys, dtype=torch.bool)
     if p:
         sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
-        kept = dropout_mask(
+        kept = dropout_keep_mask(
             options["rng"], p, **sizes, queries_bound=bounds[0], keys_bound=bounds[1], first_sequence=first
         )
     for b, h, i in itertools.product(range(batch), range(heads), range(queries)):

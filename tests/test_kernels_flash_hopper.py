@@ -17,11 +17,11 @@ from stoker.kernels.attention.flash.hopper.delta import compute_delta_and_lse_ba
 from stoker.kernels.attention.flash.hopper.distance_bias import distance_gradient, distance_table, num_bands
 from stoker.kernels.attention.flash.hopper.supported_calls import make_tma_compatible
 from stoker.kernels.attention.flash.hopper.tile_scheduler import (
-    balanced,
+    balance_tiles,
     key_tiles_per_query_tile,
     query_tiles_per_key_tile,
 )
-from stoker.kernels.attention.flash.kernel_arguments import Problem as FlashProblem
+from stoker.kernels.attention.flash.kernel_arguments import FlashAttentionParams as FlashProblem
 from stoker.kernels.launch import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
@@ -55,7 +55,7 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, head_dim: int, changes: dict[str,
     call = FlashProblem(None, None, None, None, None, None, None, -1, 0, 0.125, 0.0, 0.0, 100, 100)._replace(**changes)
     with FakeTensorMode():
         q = torch.empty(1, 100, 2, head_dim, dtype=torch.bfloat16, device="cuda")
-    assert supported_calls.serves(q, q, q, call) == served
+    assert supported_calls.supports(q, q, q, call) == served
 
 
 def test_what_tma_cannot_read_is_copied() -> None:
@@ -83,7 +83,7 @@ def test_order_holds_each_tile_once_and_no_program_works_much_longer(queries, ke
     visits = (query_tiles_per_key_tile if by_keys else key_tiles_per_query_tile)(queries, keys, 128, 64, causal)
     pairs, programs = 30, 132
     for together in (1, 4, 30):
-        lists = balanced(visits, pairs, together, min(programs, len(visits) * pairs))
+        lists = balance_tiles(visits, pairs, together, min(programs, len(visits) * pairs))
         tiles = [(tile, pair) for _, *rest in lists for tile, pair in zip(rest[::2], rest[1::2], strict=True)]
         assert sorted(tiles) == [(tile, pair) for tile in range(len(visits)) for pair in range(pairs)]
         assert all(len(numbers) == 1 + 2 * numbers[0] for numbers in lists)
@@ -184,7 +184,7 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
             None, None, None, call.window[0] if call.window else -1, 0 if call.causal else -1, 0.1, call.softcap,
             call.dropout, 32, 32,
         )  # fmt: skip
-        assert supported_calls.serves(q, k, k, problem) == uses_hopper_kernels(
+        assert supported_calls.supports(q, k, k, problem) == uses_hopper_kernels(
             call, InstalledSoftware(torch=(2, 11), triton=(3, 6))
         )
 
@@ -218,7 +218,7 @@ def served(case: Case, dtype: torch.dtype) -> Problem:
 def hopper_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What the gate answered, call by call."""
     answers: list[bool] = []
-    serves = ops.serves
+    serves = ops.supports
 
     def watched(*arguments: Any) -> bool:
         answers.append(serves(*arguments))

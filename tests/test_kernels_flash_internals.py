@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels import flash_attention, reference_attention
-from stoker.kernels.attention.dropout import dropout_mask, dropout_threshold, philox_keep_mask
+from stoker.kernels.attention.dropout import dropout_keep_mask, dropout_threshold, philox_keep_mask
 from stoker.kernels.attention.flash import ops
 from stoker.kernels.attention.flash.kernel_arguments import tile_list
 from stoker.kernels.attention.flash.portable.tile import rounded, section_bounds, tile_sections
@@ -50,7 +50,7 @@ def _rounding_kernel(in_pointer, out_pointer, SIZE: tl.constexpr):
 @pytest.mark.parametrize("rng", [(0, 0), (-7, 5), (2**62 + 3, 2**33 + 1)])
 def test_dropout_is_the_same_in_triton_and_torch(device, rng):
     state = torch.tensor(rng, dtype=torch.int64, device=device)
-    mask = dropout_mask(
+    mask = dropout_keep_mask(
         state, 0.3, batch=1, heads=2, queries=16, keys=24, queries_bound=20, keys_bound=32, first_sequence=3
     )
     kept = torch.empty(1024, dtype=torch.int32, device=device)
@@ -61,14 +61,14 @@ def test_dropout_is_the_same_in_triton_and_torch(device, rng):
 
 def test_dropout_keeps_the_share_it_says_and_no_two_seeds_alike():
     masks = [
-        dropout_mask(torch.tensor([seed, 0]), 0.3, batch=1, heads=4, queries=100, keys=250, queries_bound=100,
+        dropout_keep_mask(torch.tensor([seed, 0]), 0.3, batch=1, heads=4, queries=100, keys=250, queries_bound=100,
                      keys_bound=250)
         for seed in (1, 2)
     ]  # fmt: skip
     for mask in masks:
         assert abs(mask.double().mean() - 0.7) < 0.005
     assert abs((masks[0] == masks[1]).double().mean() - 0.58) < 0.01
-    moved = dropout_mask(
+    moved = dropout_keep_mask(
         torch.tensor([1, 250]), 0.3, batch=1, heads=4, queries=99, keys=250, queries_bound=100, keys_bound=250
     )
     assert torch.equal(moved, masks[0][:, :, 1:])  # the offset counts weights

@@ -13,12 +13,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from stoker.kernels import rms_norm_residual
+from stoker.kernels import rms_norm_residual as module
 from stoker.kernels.norm_functions import rms_norm
 from stoker.kernels.rms_norm_residual import (
     _backward_with_normed,
     _rms_norm_residual_backward,
-    forked_rms_norm,
+    rms_norm_residual,
     rms_norm_residual_linear,
 )
 from stoker.models.layers.fused_linear import norm_linear
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_fp64(rows: int, width: int, twice: bool, device:
     stream, weight, outer = case(rows, width, torch.float32, device)
     outer = outer[: 2 + twice]
     expected = exact_gradients(stream, weight, outer, zero_centered=zero_centered)
-    forked = forked_rms_norm(stream, weight, epsilon=1e-2, zero_centered=zero_centered, twice=twice)
+    forked = rms_norm_residual(stream, weight, epsilon=1e-2, zero_centered=zero_centered, two_outputs=twice)
     forked = tuple(x for x in forked if x is not None)
     assert torch.equal(forked[0], stream)
     normed = rms_norm(stream, weight, epsilon=1e-2, zero_centered=zero_centered)
@@ -71,7 +71,7 @@ def test_bf16_errors_are_those_of_one_rounding(twice: bool, device: str) -> None
     stream, weight, outer = case(24, 260, torch.bfloat16, device)
     outer = outer[: 2 + twice]
     expected = exact_gradients(stream, weight, outer, zero_centered=False)
-    forked = forked_rms_norm(stream, weight, epsilon=1e-2, zero_centered=False, twice=twice)
+    forked = rms_norm_residual(stream, weight, epsilon=1e-2, zero_centered=False, two_outputs=twice)
     forked = tuple(x for x in forked if x is not None)
     for got, truth in zip(torch.autograd.grad(forked, (stream, weight), outer), expected, strict=True):
         assert got.dtype == torch.bfloat16
@@ -112,8 +112,8 @@ def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
 @pytest.mark.parametrize("device", DEVICES)
 def test_norm_that_is_made_again_has_one_rounding(device: str) -> None:
     stream, weight, (on, outer, _) = case(24, 260, torch.bfloat16, device)
-    *_, normed = rms_norm_residual.triton_backward(
-        on, outer, None, stream.detach(), weight.detach(), 1e-2, False, again=True
+    *_, normed = module.triton_backward(
+        on, outer, None, stream.detach(), weight.detach(), 1e-2, False, with_normed=True
     )
     truth = rms_norm(stream.double(), weight.double(), epsilon=1e-2)
     assert normed is not None
@@ -172,8 +172,8 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
 
     def part(hidden: Tensor) -> Tensor:
         read = norm.forward_with_residual(2 * hidden, True)
-        again = read.normed if read.second_hidden is None else read.second_hidden
-        return read.stream + read.normed @ matrix + again.sin()
+        again = read.hidden if read.second_hidden is None else read.second_hidden
+        return read.residual + read.hidden @ matrix + again.sin()
 
     def full(kept: list[Tensor]) -> int:
         kept = [x for x in kept if x.numel() == stream.numel()]
@@ -188,7 +188,7 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
     assert sum("forked_norm_backward" in name for name in operations) == 1
     assert full(ours_kept) <= full(kept)
     assert_near(ours, plain, dtype)
-    assert norm.forward_with_residual(stream, True).stream is stream  # as written
+    assert norm.forward_with_residual(stream, True).residual is stream  # as written
     norm.requires_grad_(False)
     _, operations, _ = traced(part, stream, leaves)
     assert not any("forked_norm" in name for name in operations)

@@ -20,7 +20,7 @@ from stoker.kernels.moe.grouped_matmul import (
 )
 from stoker.kernels.moe.permute import _combine, _gather, combine_rows, gather_rows
 from stoker.kernels.moe.tile_configs import FEW_ROWS_BLOCK_M, Kind, has_few_rows, is_aligned, tile_config
-from stoker.kernels.moe.tile_map import find_tiles, tile_bound
+from stoker.kernels.moe.tile_map import find_tiles, max_tiles
 
 BACKENDS = ("triton", "torch", "loop")
 
@@ -85,8 +85,8 @@ def test_tiles_cover_every_row_once(counts, after, block):
     ends = ends_of(counts)
     rows = int(ends[-1]) + after
     tiles = find_tiles(ends, rows, block)
-    count = int(tiles.number)
-    assert count <= tile_bound(rows, len(counts), block) == len(tiles.rows)
+    count = int(tiles.num_tiles)
+    assert count <= max_tiles(rows, len(counts), block) == len(tiles.rows)
     covered = np.zeros(rows, dtype=int)
     bounds = [0, *ends.tolist(), rows]
     for expert, first in zip(tiles.experts[:count].tolist(), tiles.rows[:count].tolist(), strict=True):
@@ -228,9 +228,11 @@ def test_a_table_has_one_height_of_rows(capability):
     for dtype in (torch.bfloat16, torch.float32):
         for low in (False, True):
             for aligned in (False, True):
-                heights = {tile_config(k, dtype, capability, low=low, aligned=aligned).block_m for k in kinds}
+                heights = {tile_config(k, dtype, capability, few_rows=low, aligned=aligned).block_m for k in kinds}
                 assert len(heights) == 1
-    assert capability is None or tile_config("rows", torch.bfloat16, capability, low=True).block_m == FEW_ROWS_BLOCK_M
+    assert (
+        capability is None or tile_config("rows", torch.bfloat16, capability, few_rows=True).block_m == FEW_ROWS_BLOCK_M
+    )
 
 
 def test_low_and_aligned():

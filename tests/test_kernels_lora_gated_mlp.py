@@ -132,7 +132,7 @@ def test_a_norm_before_it_is_not_kept(device: str) -> None:
     def of_norm(inputs: Tensor, *matrices: Tensor, scale: float, kind: str) -> Tensor:
         normed = norm(inputs)
         with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-            output = lora_gated_mlp(normed, *matrices, scale=scale, kind=kind, norm=norm.parts(inputs))
+            output = lora_gated_mlp(normed, *matrices, scale=scale, kind=kind, norm=norm.factors(inputs))
         assert all(tensor.data_ptr() != normed.data_ptr() for tensor in kept)
         return output
 
@@ -153,7 +153,7 @@ def test_what_it_is_added_to_gets_the_gradient(wider: bool, device: str) -> None
     dtype = torch.float64 if wider else torch.float32
     stream = torch.randn(7, 16, device=device, dtype=dtype, requires_grad=True)
     apart = lora_gated_mlp(*given.values(), scale=0.5, kind="silu")
-    output = lora_gated_mlp(*given.values(), scale=0.5, kind="silu", onto=stream)
+    output = lora_gated_mlp(*given.values(), scale=0.5, kind="silu", residual=stream)
     assert output.dtype == dtype
     torch.testing.assert_close(output, stream + apart, rtol=1e-5, atol=1e-5)
     outer = torch.randn_like(output)

@@ -266,7 +266,9 @@ UNFUSED: dict[str, dict[str, Any]] = {
     "two_sided_window": {"causal": False, "window": (1, 2)},
     "packed": {
         "causal": True,
-        "packed": PackedSequences.of(torch.tensor([[0] * 4 + [1] * 7, [0] * 11]), dtype=torch.float32, causal=True),
+        "packed": PackedSequences.from_documents(
+            torch.tensor([[0] * 4 + [1] * 7, [0] * 11]), dtype=torch.float32, causal=True
+        ),
     },
     "bias": {"causal": True, "bias": seeded(1, 4, 11, 11)},
     "softcap": {"causal": True, "softcap": 2.0},

@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from stoker.kernels.moe.assignments import Assignments, sorted_assignments
-from stoker.kernels.moe.counting_sort import BLOCK, sorted_on_device, triton_counting_sort
+from stoker.kernels.moe.counting_sort import BLOCK, counting_sort, triton_counting_sort
 
 
 def drawn(tokens: int, experts: int, topk: int, crowd: int, seed: int = 0) -> Tensor:
@@ -56,4 +56,4 @@ def test_on_a_gpu(tokens: int, experts: int, topk: int, dropped: bool) -> None:
 
 @pytest.mark.parametrize("kept", [None, torch.tensor([[True, False], [False, True], [True, True]])])
 def test_the_operation_is_well_formed(kept: Tensor | None) -> None:
-    torch.library.opcheck(sorted_on_device, (torch.tensor([[0, 1], [2, 1], [3, 0]]), 4, kept))
+    torch.library.opcheck(counting_sort, (torch.tensor([[0, 1], [2, 1], [3, 0]]), 4, kept))

@@ -258,12 +258,12 @@ def test_adds_to_a_stream_as_a_sum_would(implementation):
     stream, outer = torch.randn(2, 13, 18, generator=torch.Generator().manual_seed(2)).unbind()
     leaves = [case[name].requires_grad_() for name in ("hidden", "gates", "down")] + [stream.requires_grad_()]
     alone = stream + expert_mlp(**case, **options)
-    together = expert_mlp(**case, **options, onto=stream)
+    together = expert_mlp(**case, **options, residual=stream)
     torch.testing.assert_close(together, alone)
     got, expected = (torch.autograd.grad(out, leaves, outer) for out in (together, alone))
     torch.testing.assert_close(got, expected)
     assert torch.equal(got[-1], outer)
-    frozen = expert_mlp(**case, **options, onto=stream.detach())
+    frozen = expert_mlp(**case, **options, residual=stream.detach())
     torch.testing.assert_close(torch.autograd.grad(frozen, leaves[:1], outer)[0], expected[0])
 
 

@@ -11,7 +11,7 @@ from device_waits import forbid_device_sync
 
 from stoker.kernels.moe.assignments import sorted_assignments
 from stoker.kernels.moe.expert_mlps import expert_mlp
-from stoker.kernels.moe.grouped_matmul import grouped_matmul, why_not
+from stoker.kernels.moe.grouped_matmul import grouped_matmul, unsupported_reason
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +58,9 @@ def value_and_gradients(case: dict[str, Any], dtype: torch.dtype | None = None, 
 
 
 def options_of(implementation: str, case: dict[str, Any], **more: Any) -> dict[str, Any]:
-    if implementation == "grouped_mm" and (reason := why_not("torch", case["hidden"], case["down"].shape[2])):
+    if implementation == "grouped_mm" and (
+        reason := unsupported_reason("torch", case["hidden"], case["down"].shape[2])
+    ):
         pytest.skip(f"torch's grouped matmul {reason}")
     capacity = {"capacity": len(case["hidden"])} if implementation == "padded" else {}
     return {"implementation": implementation, **capacity, **more}
@@ -178,7 +180,7 @@ def test_compiled_as_one_graph(implementation):
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_garbage_after_the_last_row_is_not_read(backend):
-    if reason := why_not(backend, torch.empty(0, device="cuda", dtype=torch.bfloat16)):
+    if reason := unsupported_reason(backend, torch.empty(0, device="cuda", dtype=torch.bfloat16)):
         pytest.skip(reason)
     ends = torch.tensor([100, 100, 300], device="cuda", dtype=torch.int32)
     left = torch.randn(400, 128, device="cuda").bfloat16()
@@ -224,6 +226,6 @@ def test_memory_kept_for_the_backward_pass():
 def test_auto_takes_torchs_matmul_where_it_can(dtype, widths):
     case = make(100, 4, 2, *widths)
     case = {name: x.to(dtype) if name in ("hidden", "up", "down") else x for name, x in case.items()}
-    best = "triton" if why_not("torch", case["hidden"], *widths, 2 * widths[1]) else "grouped_mm"
+    best = "triton" if unsupported_reason("torch", case["hidden"], *widths, 2 * widths[1]) else "grouped_mm"
     options = {"nonlinearity": "silu", "gated": True}
     assert torch.equal(expert_mlp(**case, **options), expert_mlp(**case, **options, implementation=best))

@@ -112,7 +112,7 @@ def test_counts_need_no_atomics() -> None:
     """All of a scatter's go to as many addresses as there are experts."""
     experts = torch.tensor([[0, 2], [2, 1], [3, 0]])
     with Operations() as made:
-        counts = tokens_per_expert(experts, 5, real=torch.tensor([True, True, False]))
+        counts = tokens_per_expert(experts, 5, token_mask=torch.tensor([True, True, False]))
     assert counts.tolist() == [1, 1, 2, 0, 0]
     assert counts.dtype == torch.float32
     assert not [name for name in made.names if "scatter" in name or "put" in name or "bincount" in name]

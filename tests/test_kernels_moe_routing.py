@@ -216,20 +216,20 @@ def test_padding_counts_in_nothing() -> None:
     logits[~real] *= 50.0  # would be felt
     alone = logits[real]
     whole, part = topk_routing(logits, 2), topk_routing(alone, 2)
-    counts = tokens_per_expert(whole.experts, 4, real=real)
+    counts = tokens_per_expert(whole.experts, 4, token_mask=real)
     assert torch.equal(counts, tokens_per_expert(part.experts, 4))
     for score in ("softmax", "sigmoid"):
         chances, wanted = router_probabilities(logits, score), router_probabilities(alone, score)
         torch.testing.assert_close(
-            load_balancing_loss(chances, counts, 2, real=real), load_balancing_loss(wanted, counts, 2)
+            load_balancing_loss(chances, counts, 2, token_mask=real), load_balancing_loss(wanted, counts, 2)
         )
-        torch.testing.assert_close(router_entropy(chances, real=real), router_entropy(wanted))
-    torch.testing.assert_close(z_loss(logits, real=real), z_loss(alone))
+        torch.testing.assert_close(router_entropy(chances, token_mask=real), router_entropy(wanted))
+    torch.testing.assert_close(z_loss(logits, token_mask=real), z_loss(alone))
     for policy in ("probs", "position"):
-        kept = capacity_mask(whole, 4, 2, policy, real=real)
+        kept = capacity_mask(whole, 4, 2, policy, token_mask=real)
         assert torch.equal(kept[real], capacity_mask(part, 4, 2, policy))
         assert not kept[~real].any()
-    balanced = sinkhorn_routing(logits, 2, training=True, real=real)
+    balanced = sinkhorn_routing(logits, 2, training=True, token_mask=real)
     assert torch.equal(balanced.experts[real], sinkhorn_routing(alone, 2, training=True).experts)
     torch.testing.assert_close(sinkhorn_column_factors(logits, real), sinkhorn_column_factors(alone))
 
@@ -237,9 +237,9 @@ def test_padding_counts_in_nothing() -> None:
 def test_nothing_but_padding_is_no_division_by_zero() -> None:
     nobody = torch.zeros(6, dtype=torch.bool)
     chances = router_probabilities(GOLDEN, "softmax")
-    assert load_balancing_loss(chances, torch.zeros(4), 2, real=nobody).item() == 0
-    assert z_loss(GOLDEN, real=nobody).item() == 0
-    assert router_entropy(chances, real=nobody).item() == 0
+    assert load_balancing_loss(chances, torch.zeros(4), 2, token_mask=nobody).item() == 0
+    assert z_loss(GOLDEN, token_mask=nobody).item() == 0
+    assert router_entropy(chances, token_mask=nobody).item() == 0
     assert sinkhorn_column_factors(GOLDEN, nobody).isfinite().all()
 
 
@@ -252,16 +252,18 @@ def a_router(logits: Tensor, bias: Tensor, share: Tensor) -> tuple[Tensor, ...]:
     choice = topk_routing(
         logits, 2, score="sigmoid", selection_bias=bias, scaling_factor=2.5, num_groups=4, group_topk=2
     )
-    other = sinkhorn_routing(logits, 2, training=True, real=real)
-    counts = tokens_per_expert(choice.experts, logits.shape[1], real=real)
+    other = sinkhorn_routing(logits, 2, training=True, token_mask=real)
+    counts = tokens_per_expert(choice.experts, logits.shape[1], token_mask=real)
     probabilities = router_probabilities(logits, "softmax")
-    loss = load_balancing_loss(probabilities, counts, 2, real=real) + z_loss(logits, real=real)
+    loss = load_balancing_loss(probabilities, counts, 2, token_mask=real) + z_loss(logits, token_mask=real)
     gates = attach_auxiliary_loss(choice.gates, loss, share)
     capacity = expert_capacity(len(logits), logits.shape[1], 2, 0.6)
-    kept = [capacity_mask(choice, logits.shape[1], capacity, policy, real=real) for policy in ("probs", "position")]
+    kept = [
+        capacity_mask(choice, logits.shape[1], capacity, policy, token_mask=real) for policy in ("probs", "position")
+    ]
     output = sum((gates * keep).sum() for keep in kept) + other.gates.sum()
     assert isinstance(output, Tensor)
-    return output, choice.experts, other.experts, *kept, counts, router_entropy(probabilities, real=real)
+    return output, choice.experts, other.experts, *kept, counts, router_entropy(probabilities, token_mask=real)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])

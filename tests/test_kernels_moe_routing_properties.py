@@ -172,17 +172,19 @@ def test_what_is_kept_is_what_a_loop_keeps(
         number,
         capacity,
         policy,
-        real=None if real is None else torch.from_numpy(real),
+        token_mask=None if real is None else torch.from_numpy(real),
     )
     assert ours.dtype == torch.bool
     assert ours.tolist() == reference_kept(experts, gates, number, capacity, policy, real).tolist()
     counted = real if real is None else torch.from_numpy(real)
-    counts = tokens_per_expert(torch.from_numpy(experts), number, real=counted)
+    counts = tokens_per_expert(torch.from_numpy(experts), number, token_mask=counted)
     demand = [(experts == e if real is None else (experts == e) & real[:, None]).sum() for e in range(number)]
     assert counts.tolist() == demand
     taken = tokens_per_expert(torch.from_numpy(experts)[:, :0], number)
     for slot in range(experts.shape[1]):
-        taken = taken + tokens_per_expert(torch.from_numpy(experts[:, slot : slot + 1]), number, real=ours[:, slot])
+        taken = taken + tokens_per_expert(
+            torch.from_numpy(experts[:, slot : slot + 1]), number, token_mask=ours[:, slot]
+        )
     assert taken.tolist() == [min(capacity, int(asked)) for asked in demand]
 
 

@@ -49,7 +49,7 @@ def test_an_output_is_added_to_a_stream(case: str) -> None:
     results = []
     for onto in (stream, None):
         torch.manual_seed(1)
-        output = lora_linear(inputs, weight, bias, down, up, **how, onto=onto)
+        output = lora_linear(inputs, weight, bias, down, up, **how, residual=onto)
         output = output if onto is stream else stream + output
         results.append((output, *torch.autograd.grad(output, (stream, inputs, down, up), outer)))
     for found, wanted in zip(*results, strict=True):
@@ -70,7 +70,7 @@ def test_the_update_is_what_the_large_product_adds_to(monkeypatch: pytest.Monkey
     stream = torch.randn(6, 7)
     lora_linear(
         torch.randn(6, 8), torch.randn(7, 8), None, torch.randn(3, 8), torch.randn(7, 3), scale=1.0, parts=(7,),
-        onto=stream,
+        residual=stream,
     )  # fmt: skip
     assert len(starts) == 1
     assert torch.equal(starts[0], stream)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stoker.kernels.fused_qkv_rope import (
     _fused_qkv_rope,
+    fused_qkv_rope,
     reference_qkv_rope,
-    rotary_split,
     triton_backward,
     triton_forward,
 )
@@ -83,7 +83,7 @@ def test_on_a_gpu_through_autograd(compiled: bool) -> None:
     """The size of a model: many heads, programs of several heads, a part that no program fills."""
     projected = randn(2, 300, 40, 128, dtype=torch.bfloat16).cuda().requires_grad_()
     cosine, sine = (table.cuda() for table in rotary_table(300, 128))
-    split: Any = torch.compile(rotary_split, fullgraph=True) if compiled else rotary_split
+    split: Any = torch.compile(fused_qkv_rope, fullgraph=True) if compiled else fused_qkv_rope
     wanted = reference_qkv_rope(projected, cosine, sine, 4, False)
     gradients = [torch.randn_like(part) for part in wanted]
     (wanted_gradient,) = torch.autograd.grad(wanted, projected, gradients)
@@ -119,6 +119,6 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_arguments_that_do_not_fit_are_named(name: str, value: Any) -> None:
-    rotary_split(**GOOD)
+    fused_qkv_rope(**GOOD)
     with pytest.raises(ValueError, match=f"^`{name}`"):
-        rotary_split(**GOOD | {name: value})
+        fused_qkv_rope(**GOOD | {name: value})

@@ -25,7 +25,7 @@ from stoker.kernels.attention.recompute_scores import (
     _attention_score_gradient,
     _attention_weights,
     attention_recompute_scores,
-    serves,
+    supports,
     supports_call,
 )
 from stoker.kernels.attention.reference import reference_backend
@@ -279,7 +279,7 @@ def option(name: str) -> Any:
         "alibi_slopes": torch.ones(2),
         "window": (4, 0),
         "softcap": 2.0,
-        "packed": PackedSequences.of(torch.arange(8).expand(2, 8) // 5, dtype=torch.float32, causal=True),
+        "packed": PackedSequences.from_documents(torch.arange(8).expand(2, 8) // 5, dtype=torch.float32, causal=True),
         "key_padding_mask": torch.ones(2, 8, dtype=torch.bool),
     }
     return options[name]
@@ -301,7 +301,7 @@ FACTS: dict[str, dict[str, Any]] = {
 def test_calls_with_options_go_on_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "attention_recompute_scores", None)
     query, key, value, gradient = made(8, 8, batch=2)
-    assert not serves(query, scale=0.3, causal=True, **{name: option(name)})
+    assert not supports(query, scale=0.3, causal=True, **{name: option(name)})
     assert not supports_call(replace(PLAIN, **FACTS[name]))
     if name == "dropout":  # drawn anew in each call
         return
@@ -313,15 +313,15 @@ def test_calls_with_options_go_on_as_before(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("width", [8, 20, 264])
 def test_widths_of_heads_that_the_kernels_do_not_take(width: int) -> None:
-    assert not serves(torch.zeros(1, 2, 1, width), scale=1.0, causal=True)
+    assert not supports(torch.zeros(1, 2, 1, width), scale=1.0, causal=True)
     assert not supports_call(replace(PLAIN, head_dim=width))
-    assert serves(torch.zeros(1, 2, 1, 24), scale=1.0, causal=True)
+    assert supports(torch.zeros(1, 2, 1, 24), scale=1.0, causal=True)
     assert supports_call(replace(PLAIN, head_dim=24))
 
 
 def test_without_triton_there_is_nothing_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert not serves(torch.zeros(1, 2, 1, 16), scale=1.0, causal=True)
+    assert not supports(torch.zeros(1, 2, 1, 16), scale=1.0, causal=True)
     assert not supports_call(replace(PLAIN, device="cpu", capability=None))
     assert not supports_call(replace(PLAIN, dtype="fp64"))
 

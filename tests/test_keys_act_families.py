@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.models.build import parameter_count
+from stoker.models.build import num_parameters
 from stoker.models.config.families import family_slice
 from stoker.models.config.model_keys import Family
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5_slice import T5Slice
 from stoker.trainer.config import dotted_paths
-from stoker.trainer.config.batch_spec import sample_form
+from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.factory import build_model
@@ -133,7 +133,7 @@ def root_of(model: dict[str, Any], changes: dict[str, Any]) -> RootBlock:
 
 def sliced(changes: dict[str, Any]) -> T5Slice:
     root = root_of(T5, changes)
-    found = family_slice(root.model, vocab_size=32, form=sample_form(root))
+    found = family_slice(root.model, vocab_size=32, batch_spec=batch_spec(root))
     assert isinstance(found, T5Slice)
     return found
 
@@ -160,7 +160,7 @@ def test_a_key_of_a_stack_reaches_its_stack_alone(stack: str, name: str) -> None
 
 def shapes(root: RootBlock) -> Any:
     model = build_model(root, build_data(root), PrecisionPlan("fp32", torch.float32), CPU)
-    assert parameter_count(model) > 0
+    assert num_parameters(model) > 0
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -173,7 +173,7 @@ def loss(root: RootBlock) -> Any:
 
 
 def form(root: RootBlock) -> Any:
-    return sample_form(root)
+    return batch_spec(root)
 
 
 AROUND: dict[Family, list[tuple[str, Any, Any, dict[str, Any]]]] = {

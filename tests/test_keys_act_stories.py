@@ -49,7 +49,7 @@ from late_copies import install as install_late_copies
 
 from stoker.models import build
 from stoker.models.build import decide_compile
-from stoker.models.config.key_block import Block
+from stoker.models.config.key_block import ConfigBlock
 from stoker.trainer import train
 from stoker.trainer.callbacks import profiler
 from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
@@ -67,7 +67,7 @@ from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.distributed.placement import Placement
-from stoker.trainer.distributed.placement import place as place_processes
+from stoker.trainer.distributed.placement import resolve_placement as place_processes
 from stoker.trainer.evaluation.held_out_loss import EvaluationResult
 from stoker.trainer.lightning import lightning_module
 from stoker.trainer.loggers import logger_backends
@@ -107,7 +107,7 @@ def variables_are_set_for_training(lab: ConfigHarness) -> None:
 def processes_are_placed(lab: ConfigHarness) -> None:
     def placed(changes: Changes, **environ: str) -> tuple[int, int, int]:
         found = place_processes(lab.root(changes).trainer, environ)
-        return found.world_size, found.ranks_per_node, found.node
+        return found.world_size, found.ranks_per_node, found.node_rank
 
     assert placed({}) == (1, 1, 0)
     assert placed({TRAINER + "devices": 3}) == (3, 3, 0)
@@ -246,8 +246,8 @@ def the_average_lies_in_host_memory(lab: ConfigHarness) -> None:
     weight = torch.zeros(2, device="meta")
     for offload in (True, False):
         average = EMA({"w": torch.zeros(2)}, decay=0.5, cpu_offload=offload)
-        assert average.pieces()["w"].local.device.type == "cpu"
-    assert EMA({"w": weight}, decay=0.5).pieces()["w"].local.device.type == "meta"
+        assert average.local_shards()["w"].local.device.type == "cpu"
+    assert EMA({"w": weight}, decay=0.5).local_shards()["w"].local.device.type == "meta"
     assert validation_losses(lab, AVERAGES) == validation_losses(lab, {**AVERAGES, MANAGER + "ema.cpu_offload": True})
 
 
@@ -268,7 +268,7 @@ def loggers_get_their_settings(lab: ConfigHarness) -> None:
 
     class Sink:
         def __init__(self, *given: Any, **_: Any) -> None:
-            keys = next(item for item in given if isinstance(item, Block))
+            keys = next(item for item in given if isinstance(item, ConfigBlock))
             made[type(keys).__name__] = keys.model_dump()
 
         def log(self, step: int, figures: Any, group: str) -> None: ...
@@ -336,9 +336,9 @@ def the_optimizer_lies_in_host_memory(lab: ConfigHarness) -> None:
     lab.monkeypatch.setattr(optim_build, "PinnedStateCopyEngine", lambda device: (device, "copies"))
     on, off = (lab.root({MODEL + "cpu_offloading_optimizer": on}).model for on in (True, False))
     cuda = torch.device("cuda", 0)
-    assert optim_build.host_copies(on, cuda) == (cuda, "copies")
-    assert optim_build.host_copies(off, cuda) is None
-    assert optim_build.host_copies(on, CPU) is None
+    assert optim_build.host_copy_engine(on, cuda) == (cuda, "copies")
+    assert optim_build.host_copy_engine(off, cuda) is None
+    assert optim_build.host_copy_engine(on, CPU) is None
     auto = {MODEL + "cpu_offloading_optimizer": True, TRAINER + "accelerator": "auto"}
     assert "`model.cpu_offloading_optimizer` (True) has no effect on cpu" in lab.printed(auto)
 
@@ -357,11 +357,13 @@ def micro_batches_are_recorded(lab: ConfigHarness) -> None:
 def steps_are_watched(lab: ConfigHarness) -> None:
     bad, good = (float("nan"), 1.0), (1.0, 1.0)
     policy = LossMonitor(1, None, LoopState.model_validate({}))
-    policy.read(1, [bad, good, bad])
+    policy.update(1, [bad, good, bad])
     with pytest.raises(DivergedError, match="step 4"):
-        policy.read(4, [bad])
+        policy.update(4, [bad])
     losses = [(1.0 + 0.01 * (step % 7), 1.0) for step in range(150)] + [(3.0, 1.0)] * 20
-    assert [len(LossMonitor(1, limit, LoopState.model_validate({})).read(1, losses)) for limit in (4.0, 1e6, None)] == [
+    assert [
+        len(LossMonitor(1, limit, LoopState.model_validate({})).update(1, losses)) for limit in (4.0, 1e6, None)
+    ] == [
         1,
         0,
         0,

@@ -37,7 +37,7 @@ def gradients(
         dtype=dtype,
         flags=AttentionFlags(),
         micro_batch_size=2,
-        form=BatchSpec(length=12),
+        batch_spec=BatchSpec(seq_length=12),
         peft=None,
     )
     batch = {name: tensor.to(device) for name, tensor in batch_of("gpt").items()}

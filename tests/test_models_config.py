@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt, parameter_count
+from stoker.models.build import build_gpt, num_parameters
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.family_rules import model_rules
 from stoker.models.config.gpt import GPTKeys
@@ -136,7 +136,7 @@ def test_a_stack_that_sees_both_ways_has_rules_of_its_own() -> None:
 
 def test_windows() -> None:
     def window(causal: bool, longest: int | None, *sides: int) -> tuple[int, int] | None:
-        return resolve_window(keys(window_size=list(sides)), causal=causal, longest=longest)
+        return resolve_window(keys(window_size=list(sides)), causal=causal, max_length=longest)
 
     assert resolve_window(keys(), causal=True) is None
     assert window(True, None, 4, -1) == window(True, None, 4, 9) == window(True, 6, 4, 0) == (4, 0)
@@ -274,7 +274,7 @@ def test_counted_parameters_are_built(changes: dict[str, Any], vocab_size: int) 
         flags=AttentionFlags(),
         micro_batch_size=1,
     )
-    assert count_parameters(keys(**changes), vocab_size) == parameter_count(model)
+    assert count_parameters(keys(**changes), vocab_size) == num_parameters(model)
 
 
 def test_gpt2_has_124_million() -> None:

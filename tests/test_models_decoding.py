@@ -64,7 +64,7 @@ def t5(encoder: dict[str, Any], decoder: dict[str, Any], **changes: Any) -> T5:
     keys = T5Keys.model_validate(stacks | {"seq_length": 30, "make_vocab_size_divisible_by": 8} | changes)
     model = build_model(
         keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=2,
-        form=BatchSpec(length=30, decoder_length=SLOTS + 1),
+        batch_spec=BatchSpec(seq_length=30, decoder_seq_length=SLOTS + 1),
     )  # fmt: skip
     assert isinstance(model, T5)
     return model.eval()
@@ -90,7 +90,7 @@ def test_every_step_gives_what_the_whole_text_gives(case: str) -> None:
         begun = texts[:, : max(starts)].clone()
         for row, length in enumerate(starts):
             begun[row, length:] = 0
-        logits = decoder.begin(begun, lengths)
+        logits = decoder.prefill(begun, lengths)
         for number in range(SLOTS - max(starts) + 1):
             same(logits, torch.stack([expected[row][length - 1 + number] for row, length in enumerate(starts)]))
             if number < SLOTS - max(starts):
@@ -101,7 +101,7 @@ def test_every_step_gives_what_the_whole_text_gives(case: str) -> None:
 def test_a_single_token_begins_a_text() -> None:
     model, texts = gpt(position_embedding_type="rope"), drawn(2, 5)
     decoder = GPTDecoder(model, 2, 5)
-    same(decoder.begin(texts[:, :1], torch.ones(2, dtype=torch.int64)), model(texts)[:, 0])
+    same(decoder.prefill(texts[:, :1], torch.ones(2, dtype=torch.int64)), model(texts)[:, 0])
     for place in range(1, 5):
         same(decoder.step(texts[:, place]), model(texts)[:, place])
 
@@ -112,7 +112,7 @@ def test_rows_go_on_as_other_rows(window: list[int] | None) -> None:
     model = gpt(position_embedding_type="alibi", window_size=window)
     texts, order = drawn(3, 10), torch.tensor([2, 2, 0])
     decoder = GPTDecoder(model, 3, SLOTS)
-    decoder.begin(texts[:, :8], torch.tensor([4, 6, 8]))
+    decoder.prefill(texts[:, :8], torch.tensor([4, 6, 8]))
     decoder.reorder(order)
     logits = decoder.step(texts[:, 9])
     for row, (source, length) in enumerate([(2, 8), (2, 8), (0, 4)]):
@@ -125,7 +125,7 @@ def test_a_full_text_stays_within_its_slots() -> None:
     model = gpt(position_embedding_type="learned_absolute", encoder_seq_length=8)
     decoder = GPTDecoder(model, 2, 8)
     texts = drawn(2, 8)
-    decoder.begin(texts, torch.tensor([8, 4]))
+    decoder.prefill(texts, torch.tensor([8, 4]))
     for place in range(4, 8):
         logits = decoder.step(torch.stack((texts[0, 0], texts[1, place])))
         assert logits[:, :VOCAB].isfinite().all()
@@ -135,7 +135,14 @@ def test_a_full_text_stays_within_its_slots() -> None:
 def test_slots_are_what_a_window_needs() -> None:
     def keys(window: int) -> list[int]:
         cache = KVCache(
-            2, rows=1, groups=3, slots=50, head_dim=8, window=window, dtype=torch.float32, device=torch.device("cpu")
+            2,
+            batch_size=1,
+            groups=3,
+            slots=50,
+            head_dim=8,
+            window=window,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
         )
         return list(cache.layers[1].key.shape)
 
@@ -148,7 +155,7 @@ def test_slots_beyond_the_positions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^`slots` \(42\) must be from 1 to 41"):
         GPTDecoder(gpt(), 1, SLOTS + 2)
     with pytest.raises(ValueError, match=r"^`rows`"):
-        T5Decoder(t5({}, {}), 3, 4, 5, per_memory=2)
+        T5Decoder(t5({}, {}), 3, 4, 5, rows_per_encoding=2)
 
 
 T5_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -176,7 +183,7 @@ def test_a_t5_writes_what_the_whole_text_gives(case: str, per_memory: int) -> No
     model = t5(encoder, decoder, **keys)
     made = T5Decoder(model, 2 * per_memory, 12, 30, per_memory)
     for read, lengths in ((drawn(2, 17, seed=1), [17, 5]), (drawn(2, 1, seed=2), [1, 1])):
-        made.begin(read, torch.tensor(lengths))
+        made.prefill(read, torch.tensor(lengths))
         held = [tensor for pair in [*made._cache.layers, *made._memories] for tensor in pair[:2]]
         assert kv_cache_bytes(model, 2 * per_memory, 12, 30, per_memory) == sum(tensor.nbytes for tensor in held)
         written = drawn(2 * per_memory, 12, seed=3)
@@ -196,13 +203,13 @@ def test_learned_vectors_stand_in_front_of_texts(positions: str) -> None:
     prompt = PromptSlice(virtual_tokens=5, bottleneck=8, embedding=6, init_std=0.5)
     model = build_model(
         keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=1,
-        form=BatchSpec(length=15), peft=prompt,
+        batch_spec=BatchSpec(seq_length=15), peft=prompt,
     )  # fmt: skip
     assert isinstance(model, GPT)
     model.eval()
     texts, starts = drawn(2, 12), torch.tensor([7, 1])
     decoder = GPTDecoder(model, 2, 15)
-    logits = decoder.begin(texts[:, :7], starts)
+    logits = decoder.prefill(texts[:, :7], starts)
     for number in range(5):
         same(logits, torch.stack([model(texts[row : row + 1])[0, int(starts[row]) - 1 + number] for row in range(2)]))
         logits = decoder.step(texts[torch.arange(2), starts + number])
@@ -217,14 +224,14 @@ def test_learned_vectors_stand_in_front_of_what_a_t5_reads() -> None:
     keys = T5Keys.model_validate({"encoder": stack, "decoder": stack, "seq_length": 20})
     model = build_model(
         keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=1,
-        form=BatchSpec(length=20, decoder_length=9),
+        batch_spec=BatchSpec(seq_length=20, decoder_seq_length=9),
         peft=PromptSlice(virtual_tokens=4, bottleneck=8, embedding=6, init_std=0.5),
     )  # fmt: skip
     assert isinstance(model, T5)
     model.eval()
     read, written = drawn(2, 11), drawn(2, 6, seed=1)
     decoder = T5Decoder(model, 2, 6, 11)
-    decoder.begin(read, torch.tensor([11, 1]))
+    decoder.prefill(read, torch.tensor([11, 1]))
     expected = [model(read[row : row + 1, : (11, 1)[row]], written[row : row + 1])[0] for row in range(2)]
     for place in range(6):
         same(decoder.step(written[:, place]), torch.stack([one[place] for one in expected]))
@@ -244,7 +251,7 @@ def test_a_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model = gpt(position_embedding_type="rope", window_size=[5, 0])
     model.decoder.compile_decode_step()
     texts, decoder = drawn(2, 12), GPTDecoder(model, 2, 12)
-    decoder.begin(texts[:, :8], torch.tensor([8, 3]))
+    decoder.prefill(texts[:, :8], torch.tensor([8, 3]))
     for place in range(8, 12):
         logits = decoder.step(texts[torch.arange(2), torch.tensor([place, place - 5])])
         same(logits[:1], model(texts[:1, : place + 1])[:, -1])

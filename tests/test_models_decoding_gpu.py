@@ -40,14 +40,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 def built(keys: GPTKeys | T5Keys, form: BatchSpec, dtype: torch.dtype) -> LanguageModel:
     return build_model(
-        keys, vocab_size=VOCAB, device="cuda", dtype=dtype, flags=AttentionFlags(), micro_batch_size=2, form=form,
+        keys, vocab_size=VOCAB, device="cuda", dtype=dtype, flags=AttentionFlags(), micro_batch_size=2, batch_spec=form,
         kinds=("evaluation", "generation"),
     ).eval()  # fmt: skip
 
 
 def gpt(dtype: torch.dtype, **changes: Any) -> GPT:
     keys = GPTKeys.model_validate(SMALL | {"encoder_seq_length": LENGTH + 1, "compile": False} | changes)
-    model = built(keys, BatchSpec(length=LENGTH + 1), dtype)
+    model = built(keys, BatchSpec(seq_length=LENGTH + 1), dtype)
     assert isinstance(model, GPT)
     return model
 
@@ -74,7 +74,7 @@ def test_steps_give_what_the_whole_text_gives(case: str, compiled: bool, dtype: 
     texts, starts = drawn(2, LENGTH), torch.tensor([250, 40], device="cuda")
     whole = model(texts)
     decoder = GPTDecoder(model, 2, LENGTH)
-    logits = decoder.begin(texts[:, :250], starts)
+    logits = decoder.prefill(texts[:, :250], starts)
     rows = torch.arange(2, device="cuda")
     for number in range(50):
         assert errors(logits, whole[rows, starts - 1 + number]) < allowed
@@ -91,13 +91,13 @@ def test_a_t5_writes_what_the_whole_text_gives(compiled: bool) -> None:
         {"encoder": stack, "decoder": stack | {"relative_position_bias_self_attention_only": False}, "seq_length": 200}
         | {"compile": False}
     )
-    model = built(keys, BatchSpec(length=200, decoder_length=60), torch.float32)
+    model = built(keys, BatchSpec(seq_length=200, decoder_seq_length=60), torch.float32)
     assert isinstance(model, T5)
     if compiled:
         model.decoder.compile_decode_step()
     read, written, lengths = drawn(2, 150), drawn(4, 40), (150, 33)
-    decoder = T5Decoder(model, 4, 40, 150, per_memory=2)
-    decoder.begin(read, torch.tensor(lengths, device="cuda"))
+    decoder = T5Decoder(model, 4, 40, 150, rows_per_encoding=2)
+    decoder.prefill(read, torch.tensor(lengths, device="cuda"))
     whole = [model(read[row // 2, : lengths[row // 2]][None], written[row : row + 1])[0] for row in range(4)]
     for place in range(40):
         with forbid_device_sync() if place > 5 else nullcontext():
@@ -117,8 +117,8 @@ def test_a_recording_writes_what_the_steps_write(case: str, compiled: bool) -> N
     texts = []
     for recorded in (False, True):
         loop = DecodeLoop(
-            GPTDecoder(model, 2, 100), SamplingParams(0.7, 50), 60, vocabulary=len(model.output_weight),
-            device=torch.device("cuda"), within=nullcontext, recorded=recorded,
+            GPTDecoder(model, 2, 100), SamplingParams(0.7, 50), 60, vocab_size=len(model.output_weight),
+            device=torch.device("cuda"), autocast=nullcontext, cuda_graph=recorded,
         )  # fmt: skip
-        texts.append([list(loop.run(prompts[first : first + 2], [first, 7])) for first in (0, 2)])
+        texts.append([list(loop.generate(prompts[first : first + 2], [first, 7])) for first in (0, 2)])
     assert texts[0] == texts[1]

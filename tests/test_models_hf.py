@@ -9,7 +9,7 @@ import torch
 from config_helpers import load
 
 from stoker.models.config.batch_shape import BatchSpec
-from stoker.models.hf.architecture import described, nested, slice_differences
+from stoker.models.hf.architecture import slice_differences, slice_from_keys, unflatten_keys
 from stoker.models.hf.architectures import architecture_of
 from stoker.models.hf.config_fields import HFConfig
 from stoker.models.hf.weight_layout import ConcatenatedRows, Geometry, PerExpert, QKVInterleavedByHead
@@ -137,9 +137,9 @@ def keys_of(name: str) -> AnyModelBlock:
     architecture = architecture_of(config)
     assert architecture is not None
     own_head = config.get("tie_word_embeddings") is False
-    keys, problems = architecture.read(HFConfig(config, own_head))
+    keys, problems = architecture.to_keys(HFConfig(config, own_head))
     assert problems == []
-    return MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **nested(keys)})
+    return MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **unflatten_keys(keys)})
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -148,12 +148,12 @@ def test_released_models_are_read_and_written(name: str) -> None:
     config, keys = RELEASED[name], keys_of(name)
     architecture = architecture_of(config)
     assert architecture is not None
-    written = architecture.write(keys, vocab_size=config["vocab_size"])
-    again, problems = architecture.read(HFConfig(written, has_separate_head=written["tie_word_embeddings"] is False))
+    written = architecture.to_config(keys, vocab_size=config["vocab_size"])
+    again, problems = architecture.to_keys(HFConfig(written, has_separate_head=written["tie_word_embeddings"] is False))
     assert problems == []
-    back = MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **nested(again)})
-    form, vocabulary = BatchSpec(length=512, decoder_length=114), config["vocab_size"]
-    assert slice_differences(described(keys, vocabulary, form), described(back, vocabulary, form)) == []
+    back = MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **unflatten_keys(again)})
+    form, vocabulary = BatchSpec(seq_length=512, decoder_seq_length=114), config["vocab_size"]
+    assert slice_differences(slice_from_keys(keys, vocabulary, form), slice_from_keys(back, vocabulary, form)) == []
     ours = {"torch_dtype", "transformers_version", "n_ctx", "tokenizer_class"}
     said = {field: value for field, value in config.items() if field in written and field not in ours}
     for field, value in said.items():
@@ -164,12 +164,12 @@ def test_released_models_are_read_and_written(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_the_released_models(name: str) -> None:
     preset = load(f"model={PRESETS[name]}", "data=mock").root.model
-    form = BatchSpec(length=512, decoder_length=114)
+    form = BatchSpec(seq_length=512, decoder_seq_length=114)
     vocabulary = RELEASED[name]["vocab_size"]
     theirs = keys_of(name)
     if isinstance(preset, T5ModelBlock):  # their fields say no length of texts
         theirs = theirs.model_copy(update={"seq_length": preset.seq_length})
-    assert slice_differences(described(preset, vocabulary, form), described(theirs, vocabulary, form)) == []
+    assert slice_differences(slice_from_keys(preset, vocabulary, form), slice_from_keys(theirs, vocabulary, form)) == []
 
 
 EXPERTS = ("model.num_moe_experts=4", "model.moe_router_topk=2")
@@ -190,11 +190,11 @@ def test_how_a_model_was_trained_is_no_other_model(base: tuple[str, ...], keys: 
     def read(*overrides: str) -> Any:
         return load("model=gpt_tiny", "data=mock", *overrides).root.model
 
-    form = BatchSpec(length=256)
-    plain, changed = (described(read(*base, *more), 512, form) for more in ((), keys))
+    form = BatchSpec(seq_length=256)
+    plain, changed = (slice_from_keys(read(*base, *more), 512, form) for more in ((), keys))
     assert plain != changed
     assert slice_differences(plain, changed) == []
-    assert slice_differences(plain, described(read(*base, *keys, "model.qk_layernorm=true"), 512, form))
+    assert slice_differences(plain, slice_from_keys(read(*base, *keys, "model.qk_layernorm=true"), 512, form))
 
 
 def test_layouts_by_hand() -> None:

@@ -14,11 +14,11 @@ from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.slices import stack_slice
 from stoker.models.gpt import GPT
-from stoker.models.layers.norm import Read, RMSNorm
+from stoker.models.layers.norm import BranchInput, RMSNorm
 from stoker.models.memory import activation_checkpoint
 from stoker.models.moe import router as router_module
 from stoker.models.moe.experts import Experts
-from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.models.moe.find_moe_layers import find_moe_layers
 from stoker.models.moe.moe_layer import MoE
 from stoker.models.moe.router import STATISTIC_NAMES
 from stoker.models.recompute.analysis import has_dropout
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_losses_added_up(
     added: list[Tensor] = []
     plain = gpt(**keys)
     for model in (ours, plain):
-        for layer in moe_layers(model).values():
+        for layer in find_moe_layers(model).values():
             layer.loss_share.fill_(0.25)
     told = train(ours)
     monkeypatch.setattr(
@@ -104,7 +104,7 @@ def test_recompute_draws_the_same_noise_and_counts_once(compiled: bool) -> None:
     once, twice = map(gradients, models)
     for name, gradient in once.items():
         torch.testing.assert_close(twice[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
-    for first, second in zip(*(moe_layers(model).values() for model in models), strict=True):
+    for first, second in zip(*(find_moe_layers(model).values() for model in models), strict=True):
         assert torch.equal(first.statistics, second.statistics)
         assert sums_of(second)["calls"] == 1
         assert sums_of(second)["assignments"] == 2 * 2 * TOKENS
@@ -145,7 +145,7 @@ def test_the_experts_add_to_the_stream_where_nothing_is_between(
 ) -> None:
     """And a step is the same as where the layer adds what they give."""
     added: list[bool] = []
-    to_stream, run = Experts.added_to, MoE.run
+    to_stream, run = Experts.add_to_residual, MoE.forward_with_statistics
     monkeypatch.setattr(Experts, "added_to", lambda self, *given: added.append(True) or to_stream(self, *given))
     ours = gpt(normalization="rmsnorm", **keys)
     told = train(ours)
@@ -184,7 +184,7 @@ def test_norms_fork_where_the_stream_is_kept_anyway(
     seen: list[str] = []
     fork = RMSNorm.forward_with_residual
 
-    def noted(self: RMSNorm, stream: Tensor, twice: bool) -> Read:
+    def noted(self: RMSNorm, stream: Tensor, twice: bool) -> BranchInput:
         seen.append(names[id(self)] + ", twice" * twice)
         return fork(self, stream, twice)
 
@@ -210,13 +210,13 @@ def test_noise_and_counts_belong_to_training() -> None:
     model = gpt(moe_input_jitter_eps=0.5, moe_dropout=0.5, moe_router_enable_expert_bias=True)
     model.eval()
     assert torch.equal(model(texts()), model(texts()))
-    for layer in moe_layers(model).values():
+    for layer in find_moe_layers(model).values():
         assert not layer.statistics.any()
         assert layer.step_counts is not None
         assert not layer.step_counts.any()
     model.train()
     train(model)
-    for layer in moe_layers(model).values():
+    for layer in find_moe_layers(model).values():
         assert layer.step_counts is not None
         assert torch.equal(layer.step_counts, layer.statistics[:EXPERTS])
         assert layer.statistics[:EXPERTS].sum() == 2 * 2 * TOKENS
@@ -233,7 +233,7 @@ def test_jitter_and_dropout_of_experts_are_random_numbers() -> None:
 
 def test_casts_keep_counts_wide_and_the_bias() -> None:
     model = gpt(torch.bfloat16, moe_router_enable_expert_bias=True)
-    layer = moe_layers(model)["decoder.layers.1.mlp"]
+    layer = find_moe_layers(model)["decoder.layers.1.mlp"]
     assert layer.expert_bias is not None
     assert not layer.expert_bias.any()
     layer.expert_bias.copy_(torch.tensor([0.001, 1.001, 2.001, 3.001]))
@@ -249,7 +249,7 @@ def test_casts_keep_counts_wide_and_the_bias() -> None:
 
 def test_the_expert_bias_moves_the_choice_and_no_gate() -> None:
     model = gpt(moe_router_enable_expert_bias=True, moe_router_topk=1, moe_router_pre_softmax=True)
-    router = moe_layers(model)["decoder.layers.0.mlp"].router
+    router = find_moe_layers(model)["decoder.layers.0.mlp"].router
     tokens, share = torch.randn(9, 32, dtype=torch.float64), torch.ones(())
     bias = torch.tensor([0.0, 0.0, 100.0, 0.0])
     free, pushed = router(tokens, torch.zeros(4), share), router(tokens, bias, share)
@@ -263,7 +263,7 @@ def test_a_token_above_capacity_gets_nothing_but_the_shared_expert() -> None:
     model = gpt(
         moe_expert_capacity_factor=0.5, moe_token_drop_policy="position", moe_shared_expert_intermediate_size=24
     )
-    layer = moe_layers(model)["decoder.layers.0.mlp"]
+    layer = find_moe_layers(model)["decoder.layers.0.mlp"]
     hidden = torch.randn(1, 1, 32, dtype=torch.float64).expand(2, 6, 32)  # all tokens go to the same two experts
     assert layer.shared is not None
     alone = layer(hidden) - layer.shared(hidden)
@@ -274,7 +274,7 @@ def test_a_token_above_capacity_gets_nothing_but_the_shared_expert() -> None:
 
 def test_layers_without_experts_stay_dense_and_names_tell_which() -> None:
     model = gpt(num_layers=4, moe_layer_freq=[0, 1, 0, 1])
-    assert list(moe_layers(model)) == ["decoder.layers.1.mlp", "decoder.layers.3.mlp"]
+    assert list(find_moe_layers(model)) == ["decoder.layers.1.mlp", "decoder.layers.3.mlp"]
     names = {name for name, _ in model.named_parameters()}
     assert {"decoder.layers.0.mlp.up.weight", "decoder.layers.1.mlp.experts.up"} < names
 
@@ -282,7 +282,7 @@ def test_layers_without_experts_stay_dense_and_names_tell_which() -> None:
 def test_initial_weights_of_experts() -> None:
     """Those of an MLP: biases 0, the output narrower by the root of twice the layers, every expert its own."""
     model = gpt(torch.float32, hidden_size=64, ffn_hidden_size=256, init_method_std=0.02)
-    layer = moe_layers(model)["decoder.layers.1.mlp"]
+    layer = find_moe_layers(model)["decoder.layers.1.mlp"]
     up, down = layer.experts.up, layer.experts.down
     assert up.std().item() == pytest.approx(0.02, rel=0.05)
     assert down.std().item() == pytest.approx(0.02 / 2, rel=0.05)
@@ -294,7 +294,7 @@ def test_initial_weights_of_experts() -> None:
 
 def test_router_arithmetic_is_wide_in_a_narrow_model() -> None:
     model = gpt(torch.bfloat16)
-    layer = moe_layers(model)["decoder.layers.0.mlp"]
+    layer = find_moe_layers(model)["decoder.layers.0.mlp"]
     tokens = torch.randn(32, 32).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         choice: RoutingResult = layer.router(tokens, None, torch.ones(())).choice

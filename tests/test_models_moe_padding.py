@@ -17,7 +17,7 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft_slice import PromptSlice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
-from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.models.moe.find_moe_layers import find_moe_layers
 from stoker.models.moe.router import STATISTIC_NAMES, Routing
 from stoker.models.t5 import T5
 
@@ -41,9 +41,9 @@ RELATIVE = {"position_embedding_type": "relative"}
 
 
 def built(keys: GPTKeys | T5Keys | BertKeys, peft: PromptSlice | None = None, **form: Any) -> GPT | T5 | BERT:
-    shape = BatchSpec(length=TOKENS, **form)
+    shape = BatchSpec(seq_length=TOKENS, **form)
     facts: dict[str, Any] = {"device": "cpu", "dtype": torch.float64, "flags": AttentionFlags()}
-    return build_model(keys, vocab_size=VOCAB, micro_batch_size=2, form=shape, peft=peft, **facts)
+    return build_model(keys, vocab_size=VOCAB, micro_batch_size=2, batch_spec=shape, peft=peft, **facts)
 
 
 def t5(*, encoder: bool, **form: Any) -> T5:
@@ -74,7 +74,7 @@ def documents(length: int, ends: int) -> Tensor:
 
 
 def assignments(model: GPT | T5 | BERT) -> float:
-    (layer,) = moe_layers(model).values()
+    (layer,) = find_moe_layers(model).values()
     return dict(zip(STATISTIC_NAMES, layer.statistics[EXPERTS:].tolist(), strict=True))["assignments"]
 
 
@@ -164,7 +164,7 @@ def bert() -> GPT | T5 | BERT:
 def test_what_fills_up_an_evaluation_takes_no_experts_room(make: Any, batch: dict[str, Tensor], tokens: int) -> None:
     """A row without a label is nobody's, and neither is what stands behind a window that ends early."""
     model = make().eval()
-    (layer,) = moe_layers(model).values()
+    (layer,) = find_moe_layers(model).values()
     seen: list[Routing] = []
 
     def note(router: Any, given: Any, routed: Any) -> None:
@@ -173,9 +173,9 @@ def test_what_fills_up_an_evaluation_takes_no_experts_room(make: Any, batch: dic
     layer.router.register_forward_hook(note)
     loss = model.batch_loss(batch, 1.0)
     (routed,) = seen
-    assert routed.sums[:EXPERTS].sum() == 2 * tokens  # two experts each
-    assert routed.kept is not None
-    assert not routed.kept[len(routed.kept) // 2 :].any()
+    assert routed.statistics[:EXPERTS].sum() == 2 * tokens  # two experts each
+    assert routed.keep_mask is not None
+    assert not routed.keep_mask[len(routed.keep_mask) // 2 :].any()
     changed = {name: field.clone() for name, field in batch.items()}
     for name in changed.keys() & {"tokens", "encoder_tokens", "decoder_tokens"}:
         changed[name][1] = 3

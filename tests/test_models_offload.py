@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, copies_of, get_stacks
+from stoker.models.build import build_model, copy_engine_factory, get_stacks
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
@@ -39,12 +39,12 @@ def model_of(*, t5: bool = False, dtype: torch.dtype = torch.float32, **changes:
         relative = {"position_embedding_type": "relative"}
         both = dict.fromkeys(("encoder", "decoder"), stack | relative)
         keys: Any = T5Keys.model_validate({**both, **compiled, "seq_length": TOKENS})
-        form = BatchSpec(length=TOKENS, decoder_length=TOKENS)
+        form = BatchSpec(seq_length=TOKENS, decoder_seq_length=TOKENS)
     else:
         keys = GPTKeys.model_validate({**stack, **compiled, "encoder_seq_length": TOKENS})
-        form = BatchSpec(length=TOKENS)
+        form = BatchSpec(seq_length=TOKENS)
     facts: Any = {"vocab_size": VOCAB, "device": "cpu", "flags": AttentionFlags(), "micro_batch_size": 2}
-    return build_model(keys, dtype=dtype, form=form, **facts)
+    return build_model(keys, dtype=dtype, batch_spec=form, **facts)
 
 
 def offloaded(model: Any, layers: int = 3, least_size: int = LEAST) -> DeferredCopies:
@@ -262,8 +262,8 @@ def test_what_all_layers_share_stays() -> None:
 
     model.encoder.register_forward_hook(output_is_there)
     copies = offloaded(model, LAYERS - 1, least_size=0)
-    send = copies.send
-    copies.send = lambda memory, host: (sources.append(memory.data_ptr()), send(memory, host))[1]  # type: ignore[method-assign]
+    send = copies.copy_to_host
+    copies.copy_to_host = lambda memory, host: (sources.append(memory.data_ptr()), send(memory, host))[1]  # type: ignore[method-assign]
     loss = loss_of(model)
     assert addresses
     assert addresses[0] not in sources
@@ -344,10 +344,10 @@ def test_a_chunk_of_layers_is_offloaded_as_one() -> None:
                 for number in numbers:
                     hidden = parts[number](hidden).relu()
                 continue
-            with run.layers(numbers, [parts[number] for number in numbers]):
+            with run.offload_saved_tensors(numbers, [parts[number] for number in numbers]):
                 for number in numbers:
                     hidden = parts[number](hidden).relu()
-            run.after(numbers, hidden)
+            run.post_forward(numbers, hidden)
         return hidden.square().sum()
 
     expected = gradients(parts, lambda: [run(None, 1)])
@@ -373,12 +373,12 @@ def test_chunks_are_fetched_before_the_backward_reads_them(size: int, layers: in
     hidden = torch.randn(16, 64, requires_grad=True)
     for start in range(0, len(parts), size):
         numbers = range(start, min(start + size, len(parts)))
-        with run.layers(numbers, [parts[number] for number in numbers]):
+        with run.offload_saved_tensors(numbers, [parts[number] for number in numbers]):
             for number in numbers:
                 hidden = parts[number](hidden).relu()
         # before the engine's own: what that fetches for this chunk itself comes too late
         hidden.register_hook(lambda _, start=start: copies.events.append(("backward", start)))
-        run.after(numbers, hidden)
+        run.post_forward(numbers, hidden)
     del run
     copies.events.clear()
     hidden.sum().backward()
@@ -424,7 +424,7 @@ def test_memory_that_the_system_does_not_pin_names_the_keys(monkeypatch: pytest.
 
     monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(HostMemoryError) as error:
-        pool.take(3 << 30)
+        pool.allocate(3 << 30)
     assert "has 0.0 GiB of host memory and cannot allocate 4.0 GiB more" in str(error.value)
     assert "cpu_offloading_num_layers" in str(error.value)
     assert not is_out_of_memory(error.value)
@@ -435,7 +435,7 @@ def test_what_dies_during_its_copy_waits_for_it() -> None:
     """A graph that nobody needs any more: others get its memory and its buffer when the copy is done."""
     copies = DeferredCopies()
     run = ActivationOffload(copies, 1, least_size=1).begin_forward(3, ())
-    with run.layers(range(1), ()):
+    with run.offload_saved_tensors(range(1), ()):
         result = torch.randn(64, requires_grad=True).exp()
     del run, result
     assert [name for name, _ in copies.events] == ["send", "wait"]
@@ -465,12 +465,12 @@ def test_views_come_back_as_they_were(part: str, leaves: bool) -> None:
 
     copies = DeferredCopies()
     run = ActivationOffload(copies, 1, least_size=1).begin_forward(3, ())
-    with run.layers(range(1), ()):
+    with run.offload_saved_tensors(range(1), ()):
         result = Scale.apply(base, factor).sum() * 0 if part == "whole_then_rows" else torch.zeros(())
         result = result + Scale.apply(view, factor).sum()
     if leaves:
         for number in (1, 2):
-            with run.layers(range(number, number + 1), ()):
+            with run.offload_saved_tensors(range(number, number + 1), ()):
                 pass
     result.backward()
     assert factor.grad is not None
@@ -487,7 +487,7 @@ def test_activations_and_weights_of_a_model_share_a_slab(monkeypatch: pytest.Mon
     monkeypatch.setattr(host_copies.torch, "empty", lambda size, *, dtype, pin_memory: empty(size, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    make = copies_of(torch.device("cuda", 0))
+    make = copy_engine_factory(torch.device("cuda", 0))
     assert make is not None
     made: list[Any] = [make() for _ in range(4)]
     buffers = [copies.host(1000) for copies in made]

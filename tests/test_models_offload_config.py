@@ -15,7 +15,7 @@ from tiny_run import tiny_config
 from torch import nn
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, get_stacks, offload
+from stoker.models.build import build_model, enable_offloading, get_stacks
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
@@ -26,7 +26,7 @@ from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
 from stoker.models.memory.offload_weights import WeightOffload, find_weight_offloads
 from stoker.models.recompute.analysis import recomputed_for_offload
-from stoker.trainer.config.batch_spec import sample_form
+from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.core.run_summary import describe_offload, describe_offload_traffic
 from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
@@ -144,7 +144,7 @@ def test_t5_offloads_each_stack_by_itself() -> None:
             "decoder": {"num_layers": 6},
         }
     )
-    described = family_slice(keys, vocab_size=50, form=BatchSpec(length=8, decoder_length=8))
+    described = family_slice(keys, vocab_size=50, batch_spec=BatchSpec(seq_length=8, decoder_seq_length=8))
     encoder = OffloadSlice(layers=2, activations=True, weights=True)
     assert [part.offload for part in described.stacks] == [encoder, None]
 
@@ -155,8 +155,8 @@ def test_layers_that_are_offloaded_make_cheap_parts_again() -> None:
 
     def parts(*, offloads: bool = True, **changes: Any) -> list[set[str]]:
         model = GPTKeys.model_validate(keys | changes)
-        part = family_slice(model, vocab_size=50, form=BatchSpec(length=8)).stacks[0]
-        return [set(part.made_again(layer, offloads=offloads)) for layer in range(6)]
+        part = family_slice(model, vocab_size=50, batch_spec=BatchSpec(seq_length=8)).stacks[0]
+        return [set(part.recomputed_modules(layer, offloading=offloads)) for layer in range(6)]
 
     assert parts() == [cheap] * 4 + [set()] * 2
     assert parts(offloads=False) == [set()] * 6
@@ -172,7 +172,7 @@ def test_each_stack_says_what_it_makes_again() -> None:
     """Of scores, only where an attention of the stack itself keeps some."""
     on = {"num_layers": 4, "cpu_offloading": True}
     keys = T5Keys.model_validate({"encoder": on, "decoder": on, "seq_length": 8})
-    described = family_slice(keys, vocab_size=50, form=BatchSpec(length=8, decoder_length=8))
+    described = family_slice(keys, vocab_size=50, batch_spec=BatchSpec(seq_length=8, decoder_seq_length=8))
     call = SimpleNamespace(device="cuda", dtype="bf16")
     kept, fused = (SimpleNamespace(saves_scores=keeps, call=call) for keeps in (True, False))
     decisions: Any = {"encoder training": kept, "decoder training": fused, "cross training": fused}
@@ -197,7 +197,7 @@ def test_what_a_run_says_in_the_end() -> None:
     model: Any = model_of()
     assert list(describe_offload_traffic(model)) == []
     copies = DeferredCopies()
-    offload(model, family_slice(keys, vocab_size=50, form=BatchSpec(length=16)), lambda: copies)
+    enable_offloading(model, family_slice(keys, vocab_size=50, batch_spec=BatchSpec(seq_length=16)), lambda: copies)
     copies.pool.size = 3 << 30
     (part,) = get_stacks(model)
     assert part.activation_offload is not None
@@ -265,12 +265,12 @@ def test_recordings_do_not_offload() -> None:
 
 def test_slices_become_parts_of_the_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": 16, "cpu_offloading": True})
-    described = family_slice(keys, vocab_size=50, form=BatchSpec(length=16))
+    described = family_slice(keys, vocab_size=50, batch_spec=BatchSpec(seq_length=16))
     model = model_of()
     (part,) = get_stacks(model)
     assert part.activation_offload is None  # nothing on a CPU
     made: list[DeferredCopies] = []
-    offload(model, described, lambda: (made.append(DeferredCopies()), made[-1])[1])
+    enable_offloading(model, described, lambda: (made.append(DeferredCopies()), made[-1])[1])
     assert len(made) == 2  # weights do not queue behind activations
     assert part.activation_offload is not None
     assert part.activation_offload.layers == LAYERS - 1
@@ -298,15 +298,15 @@ def test_what_a_run_says() -> None:
     root = config(model__cpu_offloading=True, trainer__accelerator="auto").root
     assert isinstance(root.model, GPTKeys)
     model: Any = model_of()
-    described = family_slice(root.model, vocab_size=50, form=BatchSpec(length=16))
+    described = family_slice(root.model, vocab_size=50, batch_spec=BatchSpec(seq_length=16))
     told = list(describe_offload(root, described, model, torch.device("cpu")))
     assert told == ["warning: `model.cpu_offloading` (True) has no effect on cpu"]
-    offload(model, described, DeferredCopies)
+    enable_offloading(model, described, DeferredCopies)
     (line,) = describe_offload(root, described, model, CUDA)
     assert line.startswith("CPU offloading of the first 3 layers: activations and weights (")
     assert line.endswith("; recomputed instead of offloaded: core attention, mlp activation, norm")
     keys = config().root.model
-    nothing = family_slice(keys, vocab_size=50, form=BatchSpec(length=16))
+    nothing = family_slice(keys, vocab_size=50, batch_spec=BatchSpec(seq_length=16))
     assert list(describe_offload(config().root, nothing, model, CUDA)) == []
 
 
@@ -371,10 +371,10 @@ def test_weights_count_on_the_host(monkeypatch: pytest.MonkeyPatch, model: str, 
     stacks = ("model.encoder", "model.decoder") if model == "t5_tiny" else ("model",)
     given = [f"{stack}.{name}={value}" for stack in stacks for name, value in keys.items()]
     root = load(f"model={model}", "data=mock", "trainer.accelerator=gpu", "trainer.precision=32", *given).root
-    form = sample_form(root)
+    form = batch_spec(root)
     facts: Any = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 1}
-    built = build_model(root.model, vocab_size=50, form=form, **facts)
-    offload(built, family_slice(root.model, vocab_size=50, form=form), DeferredCopies)
+    built = build_model(root.model, vocab_size=50, batch_spec=form, **facts)
+    enable_offloading(built, family_slice(root.model, vocab_size=50, batch_spec=form), DeferredCopies)
     sent = sum(part.sent_bytes for part in find_weight_offloads(built))
     assert sent > 0
     assert least_need(monkeypatch, root, of_host=True) == sent

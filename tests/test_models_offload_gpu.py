@@ -43,13 +43,15 @@ def model_of(*, t5: bool = False, **changes: Any) -> tuple[Any, Any]:
     if t5:
         both = dict.fromkeys(("encoder", "decoder"), stack | {"position_embedding_type": "relative"})
         keys: Any = T5Keys.model_validate({**both, **more, "seq_length": TOKENS})
-        form = BatchSpec(length=TOKENS, decoder_length=TOKENS)
+        form = BatchSpec(seq_length=TOKENS, decoder_seq_length=TOKENS)
     else:
         keys = GPTKeys.model_validate({**stack, **more, "encoder_seq_length": TOKENS})
-        form = BatchSpec(length=TOKENS)
+        form = BatchSpec(seq_length=TOKENS)
     flags = AttentionFlags(allow_nondeterministic=False)
     facts: Any = {"device": "cuda", "dtype": torch.bfloat16, "flags": flags, "micro_batch_size": SAMPLES}
-    return build_model(keys, vocab_size=VOCAB, form=form, **facts), family_slice(keys, vocab_size=VOCAB, form=form)
+    return build_model(keys, vocab_size=VOCAB, batch_spec=form, **facts), family_slice(
+        keys, vocab_size=VOCAB, batch_spec=form
+    )
 
 
 def loss_of(model: Any, seed: int) -> torch.Tensor:
@@ -278,13 +280,13 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, seen_without_a_wait: 
 
 def test_offload_is_built_for_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.device] = []
-    copies_of = build.copies_of
+    copies_of = build.copy_engine_factory
     monkeypatch.setattr(build, "copies_of", lambda device: (made.append(device), copies_of(device))[1])
     keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": TOKENS, "cpu_offloading": True})
     facts: Any = {"device": "cuda", "dtype": torch.bfloat16, "flags": AttentionFlags(), "micro_batch_size": 1}
-    form = BatchSpec(length=TOKENS)
-    answering = build_model(keys, vocab_size=VOCAB, form=form, kinds=("evaluation", "generation"), **facts)
+    form = BatchSpec(seq_length=TOKENS)
+    answering = build_model(keys, vocab_size=VOCAB, batch_spec=form, kinds=("evaluation", "generation"), **facts)
     assert not made
     assert not find_weight_offloads(answering)
-    assert find_weight_offloads(build_model(keys, vocab_size=VOCAB, form=form, **facts))
+    assert find_weight_offloads(build_model(keys, vocab_size=VOCAB, batch_spec=form, **facts))
     assert [device.type for device in made] == ["cuda"]

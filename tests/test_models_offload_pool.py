@@ -32,20 +32,20 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> PinnedMemoryPool:
 
 def test_buffers_are_given_out_again() -> None:
     pool = PinnedMemoryPool(pinned=False)
-    one, other = pool.take(1000), pool.take(1000)
+    one, other = pool.allocate(1000), pool.allocate(1000)
     assert one.data_ptr() != other.data_ptr()
     one.fill_(1)
     other.fill_(2)
     assert one.sum() == 1000
-    pool.give_back(one)
-    assert pool.take(1000).data_ptr() == one.data_ptr()
-    assert pool.take(500).data_ptr() != other.data_ptr()
+    pool.release(one)
+    assert pool.allocate(1000).data_ptr() == one.data_ptr()
+    assert pool.allocate(500).data_ptr() != other.data_ptr()
     assert pool.size == 2 * 1024 + ALIGNMENT
 
 
 def test_slabs_are_cut(pinned: PinnedMemoryPool) -> None:
     """What is left of a slab is used, also where a larger buffer needed a new slab in between."""
-    buffers = [pinned.take(size) for size in (40000, 40000, 20000, 20000, 100000)]
+    buffers = [pinned.allocate(size) for size in (40000, 40000, 20000, 20000, 100000)]
     assert pinned.size == 2 * SMALL_SLAB + (1 << 17)  # the last has one of its own
     for number, buffer in enumerate(buffers):
         buffer.fill_(number)
@@ -54,22 +54,22 @@ def test_slabs_are_cut(pinned: PinnedMemoryPool) -> None:
 
 def test_the_smallest_piece_that_holds_a_buffer_is_cut(pinned: PinnedMemoryPool) -> None:
     """So large pieces stay for large buffers."""
-    large, _, small, _ = (pinned.take(size * ALIGNMENT) for size in (16, 1, 4, 107))
-    pinned.give_back(large)
-    pinned.give_back(small)
-    assert pinned.take(3 * ALIGNMENT).data_ptr() == small.data_ptr()
-    assert pinned.take(16 * ALIGNMENT).data_ptr() == large.data_ptr()
-    assert pinned.take(1).data_ptr() == small.data_ptr() + 3 * ALIGNMENT
+    large, _, small, _ = (pinned.allocate(size * ALIGNMENT) for size in (16, 1, 4, 107))
+    pinned.release(large)
+    pinned.release(small)
+    assert pinned.allocate(3 * ALIGNMENT).data_ptr() == small.data_ptr()
+    assert pinned.allocate(16 * ALIGNMENT).data_ptr() == large.data_ptr()
+    assert pinned.allocate(1).data_ptr() == small.data_ptr() + 3 * ALIGNMENT
     assert pinned.size == SMALL_SLAB
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3), (1, 3, 0, 2)])
 def test_neighbours_merge(pinned: PinnedMemoryPool, order: tuple[int, ...]) -> None:
     """Also with what was never cut, and whichever is back first."""
-    buffers = [pinned.take(10000) for _ in range(4)]
+    buffers = [pinned.allocate(10000) for _ in range(4)]
     for number in order:
-        pinned.give_back(buffers[number])
-    assert pinned.take(SMALL_SLAB).data_ptr() == buffers[0].data_ptr()
+        pinned.release(buffers[number])
+    assert pinned.allocate(SMALL_SLAB).data_ptr() == buffers[0].data_ptr()
     assert pinned.size == SMALL_SLAB
 
 
@@ -79,18 +79,18 @@ def test_slabs_do_not_merge(monkeypatch: pytest.MonkeyPatch, pinned: PinnedMemor
     third = torch.zeros(2 * SMALL_SLAB, dtype=torch.uint8)
     slabs = iter([torch.from_numpy(both[:SMALL_SLAB]), torch.from_numpy(both[SMALL_SLAB:]), third])
     monkeypatch.setattr(host_copies.torch, "empty", lambda *_, **__: next(slabs))
-    one, other = pinned.take(SMALL_SLAB), pinned.take(SMALL_SLAB)
+    one, other = pinned.allocate(SMALL_SLAB), pinned.allocate(SMALL_SLAB)
     assert one.data_ptr() + SMALL_SLAB == other.data_ptr()
-    pinned.give_back(one)
-    pinned.give_back(other)
-    assert pinned.take(SMALL_SLAB + 1).numel() == SMALL_SLAB + 1
-    assert {pinned.take(SMALL_SLAB).data_ptr() for _ in range(2)} == {one.data_ptr(), other.data_ptr()}
+    pinned.release(one)
+    pinned.release(other)
+    assert pinned.allocate(SMALL_SLAB + 1).numel() == SMALL_SLAB + 1
+    assert {pinned.allocate(SMALL_SLAB).data_ptr() for _ in range(2)} == {one.data_ptr(), other.data_ptr()}
     assert pinned.size == 4 * SMALL_SLAB
 
 
 def test_growing_sizes_share_slabs(pinned: PinnedMemoryPool) -> None:
     for size in range(1000, SMALL_SLAB, 99):
-        pinned.give_back(pinned.take(size))
+        pinned.release(pinned.allocate(size))
     assert pinned.size == SMALL_SLAB
 
 
@@ -108,9 +108,9 @@ def test_a_constant_need_in_random_cuts_takes_constant_memory(
     randomness, need = random.Random(0), 20 * SMALL_SLAB
     sizes: list[int] = []
     for _ in range(300):
-        buffers = [pinned.take(size) for size in cuts(need, 200, randomness)]
+        buffers = [pinned.allocate(size) for size in cuts(need, 200, randomness)]
         for buffer in order(buffers):
-            pinned.give_back(buffer)
+            pinned.release(buffer)
         sizes.append(pinned.size)
     assert sizes[-1] <= 1.15 * need
     assert sizes[50] == sizes[-1]
@@ -124,9 +124,9 @@ def test_a_buffer_that_is_out_is_nobody_elses(steps: list[tuple[bool, int, rando
     out: list[tuple[int, Tensor]] = []
     for number, (takes, size, randomness) in enumerate(steps):
         if takes:
-            out.append((number % 251, pool.take(size).fill_(number % 251)))
+            out.append((number % 251, pool.allocate(size).fill_(number % 251)))
         elif out:
-            pool.give_back(out.pop(randomness.randrange(len(out)))[1])
+            pool.release(out.pop(randomness.randrange(len(out)))[1])
         assert all(bool((buffer == mark).all()) for mark, buffer in out)
         places = sorted((buffer.data_ptr(), buffer.numel()) for _, buffer in out if buffer.numel())
         assert all(start + length <= after for (start, length), (after, _) in pairwise(places))
@@ -140,18 +140,18 @@ def test_the_collector_may_give_back_at_any_moment(monkeypatch: pytest.MonkeyPat
             self.buffer, self.circle = buffer, self
 
         def __del__(self) -> None:
-            pinned.give_back(self.buffer)
+            pinned.release(self.buffer)
 
     def interrupted(free: list[tuple[int, int, int]], piece: tuple[int, int, int]) -> int:
         place = bisect_left(free, piece)
         gc.collect()
         return place
 
-    first, second, third = (pinned.take(size) for size in (10000, 10000, 10000))
+    first, second, third = (pinned.allocate(size) for size in (10000, 10000, 10000))
     monkeypatch.setattr(host_copies, "bisect_left", interrupted)
     Graph(first)
-    pinned.give_back(third)
-    pinned.give_back(pinned.take(1))
-    pinned.give_back(second)
-    assert pinned.take(SMALL_SLAB).data_ptr() == first.data_ptr()
+    pinned.release(third)
+    pinned.release(pinned.allocate(1))
+    pinned.release(second)
+    assert pinned.allocate(SMALL_SLAB).data_ptr() == first.data_ptr()
     assert pinned.size == SMALL_SLAB

@@ -22,7 +22,7 @@ from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.stack import Layer
-from stoker.trainer.data.datasets.document_ids import document_numbers
+from stoker.trainer.data.datasets.document_ids import document_ids
 
 VOCAB, TOKENS, EOD = 50, 12, 1
 ROWS = [
@@ -71,7 +71,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.tensor(ROWS)
     labels = tokens.roll(-1, dims=1)
     labels[0, 2] = labels[2, 8] = -100
-    return tokens, labels, document_numbers(tokens, EOD)
+    return tokens, labels, document_ids(tokens, EOD)
 
 
 def spans(documents: Tensor) -> list[tuple[int, int, int]]:
@@ -186,7 +186,7 @@ def test_dropout_masks_come_from_the_seed(dropout: str) -> None:
 def test_bf16_and_autocast_are_as_good_as_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask is in the dtype of the queries, so that no layer casts it."""
     dtypes: list[torch.dtype] = []
-    real = PackedSequences.of
+    real = PackedSequences.from_documents
     monkeypatch.setattr(
         PackedSequences, "of", lambda numbers, **how: dtypes.append(how["dtype"]) or real(numbers, **how)
     )
@@ -209,8 +209,8 @@ def test_bf16_and_autocast_are_as_good_as_their_dtype(monkeypatch: pytest.Monkey
 def test_mask_positions_and_lengths_follow_the_documents(rows: list[list[int]]) -> None:
     """Megatron's loop over the end tokens gives the same mask and positions; the lengths cut at the same places."""
     tokens = torch.tensor(rows)
-    documents = document_numbers(tokens, EOD)
-    packed = PackedSequences.of(documents, dtype=torch.float32, causal=True)
+    documents = document_ids(tokens, EOD)
+    packed = PackedSequences.from_documents(documents, dtype=torch.float32, causal=True)
     visible = torch.ones(7, 7, dtype=torch.bool).tril().repeat(len(rows), 1, 1)
     positions = torch.arange(7).repeat(len(rows), 1)
     for row, line in enumerate(rows):
@@ -223,7 +223,7 @@ def test_mask_positions_and_lengths_follow_the_documents(rows: list[list[int]]) 
         packed.require_mask(), torch.zeros(len(rows), 1, 7, 7).masked_fill(~visible[:, None], -torch.inf)
     )
     assert torch.equal(document_position_ids(documents), positions)
-    full = PackedSequences.of(documents, dtype=torch.float32, causal=False).require_mask()
+    full = PackedSequences.from_documents(documents, dtype=torch.float32, causal=False).require_mask()
     assert torch.equal(full == 0, (visible | visible.mT)[:, None])
 
     lengths = packed.cu_seqlens()
@@ -242,7 +242,7 @@ def test_backends_take_each_document_by_itself(name: str, groups: int, causal: b
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     bias = torch.randn(1, 4, TOKENS, TOKENS, generator=generator, dtype=torch.float64)
     documents = batch()[2]
-    packed = PackedSequences.of(documents, dtype=torch.float64, causal=causal)
+    packed = PackedSequences.from_documents(documents, dtype=torch.float64, causal=causal)
     for term in (None, bias):
         output = ATTENTION_FUNCTIONS[name](*tensors, scale=0.4, causal=causal, bias=term, packed=packed)
         upstream = torch.randn(output.shape, generator=generator, dtype=torch.float64)
@@ -269,7 +269,7 @@ def test_rotary_angles_by_row() -> None:
 def test_the_mask_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[PackedSequences] = []
     given: list[PackedSequences] = []
-    real = PackedSequences.of
+    real = PackedSequences.from_documents
     monkeypatch.setattr(PackedSequences, "of", lambda *args, **options: made.append(real(*args, **options)) or made[-1])
     model = gpt(num_layers=3)
     for layer in model.decoder.layers:
@@ -284,7 +284,7 @@ def test_the_mask_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
 def test_no_mask_is_made_for_a_backend_that_takes_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[PackedSequences] = []
-    real = PackedSequences.of
+    real = PackedSequences.from_documents
     monkeypatch.setattr(PackedSequences, "of", lambda *args, **options: made.append(real(*args, **options)) or made[-1])
     tokens, labels, documents = batch()
     losses, gradients = [], []
@@ -408,7 +408,7 @@ def test_gpu_backends_take_each_document_by_itself(name: str, tokens: int, group
     upstream = torch.randn(2, tokens, 8, 64, generator=generator).to("cuda")
     results: list[list[Tensor]] = []
     for function, tensors in (("reference", wide), (name, narrow)):
-        packed = PackedSequences.of(documents, dtype=tensors[0].dtype, causal=True)
+        packed = PackedSequences.from_documents(documents, dtype=tensors[0].dtype, causal=True)
         output = ATTENTION_FUNCTIONS[function](*tensors, scale=0.125, causal=True, packed=packed)
         results.append([output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))])
     for expected, ours in zip(*results, strict=True):

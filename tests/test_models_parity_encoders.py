@@ -99,7 +99,7 @@ def same_weights(case: Case, dtype: torch.dtype, *, padded: bool, std: float) ->
         dtype=dtype,
         flags=AttentionFlags(),
         micro_batch_size=BATCH,
-        form=BatchSpec(length=TOKENS, decoder_length=ANSWER, padded=padded),
+        batch_spec=BatchSpec(seq_length=TOKENS, decoder_seq_length=ANSWER, padded=padded),
     )
     for name, value in map_parameters(case.kind, model, case.reference).items():
         model.get_parameter(name).data.copy_(value)

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.cross_entropy import linear_cross_entropy
-from stoker.kernels.lora.lora_linear import lora_linear, reference_lora_linear, rows_of
+from stoker.kernels.lora.lora_linear import flatten_norm_factors, lora_linear, reference_lora_linear
 from stoker.kernels.moe.expert_mlps import expert_mlp
 from stoker.kernels.moe.grouped_matmul import grouped_matmul
 from stoker.kernels.moe.lora_experts import LoRAMatrices, lora_expert_mlp
@@ -25,7 +25,7 @@ from stoker.models.config.t5 import T5Keys
 from stoker.models.layers.mlp import MLP
 from stoker.models.layers.norm import RMSNorm
 from stoker.models.peft import lora_mlp
-from stoker.models.peft.added_parameters import added_parameters
+from stoker.models.peft.added_parameters import peft_parameter_names
 from stoker.models.peft.apply import trainable_parameters
 from stoker.models.peft.lora import LoRALinear
 from stoker.models.stack import Layer
@@ -70,7 +70,7 @@ def model_of(
     family: str, scheme: str | None, *, dtype: torch.dtype = F64, peft: Any = None, **changes: Any
 ) -> LanguageModel:
     keys = PeftKeys.model_validate({"peft_scheme": scheme, **(SCHEMES.get(scheme or "", {}) if peft is None else peft)})
-    form = BatchSpec(length=LENGTH, decoder_length=ANSWER) if family == "t5" else BatchSpec(length=LENGTH)
+    form = BatchSpec(seq_length=LENGTH, decoder_seq_length=ANSWER) if family == "t5" else BatchSpec(seq_length=LENGTH)
     return build_model(
         keys_of(family, **changes),
         vocab_size=VOCAB,
@@ -78,7 +78,7 @@ def model_of(
         dtype=dtype,
         flags=AttentionFlags(),
         micro_batch_size=2,
-        form=form,
+        batch_spec=form,
         peft=peft_slice(keys),
     )
 
@@ -142,7 +142,7 @@ def test_a_norm_before_the_operation_is_not_kept(zero_centered: bool) -> None:
     weight, norm = torch.randn(7, 5, dtype=F64), RMSNorm(5, 1e-5, zero_centered=zero_centered).double()
     norm.weight = nn.Parameter(torch.randn(5, dtype=F64), requires_grad=False)
     found, kept = [], []
-    for parts in (None, norm.parts(hidden)):
+    for parts in (None, norm.factors(hidden)):
         with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
             normed = norm(hidden)
             kept.clear()
@@ -151,7 +151,7 @@ def test_a_norm_before_the_operation_is_not_kept(zero_centered: bool) -> None:
         found.append([output.detach(), *torch.autograd.grad(output.sin().sum(), (hidden, down, up))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
-    rows = rows_of(norm.parts(hidden.detach()))
+    rows = flatten_norm_factors(norm.factors(hidden.detach()))
     arguments = (norm(hidden).detach().flatten(0, 1).requires_grad_(), *rows, weight, None, down, up, 0.7, [7])
     torch.library.opcheck(torch.ops.stoker.lora_linear.default, arguments)
 
@@ -211,11 +211,11 @@ def test_experts_are_those_with_merged_weights(capacity: int | None, bias: bool)
     biases = {"up_bias": torch.randn(3, 8, dtype=F64), "down_bias": torch.randn(3, 6, dtype=F64)} if bias else {}
     first = LoRAMatrices(drawn(3, 4, 6), drawn(3, 8, 2), (4, 4), 0.7, 0.0)
     second = LoRAMatrices(drawn(3, 3, 4), drawn(3, 6, 3), (6,), 0.3, 0.0)
-    learnt = (hidden, first.down, first.up, second.down, second.up)
+    learnt = (hidden, first.lora_a, first.lora_b, second.lora_a, second.lora_b)
     shared: dict[str, Any] = {"nonlinearity": "silu", "gated": True, "capacity": capacity, **biases}
 
     def merged(weight: Tensor, low: LoRAMatrices) -> Tensor:
-        lows, highs = low.down.split(low.up.shape[2], dim=1), low.up.split(list(low.parts), dim=1)
+        lows, highs = low.lora_a.split(low.lora_b.shape[2], dim=1), low.lora_b.split(list(low.parts), dim=1)
         return weight + low.scale * torch.cat([b @ a for a, b in zip(lows, highs, strict=True)], dim=1)
 
     outputs = (
@@ -261,11 +261,11 @@ def test_what_is_added_is_trained_and_nothing_else(family: str, scheme: str) -> 
     assert all(gradient.any() for gradient in gradients(model, family).values())
     if scheme == "selective":
         assert trained
-        assert not added_parameters(model)
+        assert not peft_parameter_names(model)
     else:
-        assert set(trained) == set(added_parameters(model))
+        assert set(trained) == set(peft_parameter_names(model))
     plain = dict(model_of(family, None).named_parameters())
-    base = {name: parameter for name, parameter in model.named_parameters() if name not in added_parameters(model)}
+    base = {name: parameter for name, parameter in model.named_parameters() if name not in peft_parameter_names(model)}
     assert base.keys() == plain.keys()
     assert all(torch.equal(parameter, plain[name]) for name, parameter in base.items())
 

@@ -34,7 +34,7 @@ def model_of(family: str, device: str, dtype: torch.dtype, **changes: Any) -> La
         dtype=dtype,
         flags=AttentionFlags(),
         micro_batch_size=2,
-        form=BatchSpec(length=12),
+        batch_spec=BatchSpec(seq_length=12),
         peft=peft_slice(PeftKeys.model_validate({"peft_scheme": "lora", "lora_tuning": LORA})),
     )
 

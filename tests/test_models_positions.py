@@ -338,7 +338,7 @@ def test_flash_and_unfused_equal_the_definition(
     if padding is not None and causal:  # which asks for padding at the end, that no real token sees
         padding = padding.sort(dim=1, descending=True).values
     documents = torch.tensor([[0] * 2 + [1] * 7, [0] * 2 + [1] + [2] * 6]).int() if layout == "packed" else None
-    packed = None if documents is None else PackedSequences.of(documents, dtype=FP64, causal=causal)
+    packed = None if documents is None else PackedSequences.from_documents(documents, dtype=FP64, causal=causal)
     upstream = torch.randn(BATCH, TOKENS, HIDDEN, dtype=FP64, generator=generator)
     leaves = [hidden, attention.qkv.weight, *case.leaves]
     counts = torch.ones(()) if padding is None or not causal else padding[..., None]  # tokens whose output is of use

@@ -285,7 +285,7 @@ def decisions(length: int, **changes: Any) -> Any:
     keys = GPTKeys.model_validate({"encoder_seq_length": length, "attention_dropout": 0.0, **changes})
     attention = gpt_slice(keys, vocab_size=VOCAB).stack.attention
     calls = attention_calls(
-        attention, device="cuda", capability=(9, 0), dtype="bf16", batch=1, seq_length=length, longest=length,
+        attention, device="cuda", capability=(9, 0), dtype="bf16", batch=1, seq_length=length, max_length=length,
         packed=False, deterministic=False,
     )  # fmt: skip
     return choose_backends(attention, calls, AttentionFlags(), H100)

@@ -29,7 +29,7 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
 from stoker.models.layers import mlp as mlp_module
-from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.models.moe.find_moe_layers import find_moe_layers
 from stoker.models.stack import Layer
 from stoker.models.t5 import T5
 
@@ -79,9 +79,9 @@ MOE_MODES = MODES | {
 
 
 def built(keys: FamilyKeys, dtype: torch.dtype = torch.float32, device: str = "cpu", **form: Any) -> LanguageModel:
-    shape = BatchSpec(length=TOKENS, **form)
+    shape = BatchSpec(seq_length=TOKENS, **form)
     return build_model(
-        keys, vocab_size=VOCAB, device=device, dtype=dtype, flags=AttentionFlags(), micro_batch_size=2, form=shape
+        keys, vocab_size=VOCAB, device=device, dtype=dtype, flags=AttentionFlags(), micro_batch_size=2, batch_spec=shape
     )
 
 
@@ -137,7 +137,7 @@ def trained(model: LanguageModel) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         found[name] = parameter.grad
-    for name, layer in moe_layers(model).items():
+    for name, layer in find_moe_layers(model).items():
         found[f"{name}.statistics"] = layer.statistics.clone()
         if layer.step_counts is not None:
             found[f"{name}.step_counts"] = layer.step_counts.clone()

@@ -194,10 +194,16 @@ def test_what_needs_pipelines_is_not_yet() -> None:
 
 def stacks(backend: str, **changes: Any) -> tuple[Stack, list[str]]:
     given = keys(**{f"{AT}granularity": "selective"} | changes, attention_backend=backend)
-    form = BatchSpec(length=8)
-    described = family_slice(given, vocab_size=10, form=form)
+    form = BatchSpec(seq_length=8)
+    described = family_slice(given, vocab_size=10, batch_spec=form)
     model = build_model(
-        given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=2, form=form
+        given,
+        vocab_size=10,
+        device="cpu",
+        dtype=torch.float32,
+        flags=AttentionFlags(),
+        micro_batch_size=2,
+        batch_spec=form,
     )
     stack = model.get_submodule("decoder")
     assert isinstance(stack, Stack)
@@ -274,7 +280,7 @@ def test_a_run_tells_only_what_it_recomputes(
         tmp_path, model__num_layers=4, **{f"model__{name}": value for name, value in changes.items()}
     ).root
     data, precision, cpu = build_data(root), PrecisionPlan("fp32", torch.float32), torch.device("cpu")
-    said = list(run_summary.describe(root, factory.build_model(root, data, precision, cpu), data, precision, cpu))
+    said = list(run_summary.summarize_run(root, factory.build_model(root, data, precision, cpu), data, precision, cpu))
     told = [line for line in said if line.startswith("recompute ")]
     assert told == ([f"recompute {expected.description}"] if expected else [])
     assert sum("has no effect" in line for line in said) == (backend != "unfused")
@@ -284,11 +290,17 @@ def test_each_attention_of_a_t5_is_looked_at() -> None:
     selective = {f"{AT}granularity": "selective", "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     flash = selective | {"attention_backend": "sdpa_flash", "attention_dropout": 0.0}
     given = T5Keys.model_validate({"encoder": selective | {"attention_backend": "unfused"}, "decoder": flash})
-    form = BatchSpec(length=8, decoder_length=8)
+    form = BatchSpec(seq_length=8, decoder_seq_length=8)
     model = build_model(
-        given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1, form=form
+        given,
+        vocab_size=10,
+        device="cpu",
+        dtype=torch.float32,
+        flags=AttentionFlags(),
+        micro_batch_size=1,
+        batch_spec=form,
     )
-    described = family_slice(given, vocab_size=10, form=form)
+    described = family_slice(given, vocab_size=10, batch_spec=form)
     notes = list(ineffective_recompute_messages(described, model.attention_decisions, None, compiled=model.compiled))
     assert [note.split("`")[1] for note in notes] == ["decoder training", "cross training"]
     assert all("model.decoder.activations_checkpoint_modules" in note for note in notes)
@@ -309,10 +321,16 @@ def test_a_relu_that_is_recomputed_saves_nothing_as_written(
     changes: dict[str, Any], compiled: bool, idle: bool
 ) -> None:
     relu = {"openai_gelu": False, "activation": "relu", f"{AT}modules": ["mlp_activation"]} | changes
-    given, form = keys(**relu, attention_backend="unfused"), BatchSpec(length=8)
-    described = family_slice(given, vocab_size=10, form=form)
+    given, form = keys(**relu, attention_backend="unfused"), BatchSpec(seq_length=8)
+    described = family_slice(given, vocab_size=10, batch_spec=form)
     decisions = build_model(
-        given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=2, form=form
+        given,
+        vocab_size=10,
+        device="cpu",
+        dtype=torch.float32,
+        flags=AttentionFlags(),
+        micro_batch_size=2,
+        batch_spec=form,
     ).attention_decisions
     notes = list(ineffective_recompute_messages(described, decisions, None, compiled=compiled))
     assert memory_saving_recompute(described, decisions, None, compiled=compiled) == (
@@ -362,7 +380,7 @@ def test_compiled_masks_of_fine_tuning_are_not_trusted_either(tmp_path: Path, dr
     root = tiny_config(tmp_path, trainer__accelerator="auto", **changes).root
     target = gpu_target(root, parse_gpu("h100"))
     target = replace(target, software=replace(target.software, torch=(2, 13)))
-    assert make_plan(root, target, vocab_size=300).facts.stacks[0].compiled == (dropout == 0)
+    assert make_plan(root, target, vocab_size=300).inputs.stacks[0].compiled == (dropout == 0)
 
 
 DRAWING: dict[str, tuple[dict[str, Any], str]] = {
@@ -380,7 +398,7 @@ def test_each_part_says_that_it_draws(source: str) -> None:
     quiet = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.0}
     facts: Any = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 1}
     given = keys(**quiet | changes | UNIFORM | {f"{AT}num_layers": 1})
-    model = build_model(given, vocab_size=10, form=BatchSpec(length=8), **facts)
+    model = build_model(given, vocab_size=10, batch_spec=BatchSpec(seq_length=8), **facts)
     layer: Any = model.get_submodule("decoder.layers.0")
     assert layer.preserve_rng_state
     assert [name for name, part in layer.named_modules() if getattr(part, "uses_rng", False)] == [at]

@@ -17,7 +17,7 @@ from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
-from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.models.moe.find_moe_layers import find_moe_layers
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.train import run_training
@@ -53,7 +53,7 @@ def gpt(**changes: Any) -> GPT:
         dtype=torch.bfloat16,
         flags=AttentionFlags(),
         micro_batch_size=BATCH,
-        form=BatchSpec(length=TOKENS),
+        batch_spec=BatchSpec(seq_length=TOKENS),
     )
     assert isinstance(model, GPT)
     return model
@@ -72,7 +72,7 @@ def step(model: GPT) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         found[name] = parameter.grad
-    return found | {f"{name}.counts": layer.statistics.clone() for name, layer in moe_layers(model).items()}
+    return found | {f"{name}.counts": layer.statistics.clone() for name, layer in find_moe_layers(model).items()}
 
 
 def peak(model: GPT) -> int:

@@ -19,13 +19,13 @@ from stoker.trainer.data.preprocess import partition, read_documents, train_toke
 from stoker.trainer.data.preprocess.read_documents import ReadOptions, RejectedDocument, read_lines, split_into_chunks
 from stoker.trainer.data.sources.indexed_tokens import IndexedReader
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
-from stoker.trainer.data.tokenizers.tokenizer_document import from_document
+from stoker.trainer.data.tokenizers.tokenizer_document import tokenizer_from_dict
 from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer
 
 
 def texts_of(prefix: Path) -> list[str]:
     data = IndexedReader(prefix)
-    tokenizer = from_document(json.loads(prefix.with_name(prefix.name + ".json").read_text())["tokenizer"])
+    tokenizer = tokenizer_from_dict(json.loads(prefix.with_name(prefix.name + ".json").read_text())["tokenizer"])
     ends = np.cumsum(data.lengths)
     return [tokenizer.decode(data.ids[end - length : end]) for end, length in zip(ends, data.lengths, strict=True)]
 

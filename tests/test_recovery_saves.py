@@ -176,13 +176,13 @@ def test_temporary_files_are_never_used(tmp_path, peace, monkeypatch):
 
 
 def test_a_full_disk_that_takes_no_log_line_still_names_the_checkpoint(tmp_path, capsys, monkeypatch):
-    from stoker.trainer.loggers.run_logger import Journal
+    from stoker.trainer.loggers.run_logger import RunLogger
 
     def refuse(self, text):
         raise UserError("cannot write the run's logs", EXIT_IO)
 
     def fail(self):
-        monkeypatch.setattr(Journal, "note", refuse)
+        monkeypatch.setattr(RunLogger, "note", refuse)
         raise UserError("cannot write checkpoint", EXIT_IO)
 
     monkeypatch.setattr("stoker.trainer.callbacks.train_loop.TrainLoopCallback._reduce_flags", fail)

@@ -184,7 +184,7 @@ def test_a_signal_within_a_validation_acts_after_its_batch_and_the_run_is_as_unb
         assert (newest.state.step, newest.state.val_loss, newest.state.loop.validation_due) == (step, None, True)
     validation({})
     result = run_training(tiny_config(broken, **LONG))
-    assert (result.step, result.exit_code, result.stopped_by) == (8, 0, None)
+    assert (result.step, result.exit_code, result.stop_reason) == (8, 0, None)
     assert figures(whole).items() <= figures(broken).items()  # a process reports its first step too
     assert [path.name for path in checkpoint_paths(broken / "checkpoints")] == [
         path.name for path in checkpoint_paths(whole / "checkpoints")
@@ -226,7 +226,7 @@ def test_a_limit_on_time_leaves_time_for_the_validation(tmp_path, monkeypatch):
 
     monkeypatch.setattr(GPT, "loss", loss)
     result = run_training(tiny_config(tmp_path, trainer__max_time="00:01:00:00", **LONG))
-    assert (result.step, result.stopped_by, len(seen)) == (5, "trainer.max_time=00:01:00:00", 6)
+    assert (result.step, result.stop_reason, len(seen)) == (5, "trainer.max_time=00:01:00:00", 6)
     assert (4, "val_loss") in figures(tmp_path)
 
 
@@ -328,7 +328,7 @@ def test_a_stop_that_only_another_process_has_seen_before_the_first_step_is_a_st
             return flags | StopFlag.TERMINATED
 
     result = run_training(tiny_config(tmp_path), Other())
-    assert (result.step, result.stopped_by, result.exit_code) == (0, "SIGTERM", EXIT_TERMINATED)
+    assert (result.step, result.stop_reason, result.exit_code) == (0, "SIGTERM", EXIT_TERMINATED)
 
 
 def test_a_time_limit_that_is_over_before_the_first_step_is_explained(tmp_path):

@@ -14,8 +14,8 @@ from stoker.models.t5 import T5
 from stoker.trainer.cli import main
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.conversion.load_model import restore
-from stoker.trainer.data.datasets.seq2seq import Shape
+from stoker.trainer.conversion.load_model import load_model
+from stoker.trainer.data.datasets.seq2seq import PairShape
 from stoker.trainer.data.sources.text_pairs import TextPair
 from stoker.trainer.data.tasks.sentinels import encode_with_sentinels, sentinel_ids, with_sentinels
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
@@ -73,15 +73,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_answers_are_the_most_probable_tokens(trained: Path) -> None:
-    restored = restore(trained / "run", "cpu")
+    restored = load_model(trained / "run", "cpu")
     model, tokenizer = restored.model, restored.tokenizer
     assert isinstance(model, T5)
-    shape = Shape(24, 16, 0)
+    shape = PairShape(24, 16, 0)
     writer = EncoderDecoderGenerator(model, tokenizer, shape, restored.precision, restored.device)
     inputs = [pair[0] for pair in PAIRS] + ["x", "def two_words(): ... and much more than fits in"]
-    found = writer.answers(inputs, 3)
+    found = writer.generate(inputs, 3)
     assert found[:3] == [pair[1] for pair in PAIRS]
-    assert found == writer.answers(inputs, 1) == writer.answers(inputs, 5), "whatever is read together"
+    assert found == writer.generate(inputs, 1) == writer.generate(inputs, 5), "whatever is read together"
     for text, answer in zip(inputs, found, strict=True):
         read = torch.tensor([[*tokenizer.encode(text)[:23].tolist(), 1]])
         written = [0]
@@ -99,9 +99,9 @@ def test_sentinels_are_read_and_written_by_name() -> None:
     assert encode_with_sentinels(tokenizer, "a<extra_id_1>b<extra_id_0>") == [a, second, b, first]
     for text in ("<extra_id_999>", f"<extra_id_{'9' * 5000}>"):
         assert encode_with_sentinels(tokenizer, text) == tokenizer.encode(text).tolist()
-    stream = TextStreamer(tokenizer, names={first: "<extra_id_0>"})
+    stream = TextStreamer(tokenizer, token_names={first: "<extra_id_0>"})
     half_character = tokenizer.encode("\u00e9").tolist()[:1]
-    text = "".join(stream.feed(token) for token in [a, *half_character, first, b]) + stream.close()
+    text = "".join(stream.put(token) for token in [a, *half_character, first, b]) + stream.close()
     assert text == "a\ufffd<extra_id_0>b"
 
 
@@ -109,7 +109,7 @@ def test_generate_answers_with_the_names_of_sentinels(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[list[int]] = []
-    tokenizer = restore(trained / "run", "cpu").tokenizer
+    tokenizer = load_model(trained / "run", "cpu").tokenizer
     ids = sentinel_ids(tokenizer).tolist()
     assert tokenizer.eos_id is not None
     following: list[int] = [ids[0], *tokenizer.encode("x").tolist(), tokenizer.eos_id]
@@ -127,17 +127,17 @@ def test_generate_answers_with_the_names_of_sentinels(
 
 
 def test_a_prompt_that_a_model_cannot_read_is_told(trained: Path) -> None:
-    restored = restore(trained / "run", "cpu")
+    restored = load_model(trained / "run", "cpu")
     assert isinstance(restored.model, T5)
     restored.model.max_positions = (24, None)  # as with learned positions
-    generator = Generator.of(restored)
-    generator.write([[5] * 24], StoppingCriteria(2))
+    generator = Generator.from_restored(restored)
+    generator.generate([[5] * 24], StoppingCriteria(2))
     with pytest.raises(UserError, match="25 tokens including eos, and this T5 supports at most 24"):
-        generator.write([[5] * 24, [5] * 25], StoppingCriteria(2))
+        generator.generate([[5] * 24, [5] * 25], StoppingCriteria(2))
 
 
 def test_scores_of_answers(trained: Path) -> None:
-    restored = restore(trained / "run", "cpu")
+    restored = load_model(trained / "run", "cpu")
     pairs = [TextPair(*pair) for pair in PAIRS]
     scores = score_pairs(restored, pairs, batch_size=2)
     assert (scores.model.exact_match, scores.model.rouge_l, scores.model.texts) == (1.0, 1.0, 3)
@@ -166,7 +166,7 @@ def test_evaluate_prints_them(trained: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_docstrings_are_scored_beside_the_name(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    restored = restore(trained / "run", "cpu")
+    restored = load_model(trained / "run", "cpu")
     root = restored.config.root
     data = root.model.data.model_copy(update={"data_impl": "pystd_docstring"})
     changed = root.model_copy(update={"model": root.model.model_copy(update={"data": data})})
@@ -174,6 +174,6 @@ def test_docstrings_are_scored_beside_the_name(trained: Path, capsys: pytest.Cap
     scores = score_pairs(restored, [TextPair(*pair) for pair in PAIRS], batch_size=3)
     assert scores.copied_name is not None
     assert scores.copied_name.exact_match == pytest.approx(1 / 3)
-    assert "function's name: 0.3333" in "\n".join(scores.lines())
+    assert "function's name: 0.3333" in "\n".join(scores.report_lines())
     document = scores.to_dict()
     assert document["copied_name"] == {"exact_match": 1 / 3, "rouge_l": scores.copied_name.rouge_l, "texts": 3}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stoker.trainer.cli.main import main
-from stoker.trainer.conversion.load_model import LoadedModel, restore
+from stoker.trainer.conversion.load_model import LoadedModel, load_model
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 AVERAGED = ["exp_manager.ema.enable=true", "exp_manager.ema.decay=0.5", "trainer.max_steps=3"]
@@ -43,7 +43,7 @@ def tensors_of(restored: LoadedModel) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("run", ["whole", "adapter"])
 def test_the_average_is_what_the_model_gets(folder: Path, run: str) -> None:
     average = load_file(folder / run / "checkpoints" / "step-3" / "ema.safetensors")
-    ours, plain = tensors_of(restore(folder / run, "cpu", average=True)), tensors_of(restore(folder / run, "cpu"))
+    ours, plain = tensors_of(load_model(folder / run, "cpu", ema=True)), tensors_of(load_model(folder / run, "cpu"))
     assert set(average) <= set(ours)
     for name, tensor in ours.items():
         if name in average:
@@ -56,16 +56,16 @@ def test_the_average_is_what_the_model_gets(folder: Path, run: str) -> None:
 
 def test_transformers_gets_the_average(folder: Path, tmp_path: Path) -> None:
     assert main(["convert", str(folder / "whole"), str(tmp_path / "hf"), "--ema"]) == EXIT_OK
-    wanted = our_logits(restore(folder / "whole", "cpu", average=True), some_tokens())
+    wanted = our_logits(load_model(folder / "whole", "cpu", ema=True), some_tokens())
     found = their_logits(model_in(tmp_path / "hf"), some_tokens(), is_t5=False)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    without = our_logits(restore(folder / "whole", "cpu"), some_tokens())
+    without = our_logits(load_model(folder / "whole", "cpu"), some_tokens())
     assert not torch.allclose(found, without, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of peft and transformers
 def test_an_adapters_average_is_merged_and_given_to_peft(folder: Path, tmp_path: Path) -> None:
-    wanted = our_logits(restore(folder / "adapter", "cpu", average=True), some_tokens())
+    wanted = our_logits(load_model(folder / "adapter", "cpu", ema=True), some_tokens())
     for words in ([], ["--merge"]):
         target = tmp_path / f"out{len(words)}"
         assert main(["convert", str(folder / "adapter"), str(target), "--ema", *words]) == EXIT_OK
@@ -90,7 +90,7 @@ def test_commands_take_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_has_no_average_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="holds no moving average"):
-        restore(folder / "plain", "cpu", average=True)
+        load_model(folder / "plain", "cpu", ema=True)
     for source in ("plain", "llama"):
         assert main(["convert", str(folder / source), str(tmp_path / "out"), "--ema"]) == EXIT_BAD_INPUT
         assert "no moving average" in capsys.readouterr().err

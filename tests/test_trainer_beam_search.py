@@ -74,9 +74,15 @@ def pair(reference: PreTrainedModel, seed: int) -> tuple[Any, LanguageModel]:
     for parameter in reference.parameters():
         parameter.data.normal_(0, 0.4, generator=generator)
     keys = our_keys(reference)
-    form = BatchSpec(length=READ, decoder_length=MOST if isinstance(keys, T5Keys) else 0)
+    form = BatchSpec(seq_length=READ, decoder_seq_length=MOST if isinstance(keys, T5Keys) else 0)
     model = build_model(
-        keys, vocab_size=VOCAB, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1, form=form
+        keys,
+        vocab_size=VOCAB,
+        device="cpu",
+        dtype=torch.float32,
+        flags=AttentionFlags(),
+        micro_batch_size=1,
+        batch_spec=form,
     )
     kind = T5_MAP if isinstance(model, T5) else GPT2
     for name, value in map_parameters(kind, model, reference).items():
@@ -93,8 +99,8 @@ def decoder_of(model: LanguageModel, prompts: int, beams: int) -> Decoder:
 
 def searched(model: LanguageModel, prompts: list[list[int]], search: BeamSearchConfig) -> list[list[Hypothesis]]:
     return run_beam_search(
-        decoder_of(model, len(prompts), search.beams), prompts, search, most=MOST, eos_ids={1}, device=CPU,
-        within=nullcontext, decoder_start_id=0 if isinstance(model, T5) else None,
+        decoder_of(model, len(prompts), search.beams), prompts, search, max_new_tokens=MOST, eos_ids={1}, device=CPU,
+        autocast=nullcontext, decoder_start_id=0 if isinstance(model, T5) else None,
     )  # fmt: skip
 
 

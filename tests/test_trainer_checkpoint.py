@@ -24,7 +24,7 @@ from stoker.trainer.checkpoint.writer import CheckpointContent, apply_retention,
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.utils import safetensors_io
 from stoker.trainer.utils.errors import UserError
-from stoker.trainer.utils.local_shard import piece_of
+from stoker.trainer.utils.local_shard import local_shard
 from stoker.trainer.utils.safetensors_io import DamagedFileError, read_json, write_json, write_safetensors
 
 FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"]
@@ -60,7 +60,10 @@ def save(directory, step, val_loss=None):
         directory,
         CheckpointContent(
             state(step, val_loss),
-            {WEIGHTS: {name: piece_of(p) for name, p in model.named_parameters()}, OPTIMIZER: optimizer.pieces()},
+            {
+                WEIGHTS: {name: local_shard(p) for name, p in model.named_parameters()},
+                OPTIMIZER: optimizer.local_shards(),
+            },
             {"name": "x"},
             {"tokenizer": "byte"},
         ),
@@ -80,11 +83,11 @@ def test_round_trip(tmp_path):
     assert checkpoint.config_document == {"name": "x"}
     assert checkpoint.tokenizer_document == {"tokenizer": "byte"}
     model, optimizer = parts()
-    optimizer.pieces()["0.weight.exp_avg"].local.fill_(3)
+    optimizer.local_shards()["0.weight.exp_avg"].local.fill_(3)
     checkpoint.load_weights(model)
     checkpoint.load_optimizer(optimizer)
     assert torch.equal(first_weight(model), first_weight(net()) + 7)
-    assert optimizer.pieces()["0.weight.exp_avg"].local.count_nonzero() == 0
+    assert optimizer.local_shards()["0.weight.exp_avg"].local.count_nonzero() == 0
     assert optimizer.step_count == 7
     assert first_weight(model).requires_grad
 

@@ -29,9 +29,9 @@ from stoker.models.build import LanguageModel, build_model
 from stoker.models.t5 import T5
 from stoker.trainer.checkpoint.reader import find_checkpoint, open_checkpoint
 from stoker.trainer.cli.main import main
-from stoker.trainer.config.batch_spec import sample_form
+from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.load import config_from_document
-from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.conversion.to_hf import convert_to_hf
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 from stoker.trainer.utils.safetensors_io import DamagedFileError
@@ -57,7 +57,7 @@ def our_model(folder: Path, dtype: torch.dtype) -> LanguageModel:
         dtype=dtype,
         flags=AttentionFlags(),
         micro_batch_size=2,
-        form=sample_form(root),
+        batch_spec=batch_spec(root),
         kinds=("evaluation", "generation"),
     )
     checkpoint.load_weights(model, cast=True)
@@ -190,7 +190,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture
     theirs = save(random_model("llama"), tmp_path / "theirs")
     letter_tokenizer(theirs)
     convert(theirs, tmp_path / "ours")
-    restored = restore(tmp_path / "ours", "cpu")
+    restored = load_model(tmp_path / "ours", "cpu")
     assert restored.tokenizer.encode("cab").tolist() == [2, 0, 1]
     assert restored.tokenizer.eos_id == 29
     assert restored.config.root.model.tokenizer.type == str(tmp_path / "ours" / "tokenizer")

@@ -11,7 +11,7 @@ from hf_folders import TOKENS, VOCAB, random_model
 from torch import Tensor
 
 from stoker.trainer.cli.main import main
-from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 
 gguf: Any = pytest.importorskip("gguf")
@@ -83,7 +83,7 @@ def write(path: Path, *, architecture: str = "llama", pre: str = "gpt-2", **more
 def test_weights_and_tokenizer(tmp_path: Path) -> None:
     model = write(tmp_path / "model.gguf")
     assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "ours")]) == EXIT_OK
-    restored = restore(tmp_path / "ours", "cpu")
+    restored = load_model(tmp_path / "ours", "cpu")
     assert restored.tokenizer.encode("abc a").tolist() == [27, 2, 26, 0]
     assert restored.tokenizer.eos_id == 28
     tokens = torch.randint(0, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import factory
 from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
-from stoker.trainer.lightning.cuda_graph import WARM_UP, CapturedGraph, CapturedMicroBatches, record
+from stoker.trainer.lightning.cuda_graph import WARM_UP_MICRO_BATCHES, CapturedGraph, CapturedMicroBatches, capture
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
@@ -59,7 +59,7 @@ def batches(count, size=3):
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_losses_and_gradients_are_those_of_plain_runs(accumulated):
     plain, recorded = Line(), Line()
-    run = CapturedMicroBatches(recorded.run, recorded.parameters, record=recorded.record)
+    run = CapturedMicroBatches(recorded.run, recorded.parameters, capture=recorded.record)
     losses, expected = [], []
     for number, (fields, denominator) in enumerate(batches(12)):
         expected.append(plain.run(fields, denominator))
@@ -75,13 +75,13 @@ def test_losses_and_gradients_are_those_of_plain_runs(accumulated):
 
 def test_every_shape_has_its_recording_after_its_own_warm_up():
     line = Line()
-    run = CapturedMicroBatches(line.run, line.parameters, record=line.record)
+    run = CapturedMicroBatches(line.run, line.parameters, capture=line.record)
     counts = []
     for small, large in zip(batches(5, 2), batches(5, 4), strict=True):
         run(*small)
         run(*large)
         counts.append(line.recorded)
-    assert counts == [0] * WARM_UP + [2, 2]
+    assert counts == [0] * WARM_UP_MICRO_BATCHES + [2, 2]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("tried to allocate"), UserError("it waits")])
@@ -106,7 +106,7 @@ def test_a_recording_that_fails_is_given_up_once_where_nobody_asked_for_it(error
     plain, line, said = Line(), Line(), []
     run = CapturedMicroBatches(line.run, line.parameters, said.append, fails)
     asked = CapturedMicroBatches(line.run, line.parameters, None, fails)
-    for fields, denominator in batches(WARM_UP + 3):
+    for fields, denominator in batches(WARM_UP_MICRO_BATCHES + 3):
         assert run(fields, denominator) == plain.run(fields, denominator)
         assert line.weight.grad == plain.weight.grad
     assert computed[0]() is None, "kept by the frames of the error"
@@ -114,7 +114,7 @@ def test_a_recording_that_fails_is_given_up_once_where_nobody_asked_for_it(error
     assert told.startswith("warning: ")
     assert "model.enable_cuda_graph=False" in told
     (batch,) = batches(1)
-    for _ in range(WARM_UP):
+    for _ in range(WARM_UP_MICRO_BATCHES):
         asked(*batch)
     with pytest.raises(type(error)):
         asked(*batch)
@@ -133,7 +133,7 @@ def test_errors_that_are_each_others_cause_are_given_up_too():
 
     said, line = [], Line()
     run = CapturedMicroBatches(line.run, line.parameters, said.append, fails)
-    for fields, denominator in batches(WARM_UP + 1):
+    for fields, denominator in batches(WARM_UP_MICRO_BATCHES + 1):
         run(fields, denominator)
     assert len(said) == 1
 
@@ -237,7 +237,7 @@ def test_gpu_what_waits_for_the_device_is_one_clear_error():
 
     fields, one = {"x": torch.ones(3, device="cuda")}, torch.ones((), device="cuda")
     with pytest.raises(UserError, match="cannot be captured"):
-        record(waits, fields, one, [weight])
+        capture(waits, fields, one, [weight])
     assert (torch.ones(2, device="cuda") + 1).sum() == 4  # the device goes on
 
 

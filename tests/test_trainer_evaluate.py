@@ -21,7 +21,7 @@ from stoker.trainer.checkpoint.writer import CheckpointContent, write_checkpoint
 from stoker.trainer.cli import evaluate as evaluate_command
 from stoker.trainer.cli import generate as generate_command
 from stoker.trainer.config.load import config_from_document
-from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import EvaluationWindows
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
@@ -30,7 +30,7 @@ from stoker.trainer.evaluation.baselines import unigram_bits_per_byte, xz_bits_p
 from stoker.trainer.evaluation.held_out_loss import EvaluationResult, evaluate
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
-from stoker.trainer.utils.local_shard import piece_of
+from stoker.trainer.utils.local_shard import local_shard
 from stoker.trainer.utils.safetensors_io import write_json
 
 
@@ -44,7 +44,7 @@ def test_uniform_model_costs_log_vocabulary() -> None:
     tokenizer = ByteTokenizer()
     samples = EvaluationWindows(tokenizer.encode(text), 8)
     uniform = _bigram_loss(torch.zeros(259, 259, dtype=torch.float64))
-    result = evaluate(uniform, samples, token_bytes=tokenizer.token_bytes(), batch_size=3)
+    result = evaluate(uniform, samples, token_bytes=tokenizer.token_byte_counts(), batch_size=3)
     assert result.tokens == result.bytes == 149
     assert result.loss == pytest.approx(math.log(259))
     assert result.perplexity == pytest.approx(259)
@@ -68,7 +68,7 @@ def test_bits_per_byte_counts_bytes_not_tokens() -> None:
     result = evaluate(
         _bigram_loss(torch.zeros(3, 3)),
         EvaluationWindows(stream, 7),
-        token_bytes=tokenizer.token_bytes(),
+        token_bytes=tokenizer.token_byte_counts(),
         batch_size=2,
     )
     assert (result.tokens, result.bytes) == (29, 59)
@@ -159,7 +159,7 @@ def _write_run(path: Path, text: Path, fingerprint: str | None = None, **model: 
         path / "checkpoints",
         CheckpointContent(
             state,
-            {WEIGHTS: {name: piece_of(p) for name, p in gpt.named_parameters()}, OPTIMIZER: {}},
+            {WEIGHTS: {name: local_shard(p) for name, p in gpt.named_parameters()}, OPTIMIZER: {}},
             config.document,
             data.tokenizer.to_dict(),
         ),
@@ -183,14 +183,14 @@ def _run(command: Any, *arguments: str) -> int:
 @pytest.mark.parametrize("library", ["byte-level", "char"])
 def test_restored_model_is_the_saved_one(tmp_path: Path, text: Path, library: str) -> None:
     run, gpt = _write_run(tmp_path / "run", text, tokenizer={"library": library})
-    restored = restore(run, "cpu")
+    restored = load_model(run, "cpu")
     tokens = torch.randint(restored.tokenizer.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(restored.model(tokens), gpt(tokens))
         assert not restored.model.training
-    assert restored.context == 12
+    assert restored.context_length == 12
     for path in (run / "checkpoints", run / "checkpoints" / "step-7"):
-        assert restore(path, "cpu").path == run / "checkpoints" / "step-7"
+        assert load_model(path, "cpu").path == run / "checkpoints" / "step-7"
 
 
 def test_restore_on_a_cpu_forgets_what_was_wished_for_a_gpu(tmp_path: Path, text: Path) -> None:
@@ -200,7 +200,7 @@ def test_restore_on_a_cpu_forgets_what_was_wished_for_a_gpu(tmp_path: Path, text
     document["model"] |= {"attention_backend": "sdpa_cudnn", "compile": True}
     document["trainer"]["precision"] = "bf16"
     _rewrite(path, json.dumps(document))
-    restored = restore(run, "cpu")
+    restored = load_model(run, "cpu")
     assert next(restored.model.parameters()).dtype == torch.float32
     assert not restored.model.compiled
 
@@ -230,23 +230,23 @@ def test_forged_checkpoints_end_in_a_line(tmp_path: Path, text: Path, file: str,
     run, _ = _write_run(tmp_path / "run", text)
     _rewrite(run / "checkpoints" / "step-7" / file, content)
     with pytest.raises(UserError) as caught:
-        restore(run, "cpu")
+        load_model(run, "cpu")
     assert words in str(caught.value)
 
 
 def test_no_checkpoint_or_device_is_a_user_error(tmp_path: Path, text: Path) -> None:
     with pytest.raises(UserError, match="nothing-here"):
-        restore(tmp_path / "nothing-here", "cpu")
+        load_model(tmp_path / "nothing-here", "cpu")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="--device cpu"):
-            restore(tmp_path, "cuda")
+            load_model(tmp_path, "cuda")
 
 
 def test_evaluate_command_gives_the_models_loss(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, gpt = _write_run(tmp_path / "run", text)
     assert _run(evaluate_command, "--checkpoint", str(run), "--device", "cpu", "--json", "--split", "test") == 0
     document = json.loads(capsys.readouterr().out)
-    data = build_data(restore(run, "cpu").config.root)
+    data = build_data(load_model(run, "cpu").config.root)
     assert isinstance(data.test, EvaluationWindows)
     batch = data.test.batch(0, data.test.samples)
     with torch.no_grad():
@@ -351,5 +351,5 @@ def test_generate_command_reads_a_prompt_file(tmp_path: Path, text: Path, capsys
 def test_a_wish_that_is_not_applied_is_said(tmp_path, capsys):
     run_training(tiny_config(tmp_path, model__attention_backend="unfused", trainer__max_steps=1))
     capsys.readouterr()
-    restore(tmp_path, "cpu")
+    load_model(tmp_path, "cpu")
     assert "`model.attention_backend` (unfused) of the run is not applied on cpu" in capsys.readouterr().err

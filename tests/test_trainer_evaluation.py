@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX, Batch, EvaluationWindows, MockSamples
-from stoker.trainer.evaluation.held_out_loss import StoppedError, evaluate
+from stoker.trainer.evaluation.held_out_loss import EvaluationInterruptedError, evaluate
 from stoker.trainer.utils.errors import UserError
 
 ONES = np.ones(7, np.int64)
@@ -80,8 +80,8 @@ def test_it_can_be_stopped_between_two_batches() -> None:
         seen.append(len(tokens))
         return torch.zeros(())
 
-    with pytest.raises(StoppedError):
-        evaluate(loss, samples, token_bytes=ONES, batch_size=2, is_told_to_stop=lambda: len(seen) == 3)
+    with pytest.raises(EvaluationInterruptedError):
+        evaluate(loss, samples, token_bytes=ONES, batch_size=2, should_stop=lambda: len(seen) == 3)
     assert len(seen) == 3
     seen.clear()
-    evaluate(loss, samples, token_bytes=ONES, batch_size=2, is_told_to_stop=lambda: len(seen) == 5)  # it has a result
+    evaluate(loss, samples, token_bytes=ONES, batch_size=2, should_stop=lambda: len(seen) == 5)  # it has a result

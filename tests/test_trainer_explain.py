@@ -20,7 +20,7 @@ from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.dispatch.attention_calls import CallKind
 from stoker.trainer.cli.explain import ARCHITECTURES
 from stoker.trainer.cli.main import main
-from stoker.trainer.config.batch_spec import sample_form
+from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.device.determinism import attention_flags
@@ -290,7 +290,7 @@ def test_the_profiler_saw_the_backend_that_explain_names(
             assert len(named) == {"gpt": 1, "bert": 1, "t5": 3}[family]
             own_reader = any(str(backend).startswith("te_") for backend in named.values())
             flags = {name: value for name, value in variables.items() if own_reader or name not in FAMILIES}
-            case = preset, kind, *named.values(), sample_form(root).packed, *flags.items()
+            case = preset, kind, *named.values(), batch_spec(root).packed, *flags.items()
             if case not in _RUN:
                 _RUN.add(case)
                 check_one_kind(root, kind, named, words)
@@ -298,12 +298,12 @@ def test_the_profiler_saw_the_backend_that_explain_names(
 
 def check_one_kind(root: RootBlock, kind: CallKind, named: dict[str, str | None], words: tuple[str, ...]) -> None:
     """Build the model as a run does, run it, and compare what was seen with the names: attention -> backend."""
-    form = sample_form(root)
+    form = batch_spec(root)
 
     def build() -> LanguageModel:
         return build_model(
             root.model, vocab_size=200, device="cuda", dtype=torch.bfloat16, flags=attention_flags(root),
-            micro_batch_size=2, kinds=[kind], form=form,
+            micro_batch_size=2, kinds=[kind], batch_spec=form,
         )  # fmt: skip
 
     if None in named.values():
@@ -337,11 +337,11 @@ def random_fields(form: BatchSpec, *, generation: bool) -> dict[str, torch.Tenso
     def documents(of: torch.Tensor) -> torch.Tensor:
         return torch.arange(of.shape[1], device="cuda", dtype=torch.int32).div(50, rounding_mode="floor").expand(2, -1)
 
-    first = tokens(form.length)
+    first = tokens(form.seq_length)
     packed = form.packed and not generation
-    if not form.decoder_length:
+    if not form.decoder_seq_length:
         return {"tokens": first, "labels": first} | ({"documents": documents(first)} if packed else {})
-    second = tokens(form.decoder_length)
+    second = tokens(form.decoder_seq_length)
     fields = {"encoder_tokens": first, "decoder_tokens": second, "labels": second}
     if packed:
         fields |= {"encoder_documents": documents(first), "decoder_documents": documents(second)}

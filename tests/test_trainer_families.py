@@ -17,9 +17,9 @@ from stoker.models.bert import BERT
 from stoker.models.build import build_model
 from stoker.models.t5 import T5
 from stoker.trainer.cli import main
-from stoker.trainer.config.batch_spec import sample_form
+from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.core import factory as parts
 from stoker.trainer.core import run_summary
 from stoker.trainer.data.build_datasets import build_data
@@ -96,7 +96,7 @@ def test_a_resumed_run_ends_as_the_unbroken_one(case: str, tmp_path: Path, text:
     assert whole.validation is not None
     figures = [line for line in lines(tmp_path / "whole") if "loss" in line]
     assert all(0 < line["loss"] < 10 for line in figures)
-    restored = restore(tmp_path / "whole", "cpu")
+    restored = load_model(tmp_path / "whole", "cpu")
     assert type(restored.model) is type(whole.model)
 
 
@@ -119,15 +119,15 @@ def test_accumulation_changes_nothing(case: str, tmp_path: Path, text: Path) -> 
 
 def test_tokens_are_those_of_encoder_and_decoder(tmp_path: Path, text: Path) -> None:
     made = config(tmp_path, "t5 windows", text)
-    form = sample_form(made.root)
+    form = batch_spec(made.root)
     data = build_data(made.root)
     model = parts.build_model(made.root, data, PrecisionPlan("fp32", torch.float32), CPU)
     rates = parts.build_throughput(made.root, model, CPU)
-    assert form.decoder_length > 0
-    assert rates.tokens_per_sample == form.length + form.decoder_length
+    assert form.decoder_seq_length > 0
+    assert rates.tokens_per_sample == form.seq_length + form.decoder_seq_length
     whole = training_flops_per_sample(made.root.model, 384, form)
     assert rates.flops_per_token * rates.tokens_per_sample == pytest.approx(whole)
-    said = "\n".join(run_summary.describe(made.root, model, data, PrecisionPlan("fp32", torch.float32), CPU))
+    said = "\n".join(run_summary.summarize_run(made.root, model, data, PrecisionPlan("fp32", torch.float32), CPU))
     assert "1 and 2 layers" in said
     assert f"{4 * rates.tokens_per_sample:,} tokens each" in said
     assert "cross training unfused" in said
@@ -137,9 +137,10 @@ def test_tokens_are_those_of_encoder_and_decoder(tmp_path: Path, text: Path) -> 
 def test_flops_are_those_torch_counts(case: str, tmp_path: Path, text: Path) -> None:
     made = config(tmp_path, case, text)
     keys = made.root.model
-    form = sample_form(made.root)
+    form = batch_spec(made.root)
     model = build_model(
-        keys, vocab_size=384, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1, form=form
+        keys, vocab_size=384, device="cpu", dtype=torch.float32, flags=AttentionFlags(),
+        micro_batch_size=1, batch_spec=form
     )  # fmt: skip
     for module in model.modules():
         if hasattr(module, "backends"):
@@ -147,15 +148,15 @@ def test_flops_are_those_torch_counts(case: str, tmp_path: Path, text: Path) -> 
 
             found: Any = module
             found.backends = dict.fromkeys(found.backends, UnfusedAttention())  # what the counter sees through
-    tokens = torch.zeros((1, form.length), dtype=torch.int64)
+    tokens = torch.zeros((1, form.seq_length), dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         if isinstance(model.eval(), T5):
-            model(tokens, torch.zeros((1, form.decoder_length), dtype=torch.int64))
+            model(tokens, torch.zeros((1, form.decoder_seq_length), dtype=torch.int64))
         else:
             model(tokens)
     hidden_half = 0
     if isinstance(model, T5):  # the half that the causal mask hides, which the formula leaves out
-        hidden_half = 6 * 2 * 32 * form.decoder_length**2
+        hidden_half = 6 * 2 * 32 * form.decoder_seq_length**2
     assert training_flops_per_sample(keys, 384, form) == counter.get_total_flops() * 3 - hidden_half
 
 
@@ -245,4 +246,4 @@ def test_checkpoints_are_evaluated_and_answer(tmp_path: Path, text: Path, capsys
     assert main.main(["evaluate", "--checkpoint", str(tmp_path / "bert"), "--json"]) == 0
     capsys.readouterr()
     assert main.main(["generate", "--checkpoint", str(tmp_path / "bert"), "--prompt", "x"]) == 2
-    assert isinstance(restore(tmp_path / "bert", "cpu").model, BERT)
+    assert isinstance(load_model(tmp_path / "bert", "cpu").model, BERT)

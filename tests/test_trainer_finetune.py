@@ -18,7 +18,7 @@ from stoker.trainer.checkpoint.reader import find_checkpoint, model_tensors
 from stoker.trainer.cli import main
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.schema.root import ModelBlock
-from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.conversion.pretrained import find_pretrained
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -75,7 +75,7 @@ def test_frozen_weights_keep_their_bits(ours: Path, scheme: str, tmp_path: Path)
     assert {name.rpartition(".")[0] for name in state} == set(trained), "frozen weights have no state"
     assert checkpoint.state.base == find_pretrained(ours).record()
 
-    restored = model_tensors(restore(whole.directory, "cpu").model)
+    restored = model_tensors(load_model(whole.directory, "cpu").model)
     assert all(torch.equal(tensor, after[name]) for name, tensor in restored.items())
 
 
@@ -110,7 +110,7 @@ def test_every_scheme_trains_a_t5(t5: tuple[Path, dict[str, torch.Tensor]], sche
     assert trained
     for name, weight in before.items():
         assert torch.equal(weight, after[name]) == (name not in trained), name
-    restored = model_tensors(restore(run.directory, "cpu").model)
+    restored = model_tensors(load_model(run.directory, "cpu").model)
     assert all(torch.equal(tensor, after[name]) for name, tensor in restored.items())
 
 
@@ -164,7 +164,7 @@ def test_trained_routers_move_their_bias_and_an_adapter_holds_it(tmp_path: Path)
     merged = tmp_path / "merged"
     assert main.main(["convert", "--merge", "--to", "stoker", str(tmp_path / "resumed"), str(merged)]) == EXIT_OK
     for place in (merged, tmp_path / "resumed"):
-        assert torch.equal(model_tensors(restore(place, "cpu").model)[bias], held["unbroken"][bias])
+        assert torch.equal(model_tensors(load_model(place, "cpu").model)[bias], held["unbroken"][bias])
 
 
 def test_a_run_goes_on_with_an_adapter(ours: Path, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_weights_are_read_from_a_folder(theirs: Path, tmp_path: Path) -> None:
 
     convert_to_stoker(theirs, tmp_path / "converted")
     tokens = some_tokens()
-    logits = [our_logits(restore(place, "cpu"), tokens) for place in (run.directory, tmp_path / "converted")]
+    logits = [our_logits(load_model(place, "cpu"), tokens) for place in (run.directory, tmp_path / "converted")]
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
     assert not find_checkpoint(run.directory)[0].is_adapter
 
@@ -257,7 +257,7 @@ def test_a_folder_without_a_tokenizer_needs_one(theirs: Path, tmp_path: Path) ->
         finetune_config(bare, tmp_path / "run")
     assert [problem.key for problem in caught.value.problems] == ["model.tokenizer.library"]
     run = finetune(bare, tmp_path / "run", "tokenizer=byte")
-    assert restore(run.directory, "cpu").state.base
+    assert load_model(run.directory, "cpu").state.base
 
 
 def test_the_verb(
@@ -284,7 +284,7 @@ def test_convert_merges_what_was_trained(ours: Path, tmp_path: Path, capsys: pyt
     merged = tmp_path / "merged"
     assert main.main(["convert", "--merge", "--to", "stoker", str(adapter), str(merged)]) == EXIT_OK
     assert " merged into " in capsys.readouterr().out
-    whole, with_base = (restore(place, "cpu") for place in (merged, adapter))
+    whole, with_base = (load_model(place, "cpu") for place in (merged, adapter))
     assert whole.state.base is None
     assert whole.config.root.model.restore_from_path is None
     tokens = torch.arange(8)[None]

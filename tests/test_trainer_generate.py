@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stoker.trainer.cli import generate
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
-from stoker.trainer.generation.sampling import DIVERGED, SamplingParams, TextStreamer, uniforms
+from stoker.trainer.generation.sampling import DIVERGED, SamplingParams, TextStreamer, draw_uniforms
 
 
 def _reference(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
@@ -94,9 +94,9 @@ def test_greedy_takes_the_best_token_and_says_where_there_is_none() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [math.nan, 0.0, 0.0], [-math.inf] * 3, [math.inf, 0.0, 0.0]])
     numbers = torch.zeros(4, dtype=torch.float64)
     for temperature in (0.0, 0.5):
-        chosen = SamplingParams(temperature).choose(logits, numbers).tolist()
+        chosen = SamplingParams(temperature).sample(logits, numbers).tolist()
         assert chosen[1:] == [DIVERGED] * 3
-    assert SamplingParams().choose(logits, numbers)[0] == 1
+    assert SamplingParams().sample(logits, numbers)[0] == 1
 
 
 @given(
@@ -115,7 +115,7 @@ def test_a_number_decides_a_token_by_the_distribution(
 ) -> None:
     """Tokens lie on [0, 1) side by side, each as long as it is probable: by rank, or by id where all take part."""
     wide = torch.tensor([[-math.inf, *logits, -math.inf]])
-    token = int(sampling.choose(wide, torch.tensor([number], dtype=torch.float64)))
+    token = int(sampling.sample(wide, torch.tensor([number], dtype=torch.float64)))
     probabilities = sampling.probabilities(wide)[0]
     assert probabilities[token] > 0
     whole = sampling.top_k is None and sampling.top_p in (None, 1.0)
@@ -127,8 +127,8 @@ def test_a_number_decides_a_token_by_the_distribution(
 def test_drawn_tokens_follow_the_distribution() -> None:
     """Chi-square of 4000 draws over the five tokens of a top-5; 4 degrees of freedom."""
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
-    numbers = uniforms(range(4000), 1)[:, 0]
-    draws = SamplingParams(1.0, 5).choose(logits.expand(4000, 40), numbers).numpy()
+    numbers = draw_uniforms(range(4000), 1)[:, 0]
+    draws = SamplingParams(1.0, 5).sample(logits.expand(4000, 40), numbers).numpy()
     probabilities = _reference(logits[0].tolist(), 1.0, 5, None)
     counts = np.bincount(draws, minlength=40)
     kept = probabilities > 0
@@ -139,10 +139,10 @@ def test_drawn_tokens_follow_the_distribution() -> None:
 
 def test_numbers_depend_on_the_seed_alone() -> None:
     torch.manual_seed(1)
-    first = uniforms([3, 4], 5)
+    first = draw_uniforms([3, 4], 5)
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    assert torch.equal(uniforms([7, 3], 9)[1, :5], first[0])
+    assert torch.equal(draw_uniforms([7, 3], 9)[1, :5], first[0])
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(first[0], first[1])
 
@@ -151,10 +151,10 @@ def test_tokens_that_are_there_become_less_probable() -> None:
     logits = torch.tensor([[4.0, 3.0, -1.0, -1.0]])
     seen = torch.tensor([[True, False, False, True]])
     number = torch.zeros(1, dtype=torch.float64)
-    assert SamplingParams(repetition_penalty=1.2).choose(logits, number, seen) == 0
-    assert SamplingParams(repetition_penalty=1.5).choose(logits, number, seen) == 1
+    assert SamplingParams(repetition_penalty=1.2).sample(logits, number, seen) == 0
+    assert SamplingParams(repetition_penalty=1.5).sample(logits, number, seen) == 1
     only = torch.tensor([[-1.0, -1.2]])
-    assert SamplingParams(repetition_penalty=1.5).choose(only, number, torch.tensor([[True, False]])) == 1
+    assert SamplingParams(repetition_penalty=1.5).sample(only, number, torch.tensor([[True, False]])) == 1
 
 
 # ---------------------------------------------------------------- text as it appears
@@ -166,7 +166,7 @@ def test_text_stream_prints_everything_up_to_the_first_stop(text: str, stop: lis
     stream = TextStreamer(tokenizer, stop)
     printed = ""
     for token in tokenizer.encode(text):
-        printed += stream.feed(int(token))
+        printed += stream.put(int(token))
         if stream.stopped:
             break
     printed += stream.close()
@@ -184,7 +184,7 @@ def test_text_stream_prints_everything_up_to_the_first_stop(text: str, stop: lis
 def test_text_stream_waits_for_whole_characters_and_possible_stops() -> None:
     tokenizer = ByteTokenizer()
     stream = TextStreamer(tokenizer, ["\n\n"])
-    fed = [stream.feed(int(token)) for token in tokenizer.encode("é\na\n\nb")]
+    fed = [stream.put(int(token)) for token in tokenizer.encode("é\na\n\nb")]
     assert fed[:2] == ["", "é"]
     assert fed[2:4] == ["", "\na"]
     assert "".join(fed) == "é\na"
@@ -193,12 +193,12 @@ def test_text_stream_waits_for_whole_characters_and_possible_stops() -> None:
 
 def test_of_stops_that_complete_together_the_longest_counts() -> None:
     stream = TextStreamer(ByteTokenizer(), ["bc", "abc", "c"])
-    assert "".join(stream.feed(int(token)) for token in ByteTokenizer().encode("xabcd")) == "x"
+    assert "".join(stream.put(int(token)) for token in ByteTokenizer().encode("xabcd")) == "x"
 
 
 def test_torn_character_is_shown_as_replacement() -> None:
     stream = TextStreamer(ByteTokenizer())
-    assert stream.feed(195 + 3) == ""
+    assert stream.put(195 + 3) == ""
     assert stream.close() == "\ufffd"
 
 

@@ -23,7 +23,7 @@ from stoker.models.gpt import GPT
 from stoker.models.incremental_decoding import GPTDecoder, kv_cache_bytes
 from stoker.trainer.cli import main
 from stoker.trainer.cli.generate import encode_prompt
-from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.device.precision import PrecisionPlan
 from stoker.trainer.generation import text_generator
@@ -65,25 +65,27 @@ def test_a_text_does_not_depend_on_its_batch(sampling: SamplingParams) -> None:
     """Prompts of different lengths and seeds, some batches of them, in which texts end at different times."""
     made, seeds = generator(), [3, 4, 5, 3, 6]
     alone = [
-        made.write([prompt], StoppingCriteria(20), sampling, [seed])[0]
+        made.generate([prompt], StoppingCriteria(20), sampling, [seed])[0]
         for prompt, seed in zip(PROMPTS, seeds, strict=True)
     ]
-    assert made.write(PROMPTS, StoppingCriteria(20), sampling, seeds) == alone
-    assert made.write(PROMPTS, StoppingCriteria(20), sampling, seeds, batch_size=2) == alone
+    assert made.generate(PROMPTS, StoppingCriteria(20), sampling, seeds) == alone
+    assert made.generate(PROMPTS, StoppingCriteria(20), sampling, seeds, batch_size=2) == alone
     if sampling.temperature:
-        other = made.write([PROMPTS[0]], StoppingCriteria(20), sampling, [99])[0]
+        other = made.generate([PROMPTS[0]], StoppingCriteria(20), sampling, [99])[0]
         assert other.tokens != alone[0].tokens
 
 
 @torch.no_grad()
 def test_greedy_is_the_whole_text_again_and_again() -> None:
     model = gpt()
-    for prompt, written in zip(PROMPTS, generator(model).write(PROMPTS, StoppingCriteria(20, ends=())), strict=True):
+    for prompt, written in zip(
+        PROMPTS, generator(model).generate(PROMPTS, StoppingCriteria(20, eos_ids=())), strict=True
+    ):
         text = list(prompt)
         for _ in range(20):
             text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
         assert written.tokens == text[len(prompt) :]
-        assert not written.ended
+        assert not written.is_finished
 
 
 def test_what_appears_is_what_is_written() -> None:
@@ -92,25 +94,25 @@ def test_what_appears_is_what_is_written() -> None:
     for number, piece in made.stream(PROMPTS, StoppingCriteria(20), DRAWN[1]):
         assert piece
         pieces[number] += piece
-    assert pieces == [written.text for written in made.write(PROMPTS, StoppingCriteria(20), DRAWN[1])]
+    assert pieces == [written.text for written in made.generate(PROMPTS, StoppingCriteria(20), DRAWN[1])]
 
 
 def test_end_tokens_and_stop_strings_end_a_text() -> None:
     made = generator()
-    free = made.write([PROMPTS[0]], StoppingCriteria(20, ends=()))[0]
+    free = made.generate([PROMPTS[0]], StoppingCriteria(20, eos_ids=()))[0]
     for ends in ({free.tokens[7]}, {free.tokens[7], free.tokens[5]}):
-        stopped = made.write([PROMPTS[0]], StoppingCriteria(20, ends=ends))[0]
+        stopped = made.generate([PROMPTS[0]], StoppingCriteria(20, eos_ids=ends))[0]
         first = min(free.tokens.index(end) for end in ends)
         assert stopped.tokens == free.tokens[:first]
-        assert stopped.ended
+        assert stopped.is_finished
     text = ByteTokenizer().decode(free.tokens)
     stop = next(text[place : place + 2] for place in range(6, 18) if text[place : place + 2].isprintable())
-    stopped = made.write([PROMPTS[0], PROMPTS[1]], StoppingCriteria(20, [stop], ends=()))[0]
+    stopped = made.generate([PROMPTS[0], PROMPTS[1]], StoppingCriteria(20, [stop], eos_ids=()))[0]
     assert stopped.text == text[: text.index(stop)]
-    assert stopped.ended
-    assert made.write([], StoppingCriteria(3)) == []
+    assert stopped.is_finished
+    assert made.generate([], StoppingCriteria(3)) == []
     with pytest.raises(ValueError, match="`prompts`"):
-        made.write([[]], StoppingCriteria(3))
+        made.generate([[]], StoppingCriteria(3))
 
 
 @torch.no_grad()
@@ -118,7 +120,7 @@ def test_a_text_that_outgrows_its_context_goes_on_from_the_last_half() -> None:
     """Each text at its own time; a prompt longer than the context keeps its end."""
     model, context = gpt(), 12
     long = list(range(50, 70))
-    found = generator(model, context).write([PROMPTS[0], PROMPTS[1], long], StoppingCriteria(30, ends=()))
+    found = generator(model, context).generate([PROMPTS[0], PROMPTS[1], long], StoppingCriteria(30, eos_ids=()))
     for prompt, written in zip([PROMPTS[0], PROMPTS[1], long[-context:]], found, strict=True):
         seen, text = list(prompt), []
         for _ in range(30):
@@ -132,16 +134,16 @@ def test_a_text_that_outgrows_its_context_goes_on_from_the_last_half() -> None:
 def test_a_text_that_has_ended_makes_no_other_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, context = gpt(), 12
     long = list(range(50, 60))
-    first = generator(model, context).write([long], StoppingCriteria(1, ends=()))[0].tokens[0]
+    first = generator(model, context).generate([long], StoppingCriteria(1, eos_ids=()))[0].tokens[0]
     begun: list[int] = []
-    begin = GPTDecoder.begin
+    begin = GPTDecoder.prefill
 
     def counted(self: GPTDecoder, tokens: Tensor, lengths: Tensor) -> Tensor:
         begun.append(tokens.shape[1])
         return begin(self, tokens, lengths)
 
     monkeypatch.setattr(GPTDecoder, "begin", counted)
-    written = generator(model, context).write([long, [7]], StoppingCriteria(11, ends={first}))
+    written = generator(model, context).generate([long, [7]], StoppingCriteria(11, eos_ids={first}))
     assert written[0].tokens == []
     assert len(written[1].tokens) == 11
     assert begun == [10]
@@ -156,17 +158,17 @@ def test_repetition_is_punished_as_in_transformers() -> None:
     for _ in range(15):
         tokens = torch.tensor([text])
         text.append(int(processor(tokens, model(tokens)[:, -1].float()).argmax()))
-    written = generator(model).write(
-        [PROMPTS[1]], StoppingCriteria(15, ends=()), SamplingParams(repetition_penalty=1.7)
+    written = generator(model).generate(
+        [PROMPTS[1]], StoppingCriteria(15, eos_ids=()), SamplingParams(repetition_penalty=1.7)
     )[0]
     assert written.tokens == text[len(PROMPTS[1]) :]
 
 
 def test_beam_search_takes_prompts_of_any_length_and_order() -> None:
     made, search = generator(), BeamSearchConfig(3)
-    alone = [made.search([prompt], StoppingCriteria(6), search)[0] for prompt in PROMPTS]
-    assert made.search(PROMPTS, StoppingCriteria(6), search) == alone
-    assert made.search(PROMPTS, StoppingCriteria(6), search, batch_size=6) == alone
+    alone = [made.beam_search([prompt], StoppingCriteria(6), search)[0] for prompt in PROMPTS]
+    assert made.beam_search(PROMPTS, StoppingCriteria(6), search) == alone
+    assert made.beam_search(PROMPTS, StoppingCriteria(6), search, batch_size=6) == alone
 
 
 @torch.no_grad()
@@ -174,17 +176,20 @@ def test_beam_search_ends_where_the_context_is_full() -> None:
     """Every text for itself: 12 tokens, 9 of them the prompt's, and one that needs no place any more."""
     model, context = gpt(), 12
     made = generator(model, context)
-    found = made.search([[200] * 9, [7], [5] * 20], StoppingCriteria(30, ends=()), BeamSearchConfig(2))
+    found = made.beam_search([[200] * 9, [7], [5] * 20], StoppingCriteria(30, eos_ids=()), BeamSearchConfig(2))
     assert [len(written.tokens) for written in found] == [4, 12, 1]
-    assert found[0] == generator(model, 64).search([[200] * 9], StoppingCriteria(4, ends=()), BeamSearchConfig(2))[0]
-    assert found[1] == generator(model, 64).search([[7]], StoppingCriteria(12, ends=()), BeamSearchConfig(2))[0]
+    assert (
+        found[0]
+        == generator(model, 64).beam_search([[200] * 9], StoppingCriteria(4, eos_ids=()), BeamSearchConfig(2))[0]
+    )
+    assert found[1] == generator(model, 64).beam_search([[7]], StoppingCriteria(12, eos_ids=()), BeamSearchConfig(2))[0]
 
 
 def test_a_model_that_has_diverged_is_told() -> None:
     model = gpt()
     model.token_embedding.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="diverged"):
-        generator(model).write([[5]], StoppingCriteria(3))
+        generator(model).generate([[5]], StoppingCriteria(3))
 
 
 @pytest.mark.parametrize("window", [None, [7, 0]])
@@ -197,16 +202,22 @@ def test_keys_and_values_that_do_not_fit_are_told(window: list[int] | None, monk
     assert need == 3 * (20 if window is None else 8) * 384 == sum(tensor.nbytes for tensor in held)
     monkeypatch.setattr(text_generator, "host_memory", lambda: need - 1)
     with pytest.raises(UserError, match=r"3 sequences of up to 20 tokens needs 0.0 GiB"):
-        generator(model).write([[5]] * 3, StoppingCriteria(19))
+        generator(model).generate([[5]] * 3, StoppingCriteria(19))
     monkeypatch.setattr(text_generator, "host_memory", lambda: need)
-    generator(model).write([[5]] * 3, StoppingCriteria(19))
+    generator(model).generate([[5]] * 3, StoppingCriteria(19))
 
 
 def test_a_bert_writes_nothing() -> None:
     keys = BertKeys.model_validate({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8})
-    form = BatchSpec(length=8)
+    form = BatchSpec(seq_length=8)
     model = build_model(
-        keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=1, form=form
+        keys,
+        vocab_size=VOCAB,
+        device="cpu",
+        dtype=torch.float64,
+        flags=AttentionFlags(),
+        micro_batch_size=1,
+        batch_spec=form,
     )
     with pytest.raises(UserError, match="use a GPT or a T5"):
         Generator(model, ByteTokenizer(), FP64, CPU, 8)
@@ -219,13 +230,13 @@ class _Table:
     """A decoder whose logits are a row of a table; remembers what was read."""
 
     def __init__(self, rows: int, slots: int) -> None:
-        self.rows, self.slots = rows, slots
+        self.batch_size, self.max_length = rows, slots
         self.read: list[list[list[int]]] = []
         self.table = torch.randn(20, 20, generator=torch.Generator().manual_seed(0))
 
-    def begin(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         self.read.append([tokens[row, :length].tolist() for row, length in enumerate(lengths.tolist())])
-        return self.table[tokens[torch.arange(self.rows), lengths - 1]]
+        return self.table[tokens[torch.arange(self.batch_size), lengths - 1]]
 
     def step(self, tokens: Tensor) -> Tensor:
         return self.table[tokens]
@@ -235,8 +246,8 @@ class _Table:
 
 
 def run(decoder: _Table, prompts: Sequence[Sequence[int]], most: int) -> tuple[DecodeLoop, Iterator[list[int]]]:
-    loop = DecodeLoop(decoder, SamplingParams(), most, vocabulary=20, device=CPU, within=nullcontext)
-    return loop, loop.run(prompts, [0] * len(prompts))
+    loop = DecodeLoop(decoder, SamplingParams(), most, vocab_size=20, device=CPU, autocast=nullcontext)
+    return loop, loop.generate(prompts, [0] * len(prompts))
 
 
 def test_texts_are_read_again_when_one_is_full() -> None:
@@ -258,7 +269,7 @@ def test_a_text_that_has_ended_is_not_read_again() -> None:
     loop, tokens = run(decoder, [[1, 2, 3, 4, 5], [5]], 5)
     for number, _ in enumerate(tokens):
         if number == 0:
-            loop.end(0)
+            loop.finish_row(0)
     assert len(decoder.read) == 1, "the text that goes on has room"
 
 
@@ -278,7 +289,7 @@ def generate(trained: Path, *options: str) -> int:
 
 def test_one_prompt_appears_after_its_text(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(trained, "--prompt", "ab", "--temperature", "0") == 0
-    restored = restore(trained, "cpu")
+    restored = load_model(trained, "cpu")
     written = generate_batch(restored, [encode_prompt(restored, "ab")], max_new_tokens=12)
     assert capsys.readouterr().out == f"ab{written[0].text}\n"
     assert encode_prompt(restored, "ab") == [1, 100, 101], "a document begins after the end of another"
@@ -289,7 +300,7 @@ def test_one_prompt_appears_after_its_text(trained: Path, capsys: pytest.Capture
 
 
 def test_a_text_of_characters_begins_with_a_line_break(trained: Path) -> None:
-    restored = restore(trained, "cpu")
+    restored = load_model(trained, "cpu")
     for characters, text, expected in (("\nab", "", [0]), ("ab", "", [0]), ("\nab", "ab", [1, 2])):
         object.__setattr__(restored, "tokenizer", CharTokenizer(characters))
         assert encode_prompt(restored, text) == expected
@@ -373,15 +384,15 @@ def test_a_conversation_goes_through_the_template(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stoker.trainer.data.tasks.chat_files import get_chat_template
-    from stoker.trainer.data.tasks.chats import prompt_ids
+    from stoker.trainer.data.tasks.chats import encode_rendered_text
 
     read: list[Sequence[int]] = []
     stops: list[str] = []
-    write = Generator.write
+    write = Generator.generate
 
     def seen(self: Generator, prompts: Sequence[Sequence[int]], limits: StoppingCriteria, *rest: Any) -> Any:
         read.extend(prompts)
-        stops.extend(limits.stop)
+        stops.extend(limits.stop_strings)
         return write(self, prompts, limits, *rest)
 
     monkeypatch.setattr(Generator, "write", seen)
@@ -393,10 +404,10 @@ def test_a_conversation_goes_through_the_template(
     assert "note: the model has no chat template; using ChatML" in said.err
     rows = [json.loads(line) for line in said.out.splitlines()]
     assert rows[0]["messages"] == messages
-    tokenizer = restore(trained, "cpu").tokenizer
+    tokenizer = load_model(trained, "cpu").tokenizer
     with get_chat_template(tokenizer).start_renderer() as renderer:
-        texts = [renderer.prompt(messages), renderer.prompt([{"role": "user", "content": "hello"}])]
-    assert read == [prompt_ids(tokenizer, text) for text in texts]
+        texts = [renderer.render_prompt(messages), renderer.render_prompt([{"role": "user", "content": "hello"}])]
+    assert read == [encode_rendered_text(tokenizer, text) for text in texts]
 
 
 # ---------------------------------------------------------------- a GPU
@@ -412,9 +423,9 @@ def test_a_recorded_step_gives_what_an_eager_one_gives(
 
     model = gpt("cuda", torch.float32, compile=False)
     made = Generator(model, ByteTokenizer(), PrecisionPlan("fp32", torch.float32), torch.device("cuda"), CONTEXT)
-    recorded = made.write(PROMPTS, StoppingCriteria(40, ends=()), sampling, batch_size=3)
+    recorded = made.generate(PROMPTS, StoppingCriteria(40, eos_ids=()), sampling, batch_size=3)
     monkeypatch.setattr(decode_loop, "_WORTH_RECORDING", 10**9)
-    assert made.write(PROMPTS, StoppingCriteria(40, ends=()), sampling, batch_size=3) == recorded
+    assert made.generate(PROMPTS, StoppingCriteria(40, eos_ids=()), sampling, batch_size=3) == recorded
 
 
 # ---------------------------------------------------------------- a real model
@@ -431,7 +442,7 @@ def test_smollm2_writes_what_it_writes_in_transformers(tmp_path: Path, capsys: p
 
     (file,) = Path(package.origin).parent.glob("*.gguf")
     assert main.main(["convert", str(file), str(tmp_path / "model")]) == 0
-    restored = restore(tmp_path / "model", "cpu")
+    restored = load_model(tmp_path / "model", "cpu")
     texts = ["The capital of France is", "def main(", "Once upon a time there was a very small"]
     prompts = [encode_prompt(restored, text) for text in texts]
     assert prompts == [restored.tokenizer.encode(text).tolist() for text in texts], "it begins a text with nothing"

@@ -17,10 +17,10 @@ from stoker.models.bert import BERT
 from stoker.models.gpt import GPT
 from stoker.models.moe.router import Router
 from stoker.trainer.cli.main import main
-from stoker.trainer.conversion.load_model import LoadedModel, restore
-from stoker.trainer.data.tokenizers.bos import text_start
+from stoker.trainer.conversion.load_model import LoadedModel, load_model
+from stoker.trainer.data.tokenizers.bos import document_start_ids
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
-from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
+from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, canonical_json
 from stoker.trainer.evaluation.harness.loglikelihood import LoglikelihoodScorer, Request, rolling_windows
 from stoker.trainer.utils.errors import EXIT_OK
 
@@ -32,7 +32,7 @@ def both(name: str, folder: Path) -> tuple[PreTrainedModel, LoadedModel]:
     theirs = random_model(name)
     save(theirs, folder / "theirs")
     assert main(["convert", str(folder / "theirs"), str(folder / "ours"), *BYTES]) == EXIT_OK
-    return theirs, restore(folder / "ours", "cpu")
+    return theirs, load_model(folder / "ours", "cpu")
 
 
 def scorer(restored: LoadedModel, longest: int = TOKENS, batch_size: int | None = None) -> LoglikelihoodScorer:
@@ -96,7 +96,7 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     requests = some_requests()
     if not theirs.config.is_encoder_decoder:
         requests = with_greedy(theirs, requests)
-    longest = min(TOKENS, restored.context)
+    longest = min(TOKENS, restored.context_length)
     with torch.no_grad():
         wanted = [reference(theirs, request, longest) for request in requests]
     assert any(greedy for _, greedy in wanted) == (not theirs.config.is_encoder_decoder)
@@ -202,12 +202,12 @@ def test_a_text_starts_as_its_tokenizer_says() -> None:
     model = tokenizers.models.BPE(vocab={"a": 0, "b": 1, "<s>": 2, "</s>": 3}, merges=[])
     library = tokenizers.Tokenizer(model)
     library.add_special_tokens(["<s>", "</s>"])
-    assert text_start(define(canonical(library.to_str()), {})) == []
+    assert document_start_ids(build_json_tokenizer(canonical_json(library.to_str()), {})) == []
     for single, around in (("<s> $A", ([2], [])), ("$A </s>", ([], [3])), ("<s> $A </s>", ([2], [3]))):
         specials = [("<s>", 2), ("</s>", 3)]
         library.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
-        tokenizer = define(canonical(library.to_str()), {})
+        tokenizer = build_json_tokenizer(canonical_json(library.to_str()), {})
         assert tokenizer.post_processor_tokens() == around
-        assert text_start(tokenizer) == around[0]
-    assert text_start(ByteTokenizer()) == [1]
-    assert text_start(CharTokenizer("ab")) == []
+        assert document_start_ids(tokenizer) == around[0]
+    assert document_start_ids(ByteTokenizer()) == [1]
+    assert document_start_ids(CharTokenizer("ab")) == []

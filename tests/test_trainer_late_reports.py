@@ -22,7 +22,7 @@ from stoker.trainer.callbacks.reporting import StepReporter, ThroughputFactors
 from stoker.trainer.checkpoint.loop_state import LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.lightning.lightning_module import LanguageModule
-from stoker.trainer.loggers.run_logger import Journal
+from stoker.trainer.loggers.run_logger import RunLogger
 from stoker.trainer.loggers.step_report import StepReport
 from stoker.trainer.train import run_training
 from stoker.trainer.utils import async_host_copy
@@ -54,23 +54,23 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens in a run, in its order: the steps, and the lines of reports and validations."""
     found: list[str] = []
-    step, report, validation = LanguageModule.training_step, Journal.report, Journal.log_validation
+    step, report, validation = LanguageModule.training_step, RunLogger.log_step, RunLogger.log_validation
 
     def stepped(self: LanguageModule, batch: Any, batch_idx: int) -> None:
         step(self, batch, batch_idx)
         found.append(f"step {self.step}")
 
-    def reported(self: Journal, figures: StepReport) -> None:
+    def reported(self: RunLogger, figures: StepReport) -> None:
         report(self, figures)
         found.append(f"line {figures.step}")
 
-    def validated(self: Journal, number: int, figures: dict[str, float]) -> None:
+    def validated(self: RunLogger, number: int, figures: dict[str, float]) -> None:
         validation(self, number, figures)
         found.append(f"validation {number}")
 
     monkeypatch.setattr(LanguageModule, "training_step", stepped)
-    monkeypatch.setattr(Journal, "report", reported)
-    monkeypatch.setattr(Journal, "log_validation", validated)
+    monkeypatch.setattr(RunLogger, "report", reported)
+    monkeypatch.setattr(RunLogger, "log_validation", validated)
     return found
 
 
@@ -275,7 +275,7 @@ def test_times_are_of_the_steps_and_the_device_never_rests(device: Device) -> No
         run.step(seconds)
         run.step_reports.finish()
         run.module.lr = seconds
-        run.step_reports.begin(run.module, restart=True)
+        run.step_reports.start(run.module, restart=True)
     run.step_reports.finish()
     assert run.seconds() == [None, 10.0, 20.0, 30.0, 40.0]
     assert [report.step for report in run.reports] == [1, 2, 3, 4, 5]
@@ -293,7 +293,7 @@ def test_a_slow_host_is_part_of_the_steps_it_belongs_to(device: Device) -> None:
         run.step(1.0, launching=5.0)
         run.step_reports.finish()
         if late:
-            run.step_reports.begin(run.module, restart=True)
+            run.step_reports.start(run.module, restart=True)
         else:
             run.step_reports.report(run.module, restart=True)
     # Behind the launch of steps 3, 4 and 6 a line was written, and nothing else hides that.
@@ -309,12 +309,12 @@ def test_a_profile_that_is_written_before_the_line_is_no_part_of_its_step(device
     run.step(100.0)
     run.step_reports.report(run.module, restart=True)
     run.step(10.0)
-    run.step_reports.begin(run.module, restart=True)
+    run.step_reports.start(run.module, restart=True)
     run.step(20.0)
     device.host = device.busy_until + 1000.0  # it waits for the device, and takes its time
     profiler.aside += 1000.0
     run.step_reports.finish()
-    run.step_reports.begin(run.module, restart=True)
+    run.step_reports.start(run.module, restart=True)
     run.step_reports.finish()
     assert run.seconds() == [None, 10.0, 22.0], (
         "the device, which the profile waited for, rests while line 2 is written"
@@ -324,14 +324,14 @@ def test_a_profile_that_is_written_before_the_line_is_no_part_of_its_step(device
 def test_both_halves_of_a_report_are_in_the_table_of_times(tmp_path: Path, device: Device) -> None:
     times = PhaseTimer(tmp_path, print, clock=lambda: device.host)
     run = Reported(device, ProfilerList([times], print))
-    times.before(1)
+    times.on_step_start(1)
     run.step(100.0)
-    times.after(1)
+    times.on_step_end(1)
     run.step_reports.report(run.module, restart=True)
-    times.before(2)
+    times.on_step_start(2)
     run.step(10.0)
-    times.after(2)
-    run.step_reports.begin(run.module, restart=True)
+    times.on_step_end(2)
+    run.step_reports.start(run.module, restart=True)
     run.step_reports.finish()
     rows = {line[:20].strip(): line[20:].split() for line in times.table(device.host)}
     assert {name: rows[name][0] for name in ("training step", "report", "report begun")} == {
@@ -395,7 +395,7 @@ def test_a_report_begins_without_a_wait_and_says_the_same(
         "model__encoder_seq_length": 128,
         "model__bias": False,
     }
-    begin = StepReporter.begin
+    begin = StepReporter.start
 
     def watched(self: StepReporter, module: LanguageModule, *, restart: bool) -> None:
         with forbid_device_sync():

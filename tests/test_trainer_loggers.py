@@ -109,7 +109,7 @@ def test_a_slow_sink_holds_nobody_up_and_gets_everything():
 
 def test_a_dead_sink_is_given_up_after_a_while():
     slow = Slow()
-    sink = BackgroundLogger(slow, seconds_to_finish=0.1)
+    sink = BackgroundLogger(slow, close_timeout=0.1)
     sink.log(1, {"loss": 1.0}, "train")
     with pytest.raises(RuntimeError):
         sink.close(failed=False)

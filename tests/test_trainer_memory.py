@@ -202,7 +202,7 @@ def test_a_checkpoint_that_asks_for_too_large_a_model_is_not_built(tmp_path, mon
     run_training(tiny_config(tmp_path, trainer__max_steps=1))
     monkeypatch.setattr(load_model, "host_memory", lambda: 1000)
     with pytest.raises(UserError, match="weights of its configuration need"):
-        load_model.restore(tmp_path, "cpu")
+        load_model.load_model(tmp_path, "cpu")
 
 
 def test_quickstart_measures_no_model_that_cannot_fit(tmp_path):

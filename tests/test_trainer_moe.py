@@ -17,12 +17,12 @@ from torch import nn
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.models.moe.find_moe_layers import find_moe_layers
 from stoker.trainer.callbacks import expert_load
 from stoker.trainer.callbacks.expert_load import ExpertLoadMetrics
 from stoker.trainer.checkpoint.loop_state import LoopState
 from stoker.trainer.checkpoint.reader import model_tensors
-from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.data.batch_sampler import BatchSchedule, BatchSizeRampUp, RankBatchSampler
 from stoker.trainer.data.dataloader import PrefetchingDataLoader
 from stoker.trainer.data.datasets.samples import Batch, MockSamples
@@ -92,7 +92,7 @@ def trained(micro_batch_size, steps=1, *, plan=None, bias_rate: float | None = N
     """A module after some steps of gradient descent with a rate of 1: each changes the weights by the gradients."""
     plan = plan or BatchSchedule(12)
     model = model_of(micro_batch_size, **changes)
-    layers = moe_layers(model)
+    layers = find_moe_layers(model)
     rates = dict.fromkeys(layers, bias_rate) if bias_rate is not None else {}
     module = LanguageModule(
         model,
@@ -101,12 +101,12 @@ def trained(micro_batch_size, steps=1, *, plan=None, bias_rate: float | None = N
         PrefetchingDataLoader(UnevenSamples(), RankBatchSampler(plan, micro_batch_size), CPU),
         PrecisionPlan("test", torch.float64),
         seed=1,
-        experts=ExpertBalancer(
-            layers, lambda step: plan.size(step) // micro_batch_size, bias_rates=rates, ranks=DistributedContext()
+        expert_balancer=ExpertBalancer(
+            layers, lambda step: plan.batch_size(step) // micro_batch_size, bias_rates=rates, ranks=DistributedContext()
         ),
     )
     fit(module, Silent(), steps, CPU, DistributedContext())
-    module.feed.close()
+    module.dataloader.close()
     return module
 
 
@@ -118,7 +118,7 @@ def reference(micro_batch_size):
     """
     model = model_of(micro_batch_size)
     model.train()
-    layers = moe_layers(model)
+    layers = find_moe_layers(model)
     for layer in layers.values():
         layer.loss_share.zero_()  # nothing is injected: what is added to the loss here is all there is
     seen = []
@@ -161,7 +161,7 @@ def test_losses_of_the_router_count_once(micro_batch_size, recompute):
     for name, gradient in gradients.items():
         expected = torch.zeros_like(before[name]) if gradient is None else gradient
         torch.testing.assert_close(before[name] - after[name], expected, rtol=1e-9, atol=1e-12, msg=name)
-    read = ExpertLoadMetrics(moe_layers(module.model), ranks=DistributedContext()).take(1, restart=True)()
+    read = ExpertLoadMetrics(find_moe_layers(module.model), ranks=DistributedContext()).collect(1, restart=True)()
     logged = [read[name] for name in ("load_balancing_loss", "z_loss", "router_entropy")]
     assert logged == pytest.approx(figures.tolist(), rel=1e-6)
     shares = [(count / count.sum()).tolist() for count in counts]
@@ -173,7 +173,7 @@ def test_losses_of_the_router_count_once(micro_batch_size, recompute):
 
 def test_the_share_follows_a_growing_batch():
     plan = BatchSchedule(12, ramp_up=BatchSizeRampUp(start=4, increment=4, samples=24, final=12))
-    assert [plan.size(step) for step in range(6)] == [4, 4, 4, 8, 8, 12]
+    assert [plan.batch_size(step) for step in range(6)] == [4, 4, 4, 8, 8, 12]
     seen = []
     original = ExpertBalancer.before_step
 
@@ -190,7 +190,7 @@ def test_the_share_follows_a_growing_batch():
 
 def test_validation_does_not_count_and_a_report_begins_anew():
     module = trained(6, steps=2)
-    layers = moe_layers(module.model)
+    layers = find_moe_layers(module.model)
     load = ExpertLoadMetrics(layers, ranks=DistributedContext())
     statistics = [layer.statistics.clone() for layer in layers.values()]
     assert [layer[:4].sum().item() for layer in statistics] == [2 * 12 * 16 * 2] * 2
@@ -201,9 +201,9 @@ def test_validation_does_not_count_and_a_report_begins_anew():
         module.model.batch_loss({"tokens": batch.tokens, "labels": batch.labels}, torch.ones(()))
     for layer, before in zip(layers.values(), statistics, strict=True):
         assert torch.equal(layer.statistics, before)
-    assert load.take(2, restart=True)()["load_cv"] > 0
+    assert load.collect(2, restart=True)()["load_cv"] > 0
     assert not any(layer.statistics.any() for layer in layers.values())
-    assert load.take(3, restart=True)() == {}
+    assert load.collect(3, restart=True)() == {}
 
 
 # ---------------------------------------------------------------- the figures
@@ -211,7 +211,7 @@ def test_validation_does_not_count_and_a_report_begins_anew():
 
 def counted(*values):
     """Layers that hold these statistics."""
-    found = moe_layers(model_of(12, num_layers=2, moe_layer_freq=1))
+    found = find_moe_layers(model_of(12, num_layers=2, moe_layer_freq=1))
     for layer, statistics in zip(found.values(), values, strict=True):
         layer.statistics.copy_(torch.tensor(statistics))
     return found
@@ -224,7 +224,7 @@ UNEVEN = (16.0, 0.0, 0.0, 0.0, 8.0, 10.0, 0.5, 4.0, 16.0, 2.0)
 def test_figures_of_known_counts():
     layers = counted(EVEN, UNEVEN)
     load = ExpertLoadMetrics(layers, ranks=DistributedContext(), per_layer=list(layers)[1:])
-    assert load.take(1, restart=True)() == pytest.approx(
+    assert load.collect(1, restart=True)() == pytest.approx(
         {
             "load_balancing_loss": 2.5,
             "z_loss": 4.0,
@@ -248,32 +248,32 @@ def test_figures_of_known_counts():
 
 def test_a_mean_goes_on_over_other_reports_and_over_processes():
     whole = ExpertLoadMetrics(counted(EVEN, UNEVEN), ranks=DistributedContext())
-    whole.take(1, restart=False)()
+    whole.collect(1, restart=False)()
     state = LoopState.model_validate_json(json.dumps({"expert_load": whole.sums})).expert_load
     for name, statistics in zip(whole._layers, (UNEVEN, EVEN), strict=True):
         whole._layers[name].statistics.copy_(torch.tensor(statistics))
     resumed = ExpertLoadMetrics(counted(UNEVEN, EVEN), ranks=DistributedContext(), state=state)
-    figures = whole.take(2, restart=True)()
-    assert figures == resumed.take(2, restart=True)()
+    figures = whole.collect(2, restart=True)()
+    assert figures == resumed.collect(2, restart=True)()
     assert figures["load_cv"] == pytest.approx(math.sqrt(3) / 2), "of 20, 4, 4, 4 in both layers"
     assert figures["load_balancing_loss"] == pytest.approx(2.5)
     assert whole.sums == ()
     other = ExpertLoadMetrics(
         counted(EVEN, UNEVEN), ranks=DistributedContext(), state=((1.0, 2.0),)
     )  # of another model
-    assert other.take(1, restart=True)()["load_balancing_loss"] == pytest.approx(2.5)
+    assert other.collect(1, restart=True)()["load_balancing_loss"] == pytest.approx(2.5)
 
 
 def test_a_layer_whose_sums_are_not_finite_is_left_out():
     broken = (*EVEN[:5], math.nan, *EVEN[6:])
-    figures = ExpertLoadMetrics(counted(broken, UNEVEN), ranks=DistributedContext()).take(1, restart=True)()
+    figures = ExpertLoadMetrics(counted(broken, UNEVEN), ranks=DistributedContext()).collect(1, restart=True)()
     assert (figures["z_loss"], figures["load_cv"]) == (pytest.approx(5.0), pytest.approx(math.sqrt(3)))
 
 
 def test_a_layer_that_saw_padding_alone_has_no_figures():
     nothing = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0)
-    assert ExpertLoadMetrics(counted(nothing, nothing), ranks=DistributedContext()).take(1, restart=True)() == {}
-    assert ExpertLoadMetrics(counted(nothing, UNEVEN), ranks=DistributedContext()).take(1, restart=True)()[
+    assert ExpertLoadMetrics(counted(nothing, nothing), ranks=DistributedContext()).collect(1, restart=True)() == {}
+    assert ExpertLoadMetrics(counted(nothing, UNEVEN), ranks=DistributedContext()).collect(1, restart=True)()[
         "z_loss"
     ] == pytest.approx(5.0)
 
@@ -283,7 +283,7 @@ def test_the_step_line_has_one_short_figure_of_experts():
     assert "CV" not in format_step(plain, 10, None)
     report = StepReport(step=3, loss=5.0, grad_norm=1.0, lr=0.1, consumed_samples=8, experts={"load_cv": 0.1234})
     assert "  load CV  0.12" in format_step(report, 10, None)
-    assert report.figures()["load_cv"] == 0.1234
+    assert report.to_metrics()["load_cv"] == 0.1234
 
 
 # ---------------------------------------------------------------- the expert bias
@@ -297,7 +297,7 @@ def of_bias(layer):
 
 
 def test_the_bias_goes_up_where_an_expert_had_too_little():
-    layers = moe_layers(model_of(12, **BIAS))
+    layers = find_moe_layers(model_of(12, **BIAS))
     rates = dict(zip(layers, (0.5, 0.25), strict=True))
     balance = ExpertBalancer(layers, lambda step: 1, bias_rates=rates, ranks=DistributedContext())
     (first, first_counts), (second, second_counts) = map(of_bias, layers.values())
@@ -316,10 +316,10 @@ def test_the_bias_goes_up_where_an_expert_had_too_little():
 
 def test_the_bias_counts_the_whole_global_batch_once_and_is_in_the_checkpoint():
     whole, split = (trained(size, bias_rate=0.125, **BIAS) for size in (12, 3))
-    for name, layer in moe_layers(whole.model).items():
+    for name, layer in find_moe_layers(whole.model).items():
         bias, _ = of_bias(layer)
         assert bias.abs().max() == 0.125
-        assert torch.equal(bias, of_bias(moe_layers(split.model)[name])[0])
+        assert torch.equal(bias, of_bias(find_moe_layers(split.model)[name])[0])
         assert bias is model_tensors(whole.model)[f"{name}.expert_bias"]
 
 
@@ -432,8 +432,8 @@ def test_a_t5_tells_its_stacks_apart(tmp_path, capsys):
 
 
 def test_a_checkpoint_answers_with_its_bias(unbroken):
-    trained = restore(unbroken / "checkpoints" / "step-6", "cpu")
-    layers = moe_layers(trained.model)
+    trained = load_model(unbroken / "checkpoints" / "step-6", "cpu")
+    layers = find_moe_layers(trained.model)
     biases = [of_bias(layer)[0] for layer in layers.values()]
     assert all(bias.any() for bias in biases)
     tokens = torch.arange(16)[None]

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.trainer.callbacks import expert_load
 from stoker.trainer.callbacks.expert_load import ExpertLoadMetrics
-from stoker.trainer.loggers.expert_load_map import MAX_ROWS, ExpertLoadHistory, can_draw, coefficient_of_variation
+from stoker.trainer.loggers.expert_load_map import MAX_ROWS, ExpertLoadHistory, coefficient_of_variation, has_matplotlib
 from stoker.trainer.utils.errors import EXIT_IO, UserError
 
 EXPERTS = {"decoder.layers.0.mlp": 4, "decoder.layers.2.mlp": 2}
@@ -121,21 +121,21 @@ def test_variation_is_the_deviation_over_the_mean():
     assert coefficient_of_variation(np.zeros(4)) == 0.0
 
 
-@pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
+@pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib")
 def test_the_picture(tmp_path):
     found = ExpertLoadHistory(tmp_path / "x.json", EXPERTS)
-    found.draw()
+    found.write_png()
     assert not list(tmp_path.iterdir()), "there is nothing to show yet"
     found.add(3, counts(3), regular=True)
     found.add(4, [[0] * 4, [0] * 2], regular=True)
-    found.draw()
+    found.write_png()
     data = (tmp_path / "x.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     (tmp_path / "x.png").unlink()
-    found.draw()
+    found.write_png()
     assert not (tmp_path / "x.png").exists(), "drawn again though nothing is new"
     found.add(5, counts(50), regular=True)
-    found.draw()
+    found.write_png()
     assert (tmp_path / "x.png").read_bytes() != data
 
 
@@ -145,24 +145,24 @@ def test_the_picture(tmp_path):
 def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(expert_load, "can_draw", lambda: False)
     load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # type: ignore[arg-type]
-    load.keep(plot=True, last=True)
+    load.save(plot=True, last=True)
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_a_picture_that_fails_is_told_once_and_stops_nothing(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(expert_load, "can_draw", lambda: True)
-    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3), say=said.append)  # type: ignore[arg-type]
+    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3), report=said.append)  # type: ignore[arg-type]
     monkeypatch.setattr(ExpertLoadHistory, "draw", lambda self: 1 / 0)
-    load.keep(plot=True, last=True)
-    load.keep(plot=True, last=True)
+    load.save(plot=True, last=True)
+    load.save(plot=True, last=True)
     assert said == ["warning: the expert load cannot be plotted: ZeroDivisionError: division by zero"]
 
 
 def test_a_full_disk_ends_the_run_with_its_code(tmp_path, monkeypatch):
     load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "gone" / "x.json", 3))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cannot write the expert load") as error:
-        load.keep(plot=False)
+        load.save(plot=False)
     assert error.value.exit_code == EXIT_IO
 
 
@@ -178,8 +178,8 @@ def test_pictures_take_a_small_part_of_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(ExpertLoadHistory, "draw", draw)
     load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # type: ignore[arg-type]
     while now[0] < 120:
-        load.keep(plot=True)
+        load.save(plot=True)
         now[0] += 7.0
     assert len(drawn) == 3
-    load.keep(plot=True, last=True)
+    load.save(plot=True, last=True)
     assert len(drawn) == 4

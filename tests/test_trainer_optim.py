@@ -86,7 +86,7 @@ def test_bf16_weights_follow_fp32_main_weights():
     model = net(torch.bfloat16)
     optimizer = AdamW(model.named_parameters(), main_weights=True, **{**SETTINGS, "lr": 1e-5, "weight_decay": 0.0})
     before = copy.deepcopy(model.state_dict())
-    state = {name: piece.local for name, piece in optimizer.pieces().items()}
+    state = {name: piece.local for name, piece in optimizer.local_shards().items()}
     start = state["linear.weight.main"].clone()
     for step in range(20):
         backward(model, step)
@@ -143,18 +143,18 @@ def test_a_parameter_without_gradient_is_named():
 
 def test_state_is_named_after_the_parameters():
     fp32 = AdamW(net(torch.float32).named_parameters(), **SETTINGS)
-    assert "linear.bias.exp_avg_sq" in fp32.pieces()
-    assert not any(name.endswith(".main") for name in fp32.pieces())
+    assert "linear.bias.exp_avg_sq" in fp32.local_shards()
+    assert not any(name.endswith(".main") for name in fp32.local_shards())
     bf16 = AdamW(net(torch.bfloat16).named_parameters(), main_weights=True, **SETTINGS)
-    assert {piece.local.dtype for piece in bf16.pieces().values()} == {torch.float32}
+    assert {piece.local.dtype for piece in bf16.local_shards().values()} == {torch.float32}
     pure = AdamW(net(torch.bfloat16).named_parameters(), **SETTINGS)
-    assert {piece.local.dtype for piece in pure.pieces().values()} == {torch.bfloat16}
+    assert {piece.local.dtype for piece in pure.local_shards().values()} == {torch.bfloat16}
 
 
 def test_main_weights_are_recorded_even_where_they_are_the_parameters():
     model = net(torch.float32)
     optimizer = AdamW(model.named_parameters(), main_weights=True, **SETTINGS)
-    main = optimizer.pieces()["linear.weight.main"].local
+    main = optimizer.local_shards()["linear.weight.main"].local
     assert main.data_ptr() == model.linear.weight.data_ptr()
 
 
@@ -164,13 +164,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     optimizer = AdamW(model.named_parameters(), clip_norm=1.0, **SETTINGS)
     backward(model, 0)
     optimizer.step()
-    before = copy.deepcopy([*model.parameters(), *(piece.local for piece in optimizer.pieces().values())])
+    before = copy.deepcopy([*model.parameters(), *(piece.local for piece in optimizer.local_shards().values())])
     backward(model, 1)
     gradient = model.norm.weight.grad
     assert gradient is not None
     gradient[2] = bad
     optimizer.step()
-    after = [*model.parameters(), *(piece.local for piece in optimizer.pieces().values())]
+    after = [*model.parameters(), *(piece.local for piece in optimizer.local_shards().values())]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     assert optimizer.grad_norm is not None
     assert not optimizer.grad_norm.isfinite()

@@ -19,7 +19,7 @@ from stoker.trainer.optim import base_optimizer, optimizer_factory, pinned_memor
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.optim.sgd import SGD
-from stoker.trainer.optim.state_buckets import SLOTS, BucketPlan, StateShape, plan_buckets
+from stoker.trainer.optim.state_buckets import NUM_SLOTS, BucketPlan, StateShape, plan_buckets
 from stoker.trainer.plan import memory_check as memory
 from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.train import run_training
@@ -104,7 +104,7 @@ def test_five_steps_are_bit_equal_to_those_without(kind, dtype, accumulated):
     assert torch.equal(optimizer.grad_norm, expected.grad_norm)
     check_equal(model, optimizer, plain, expected)
     assert not copies.under_way
-    assert len(host_of(optimizer).plan.buckets) > SLOTS + 1
+    assert len(host_of(optimizer).plan.buckets) > NUM_SLOTS + 1
 
 
 def test_pure_bf16_has_its_state_on_the_host_too():
@@ -164,7 +164,7 @@ def test_every_byte_of_the_state_moves_once(kind, dtype):
     moved = torch.zeros(plan.host_bytes, dtype=torch.int8)
     for bucket in plan.buckets:
         here = torch.zeros(bucket.size, dtype=torch.int8)
-        for host, device, size in bucket.copies:
+        for host, device, size in bucket.transfers:
             moved[host : host + size] += 1
             here[device : device + size] += 1
         assert here.max() <= 1
@@ -172,9 +172,9 @@ def test_every_byte_of_the_state_moves_once(kind, dtype):
             for key, place in stretch.state.items():  # the copy brings the very bytes of the stretch
                 assert here[place.start : place.start + place.size].all()
                 home = plan.host_locations[bucket.group][stretch.index][key]
-                first = home.start + (stretch.cut[0] if stretch.cut else 0) * place.dtype.itemsize
-                copy = next(c for c in bucket.copies if c.device <= place.start < c.device + c.size)
-                assert copy.host + place.start - copy.device == first
+                first = home.start + (stretch.element_range[0] if stretch.element_range else 0) * place.dtype.itemsize
+                copy = next(c for c in bucket.transfers if c.device_offset <= place.start < c.device_offset + c.size)
+                assert copy.host_offset + place.start - copy.device_offset == first
     assert moved.max() == 1
     for homes in plan.host_locations:
         for home in homes:
@@ -186,15 +186,15 @@ def test_every_byte_of_the_state_moves_once(kind, dtype):
 @pytest.mark.parametrize("kind", OPTIMIZER_FACTORIES)
 def test_only_what_must_be_whole_is_larger_than_a_bucket(kind):
     plan = plan_of(kind)
-    cut = [bucket for bucket in plan.buckets if bucket.slices[0].cut]
+    cut = [bucket for bucket in plan.buckets if bucket.slices[0].element_range]
     assert bool(cut) == (kind in ("adamw", "sgd", "muon"))
     for bucket in plan.buckets:
-        assert bucket.size <= BUCKET + 3 * 256 or (len(bucket.slices) == 1 and not bucket.slices[0].cut)
+        assert bucket.size <= BUCKET + 3 * 256 or (len(bucket.slices) == 1 and not bucket.slices[0].element_range)
     if kind in ("adamw", "sgd"):
-        assert max(plan.slots) <= BUCKET + 3 * 256
+        assert max(plan.slot_bytes) <= BUCKET + 3 * 256
     for bucket in cut:
-        assert bucket.slices[0].cut is not None
-        first, last = bucket.slices[0].cut
+        assert bucket.slices[0].element_range is not None
+        first, last = bucket.slices[0].element_range
         assert first % 1024 == 0  # vector instructions find the elements they had
         assert last - first <= BUCKET // sum(place.dtype.itemsize for place in bucket.slices[0].state.values())
 
@@ -208,8 +208,8 @@ def test_neighbours_share_a_bucket_up_to_its_limit():
     assert [[s.index for s in bucket.slices] for bucket in plan.buckets] == [[0, 1], [2], [3], [4, 5, 6], [0]]
     assert [bucket.group for bucket in plan.buckets] == [0, 0, 0, 0, 1]
     assert [bucket.size for bucket in plan.buckets] == [1024, 256, 4096, 1024, 256]
-    assert [len(bucket.copies) for bucket in plan.buckets] == [1] * 5  # neighbours move together
-    assert plan.slots == (1024, 256, 4096)
+    assert [len(bucket.transfers) for bucket in plan.buckets] == [1] * 5  # neighbours move together
+    assert plan.slot_bytes == (1024, 256, 4096)
     assert plan.host_bytes == plan.moved_bytes == 1024 + 256 + 4096 + 1024 + 256
 
 
@@ -249,17 +249,17 @@ def test_a_bucket_comes_while_one_is_updated_and_one_leaves():
     optimizer.step()
     events, count = copies.events, len(moves)
     at = {event: place for place, event in enumerate(events)}
-    assert count > SLOTS + 1
+    assert count > NUM_SLOTS + 1
     assert all(len(bucket.copies) == 1 for bucket in moves)  # so that numbers of copies are those of buckets
     for number in range(count):
         assert at["fetch", number] < at["fetched", number] < at["update", number] < at["send", number]
         if number + 1 < count:  # the next one is on its way before this one is updated
             assert at["fetch", number + 1] < at["update", number]
-        if number >= SLOTS:  # a slot is filled again when it is empty, and not before that is needed
-            assert at["sent", number - SLOTS] < at["fetch", number]
-            assert at["sent", number - SLOTS] > at["update", number - 2]
+        if number >= NUM_SLOTS:  # a slot is filled again when it is empty, and not before that is needed
+            assert at["sent", number - NUM_SLOTS] < at["fetch", number]
+            assert at["sent", number - NUM_SLOTS] > at["update", number - 2]
     assert all(("sent", number) in at for number in range(count))
-    assert [name for name, _ in events[-SLOTS:]] == ["sent"] * SLOTS
+    assert [name for name, _ in events[-NUM_SLOTS:]] == ["sent"] * NUM_SLOTS
     assert all(at["update", a] < at["update", b] for a, b in pairwise(range(count)))
 
 
@@ -271,9 +271,9 @@ def test_memory_is_what_the_plan_says(kind):
     plan = host_of(optimizer).plan
     train(model, optimizer, range(2))
     assert copies.host_sizes == [plan.host_bytes]  # once
-    assert copies.reserved == 2 * sum(plan.slots)  # in each step, so that the activations have it otherwise
+    assert copies.reserved == 2 * sum(plan.slot_bytes)  # in each step, so that the activations have it otherwise
     home = host_of(optimizer).memory
-    for name, piece in optimizer.pieces().items():  # what a checkpoint reads is what the updates write
+    for name, piece in optimizer.local_shards().items():  # what a checkpoint reads is what the updates write
         assert piece.local.untyped_storage().data_ptr() == home.data_ptr(), name
     assert not optimizer.state  # which Lightning would move to the device
 
@@ -288,7 +288,7 @@ def test_the_average_follows_main_weights_on_the_host(cpu_offload):
         optimizer = AdamW(model.named_parameters(), lr=1e-2, main_weights=True, **host)
         main = {
             name.removesuffix(".main"): piece.local
-            for name, piece in optimizer.pieces().items()
+            for name, piece in optimizer.local_shards().items()
             if name.endswith(".main")
         }
         waits = []
@@ -297,7 +297,7 @@ def test_the_average_follows_main_weights_on_the_host(cpu_offload):
             main_weights=main,
             decay=0.9,
             cpu_offload=cpu_offload,
-            settle=lambda: waits.append(1),
+            wait_for_copies=lambda: waits.append(1),
         )
         for step in range(1, 4):
             backward(model, step)
@@ -305,7 +305,7 @@ def test_the_average_follows_main_weights_on_the_host(cpu_offload):
             assert optimizer.grad_norm is not None
             average.update(step, optimizer.grad_norm)
         assert len(waits) == 3 * cpu_offload
-        return {name: piece.local for name, piece in average.pieces().items()}
+        return {name: piece.local for name, piece in average.local_shards().items()}
 
     found, expected = averages({"host": StreamCopies(), "bucket_bytes": BUCKET}), averages({})
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -314,7 +314,7 @@ def test_the_average_follows_main_weights_on_the_host(cpu_offload):
 def test_an_average_on_the_device_starts_there():
     weights = {"w": torch.zeros(3, device="meta", dtype=torch.bfloat16)}
     average = EMA(weights, main_weights={"w": torch.zeros(3)}, decay=0.9)
-    assert average.pieces()["w"].local.device.type == "meta"
+    assert average.local_shards()["w"].local.device.type == "meta"
 
 
 KINDS = {
@@ -461,10 +461,10 @@ def test_memory_that_cannot_be_pinned_is_told(monkeypatch):
     copies = object.__new__(pinned_memory.PinnedStateCopyEngine)
     copies.device = torch.device("cuda", 0)
     with pytest.raises(UserError, match=r"`model\.cpu_offloading_optimizer` \(True\).*CUDA error 2.*=False"):
-        copies.host(64)
-    assert copies.host(0).numel() == 0
+        copies.allocate_host(64)
+    assert copies.allocate_host(0).numel() == 0
     with pytest.raises(UserError, match=r"cannot allocate 1,048,576\.0 GiB of host memory; use .*_optimizer=False"):
-        copies.host(2**50)
+        copies.allocate_host(2**50)
 
 
 def test_memory_is_unpinned_before_it_is_given_back(monkeypatch):
@@ -473,7 +473,7 @@ def test_memory_is_unpinned_before_it_is_given_back(monkeypatch):
     monkeypatch.setattr(pinned_memory, "_unregister", lambda memory, device: calls.append((memory.data_ptr(), device)))
     copies = object.__new__(pinned_memory.PinnedStateCopyEngine)
     copies.device = torch.device("cuda", 0)
-    memory = copies.host(4096)
+    memory = copies.allocate_host(4096)
     assert copies.host_bytes == 4096
     at = memory.data_ptr()
     del memory

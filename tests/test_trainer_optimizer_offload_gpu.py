@@ -68,8 +68,8 @@ def test_five_steps_are_bit_equal_to_those_without(kind, dtype, bucket):
             one.step()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, other)
-    found = optimizer.pieces()
-    for name, piece in expected.pieces().items():
+    found = optimizer.local_shards()
+    for name, piece in expected.local_shards().items():
         assert torch.equal(found[name].local.cpu(), piece.local.cpu()), name
         if name.endswith(".main") and dtype == torch.bfloat16:
             assert found[name].local.is_pinned()
@@ -113,8 +113,8 @@ def test_the_peak_is_lower_by_the_planned_bytes():
     assert plan is not None
     assert plan.host_bytes == pytest.approx(12 * numbers, rel=1e-3)
     assert held[False] - held[True] == pytest.approx(plan.host_bytes / GIB, rel=0.01)
-    assert peaks[False] - peaks[True] == pytest.approx((plan.host_bytes - sum(plan.slots)) / GIB, rel=0.02)
-    assert sum(plan.slots) <= 3 * BUCKET_BYTES
+    assert peaks[False] - peaks[True] == pytest.approx((plan.host_bytes - sum(plan.slot_bytes)) / GIB, rel=0.02)
+    assert sum(plan.slot_bytes) <= 3 * BUCKET_BYTES
     assert in_gib() == pytest.approx(before, abs=0.01)
 
 
@@ -138,8 +138,8 @@ def test_copies_overlap():
         return min(times[1:])
 
     def one_after_the_other():
-        for copy in (copy for bucket in host.plan.buckets for copy in bucket.copies):
-            theirs, mine = host.memory[copy.host : copy.host + copy.size], memory[: copy.size]
+        for copy in (copy for bucket in host.plan.buckets for copy in bucket.transfers):
+            theirs, mine = host.memory[copy.host_offset : copy.host_offset + copy.size], memory[: copy.size]
             mine.copy_(theirs, non_blocking=True)
             theirs.copy_(mine, non_blocking=True)
 

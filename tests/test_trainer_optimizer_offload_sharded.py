@@ -64,10 +64,10 @@ def check(kind, layout, dtype):
                 assert gradient is not None
                 local_tensor(gradient)[0, 0] = float("nan")
             optimizer.step()
-    expected = plain.pieces()
-    for name, piece in ours.pieces().items():
+    expected = plain.local_shards()
+    for name, piece in ours.local_shards().items():
         assert torch.equal(piece.local, expected[name].local), (kind, layout, name)
-        assert (piece.start, piece.rows) == (expected[name].start, expected[name].rows)
+        assert (piece.first_row, piece.num_rows) == (expected[name].first_row, expected[name].num_rows)
     for mine, whole in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert torch.equal(local_tensor(mine), local_tensor(whole)), (kind, layout)
     assert ours.step_count == plain.step_count == 2

@@ -20,7 +20,12 @@ from stoker.trainer.config.schema.root import ModelBlock, RootBlock
 from stoker.trainer.optim.adafactor import Adafactor
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.optim.muon import COEFFICIENTS, Muon, is_hidden_matrix, orthogonalize, rate_factor
-from stoker.trainer.optim.optimizer_factory import build_optimizer, fused_projection_rows, min_state_elements, settings
+from stoker.trainer.optim.optimizer_factory import (
+    build_optimizer,
+    fused_projection_rows,
+    min_state_elements,
+    recorded_settings,
+)
 from stoker.trainer.optim.sgd import SGD
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
@@ -283,7 +288,7 @@ def test_bf16_weights_follow_fp32_main_weights(kind):
             other.grad = narrow.grad.float()
         optimizer.step()
         reference.step()
-    pieces = optimizer.pieces()
+    pieces = optimizer.local_shards()
     for name, parameter in model.named_parameters():
         main = pieces[f"{name}.main"].local
         assert torch.equal(parameter, main.bfloat16())
@@ -298,7 +303,7 @@ def test_pure_bf16_has_state_of_its_own_width_and_learns(kind):
     backward(model, 0)
     optimizer.step()
     assert not torch.equal(before["up.weight"], model.up.weight)
-    assert not any(name.endswith(".main") for name in optimizer.pieces())
+    assert not any(name.endswith(".main") for name in optimizer.local_shards())
 
 
 @each
@@ -312,8 +317,8 @@ def test_state_copied_over_goes_on_bit_for_bit(kind):
     resumed = OPTIMIZER_FACTORIES[kind](second.named_parameters(), clip_norm=0.3)
     resumed.step_count = optimizer.step_count
     with torch.no_grad():
-        for name, piece in resumed.pieces().items():
-            saved = optimizer.pieces()[name]
+        for name, piece in resumed.local_shards().items():
+            saved = optimizer.local_shards()[name]
             assert piece.shape == saved.shape
             piece.local.copy_(saved.local)
     for step in range(3, 6):
@@ -400,14 +405,18 @@ def test_fused_weights_are_cut_where_the_model_cuts_them():
 
 
 def test_a_checkpoint_records_the_keys_that_act():
-    recorded = settings(root(name="muon", lr=0.1, sched={"name": "WarmupPolicy", "warmup_ratio": 0.1}).model.optim, 50)
+    recorded = recorded_settings(
+        root(name="muon", lr=0.1, sched={"name": "WarmupPolicy", "warmup_ratio": 0.1}).model.optim, 50
+    )
     assert recorded["optim.name"] == "muon"
     assert recorded["optim.lr"] == 0.1
     assert recorded["optim.momentum"] == 0.95
     assert (recorded["optim.sched.name"], recorded["optim.sched.warmup_steps"]) == ("WarmupPolicy", 5)
     assert "optim.clip_threshold" not in recorded
-    assert settings(root(name="fused_adam").model.optim, 9) == settings(root(name="adamw").model.optim, 9)
-    relative = settings(root(name="adafactor", relative_step=True, warmup_init=True).model.optim, 9)
+    assert recorded_settings(root(name="fused_adam").model.optim, 9) == recorded_settings(
+        root(name="adamw").model.optim, 9
+    )
+    relative = recorded_settings(root(name="adafactor", relative_step=True, warmup_init=True).model.optim, 9)
     assert (relative["optim.relative_step"], relative["optim.warmup_init"]) == ("True", "True")
     assert not any("sched" in key for key in relative)
 
@@ -453,7 +462,7 @@ def gpt(optim):
 def test_the_memory_of_the_state_is_known(optim):
     keys, model = gpt(optim)
     optimizer = build_optimizer(keys, model.named_parameters())
-    kept = sum(piece.local.numel() for piece in optimizer.pieces().values())
+    kept = sum(piece.local.numel() for piece in optimizer.local_shards().values())
     counted = min_state_elements(keys, 300)
     small = sum(sum(p.shape) for p in model.parameters())  # vectors: factored moments, norms and biases
     assert counted <= kept <= counted + 2 * small

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 
-from stoker.trainer.utils.local_shard import piece_of
+from stoker.trainer.utils.local_shard import local_shard
 
 RANKS = 2
 
@@ -65,22 +65,22 @@ def check(kind):
         backward(whole, step)
         backward(cut, step)
         if step == 2 and dist.get_rank() == 0:  # in one row of one rank: all must leave the step out
-            piece_of(gradient(cut)).local[0, 0] = float("nan")
+            local_shard(gradient(cut)).local[0, 0] = float("nan")
         if step == 2:
             gradient(whole)[0, 0] = float("nan")
         alone.step()
         together.step()
         torch.testing.assert_close(together.grad_norm, alone.grad_norm, rtol=1e-12, atol=0, equal_nan=True)
     for name, parameter in cut.named_parameters():
-        mine = piece_of(parameter)
-        expected = whole.get_parameter(name).detach()[mine.start : mine.start + len(mine.local)]
+        mine = local_shard(parameter)
+        expected = whole.get_parameter(name).detach()[mine.first_row : mine.first_row + len(mine.local)]
         torch.testing.assert_close(mine.local, expected, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
-    expected = alone.pieces()
-    for name, piece in together.pieces().items():
+    expected = alone.local_shards()
+    for name, piece in together.local_shards().items():
         assert piece.shape == expected[name].shape, name
-        rows = expected[name].local[piece.start : piece.start + len(piece.local)]
+        rows = expected[name].local[piece.first_row : piece.first_row + len(piece.local)]
         torch.testing.assert_close(piece.local, rows, rtol=1e-11, atol=1e-16, msg=lambda m, n=name: f"{n}: {m}")
-        assert piece.copies == (RANKS if together.is_replicated(name.rpartition(".")[2], (2, 2)) else 1), name
+        assert piece.num_replicas == (RANKS if together.is_replicated(name.rpartition(".")[2], (2, 2)) else 1), name
 
 
 def worker(rank, folder):

@@ -26,11 +26,11 @@ from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.core import factory as parts
 from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
 from stoker.trainer.data.dataloader import PrefetchingDataLoader
-from stoker.trainer.data.datasets.document_ids import DocumentIdSamples, document_numbers
+from stoker.trainer.data.datasets.document_ids import DocumentIdSamples, document_ids
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.distributed.fsdp import ShardedDataParallel
-from stoker.trainer.distributed.process_group import join, shutdown_distributed
+from stoker.trainer.distributed.process_group import init_distributed, shutdown_distributed
 from stoker.trainer.plan import memory_check
 from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.train import run_training
@@ -75,7 +75,7 @@ def test_a_run_trains_validates_and_is_evaluated_packed(
     tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
-    real = PackedSequences.of
+    real = PackedSequences.from_documents
     monkeypatch.setattr(PackedSequences, "of", lambda numbers, **how: seen.append(numbers) or real(numbers, **how))
     planned: list[bool] = []
     plan = parts.plan_model
@@ -159,7 +159,7 @@ def test_layers_under_fsdp_are_one_graph(tmp_path: Path, monkeypatch: pytest.Mon
     assert full is not None
     found: list[list[torch.Tensor]] = []
     store = dist.FileStore(str(tmp_path / "store"), 1)  # pyright: ignore[reportPrivateImportUsage]
-    join(0, 1, 0, store=store, timeout=30)
+    init_distributed(0, 1, 0, store=store, timeout=30)
     try:
         torch.compiler.reset()
         alone = ShardedDataParallel(replace(full, shards=1), CPU, None)
@@ -190,7 +190,7 @@ def test_pace_is_measured_packed(tmp_path: Path, texts: Path, monkeypatch: pytes
     from stoker.trainer.data.build_datasets import build_data
 
     seen: list[tuple[int, ...]] = []
-    real = PackedSequences.of
+    real = PackedSequences.from_documents
     monkeypatch.setattr(
         PackedSequences, "of", lambda numbers, **how: seen.append(numbers.shape) or real(numbers, **how)
     )
@@ -209,12 +209,12 @@ def test_the_feed_carries_documents_with_their_tokens(num_workers: int) -> None:
     batch = next(iter(feed))
     feed.close()
     parts = list(batch.micro_batches())
-    assert [part.number for part in parts] == [0, 1, 2]
+    assert [part.index for part in parts] == [0, 1, 2]
     for part in parts:
         assert part.fields["documents"].dtype == torch.int32
-        assert torch.equal(part.fields["documents"], document_numbers(part.fields["tokens"], 1))
+        assert torch.equal(part.fields["documents"], document_ids(part.fields["tokens"], 1))
     assert len(batch.tensors) == 4
-    feed = PrefetchingDataLoader(samples.unnumbered, RankBatchSampler(BatchSchedule(6), 2), CPU)
+    feed = PrefetchingDataLoader(samples.source, RankBatchSampler(BatchSchedule(6), 2), CPU)
     batch = next(iter(feed))
     feed.close()
     assert [set(part.fields) for part in batch.micro_batches()] == [{"tokens", "labels"}] * 3

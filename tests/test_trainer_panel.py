@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from stoker.trainer.loggers.progress_bar import Panel, duration, format_step, format_validation
+from stoker.trainer.loggers.progress_bar import ProgressDisplay, format_duration, format_step, format_validation
 from stoker.trainer.loggers.step_report import StepReport
 
 REPORT = StepReport(
@@ -31,15 +31,15 @@ def test_lines_align_and_leave_out_what_was_not_measured():
     ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (60, "1:00"), (3599, "59:59"), (7380, "2:03:00"), (-1, "0 s")]
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def shown(*, live, terminal):
-    panel = Panel(10_000, live=live, title="name")
+    panel = ProgressDisplay(10_000, live=live, title="name")
     output = io.StringIO()
     panel._console = Console(file=output, force_terminal=terminal, width=100, soft_wrap=True, highlight=False)
     panel._use_live = live and terminal
-    panel.say("a [plain] line")
+    panel.print("a [plain] line")
     panel.show_step(REPORT)
     panel.show_validation(120, {"val_loss": 2.5})
     panel.close()
@@ -67,7 +67,7 @@ def test_everything_else_gets_lines(live, terminal):
 
 
 def test_the_estimate_is_the_time_of_the_steps_that_are_left():
-    panel = Panel(200, live=False)
+    panel = ProgressDisplay(200, live=False)
     assert panel.remaining_seconds() is None
     panel.show_step(REPORT)
     assert panel.remaining_seconds() == 80 * 0.25

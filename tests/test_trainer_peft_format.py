@@ -13,7 +13,7 @@ from hf_folders import random_model, tensors_of
 from safetensors.torch import load_file, save_file
 
 from stoker.trainer.conversion.convert_adapters import convert_adapter
-from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.utils.errors import UserError
 
 peft: Any = pytest.importorskip("peft")
@@ -50,7 +50,7 @@ def test_an_adapter_is_the_same_model_in_peft_and_merged(name: str, scheme: str,
     base = base_folder(name, tmp_path / name)
     run = finetune(base, tmp_path / "run", *([DRAWN] if scheme == "lora" else []), peft=scheme).directory
     tokens, is_t5 = some_tokens(), name.startswith("t5")
-    ours = our_logits(restore(run, "cpu"), tokens)
+    ours = our_logits(load_model(run, "cpu"), tokens)
     plain = their_logits(random_model(name), tokens, is_t5=is_t5)
     assert not torch.allclose(ours, plain, atol=1e-2), "the adapter does something"
 
@@ -64,10 +64,10 @@ def test_an_adapter_is_the_same_model_in_peft_and_merged(name: str, scheme: str,
     merged.config._experts_implementation = "eager"  # the others need widths that tiny experts have not
     torch.testing.assert_close(their_logits(merged, tokens, is_t5=is_t5), ours, atol=2e-4, rtol=1e-4)
     convert(run, tmp_path / "whole", merge=True, to="stoker")
-    torch.testing.assert_close(our_logits(restore(tmp_path / "whole", "cpu"), tokens), ours, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(our_logits(load_model(tmp_path / "whole", "cpu"), tokens), ours, atol=2e-4, rtol=1e-4)
 
     convert(tmp_path / "adapter", tmp_path / "back")
-    torch.testing.assert_close(our_logits(restore(tmp_path / "back", "cpu"), tokens), ours, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(our_logits(load_model(tmp_path / "back", "cpu"), tokens), ours, atol=1e-5, rtol=1e-5)
     convert(tmp_path / "back", tmp_path / "again")
     first, again = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("adapter", "again"))
     assert first.keys() == again.keys()
@@ -82,7 +82,7 @@ def test_virtual_tokens_are_the_same_in_peft(name: str, tmp_path: Path) -> None:
     few = ["model.peft.p_tuning.virtual_tokens=3", "model.peft.p_tuning.init_std=0.5"]
     run = finetune(base, tmp_path / "run", *few, peft="ptuning").directory
     tokens = some_tokens()
-    ours = our_logits(restore(run, "cpu"), tokens)
+    ours = our_logits(load_model(run, "cpu"), tokens)
     convert(run, tmp_path / "adapter")
     logits = their_logits(loaded(name, tmp_path / "adapter"), tokens)[:, 3:]
     torch.testing.assert_close(logits, ours, atol=2e-4, rtol=1e-4)
@@ -136,9 +136,9 @@ def test_their_adapter_is_the_same_model_here(name: str, fields: dict[str, Any],
     tokens = some_tokens()
     convert(folder, tmp_path / "ours", base=base)
     wanted = their_logits(model, tokens)
-    torch.testing.assert_close(our_logits(restore(tmp_path / "ours", "cpu"), tokens), wanted, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(our_logits(load_model(tmp_path / "ours", "cpu"), tokens), wanted, atol=2e-4, rtol=1e-4)
     run = finetune(base, tmp_path / "run", f"model.peft.restore_from_path={folder}", "model.optim.lr=1e-12", peft=None)
-    torch.testing.assert_close(our_logits(restore(run.directory, "cpu"), tokens), wanted, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(our_logits(load_model(run.directory, "cpu"), tokens), wanted, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,14 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path: Path) -> None:
     tensors, weights = tensors_of(base), base / "model.safetensors"
     original = weights.read_bytes()
     save_file({key: tensor + 1 for key, tensor in tensors.items()}, weights)
-    for act in (lambda: restore(run, "cpu"), lambda: convert(run, tmp_path / "merged", merge=True)):
+    for act in (lambda: load_model(run, "cpu"), lambda: convert(run, tmp_path / "merged", merge=True)):
         with pytest.raises(UserError, match=r"the weights in .* differ from those"):
             act()
     base.rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="which does not exist; give its current path with --base FOLDER"):
-        restore(run, "cpu")
+        load_model(run, "cpu")
     (tmp_path / "elsewhere" / "model.safetensors").write_bytes(original)
-    assert restore(run, "cpu", tmp_path / "elsewhere").state.base
+    assert load_model(run, "cpu", tmp_path / "elsewhere").state.base
     convert(run, tmp_path / "adapter", base=tmp_path / "elsewhere")
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == str(tmp_path / "elsewhere")

@@ -12,10 +12,10 @@ from tiny_run import tiny_config
 from torch.utils._pytree import tree_leaves
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, get_stacks, parameter_count
+from stoker.models.build import build_model, get_stacks, num_parameters
 from stoker.models.config.peft_slice import peft_slice
 from stoker.models.peft.apply import trainable_parameters
-from stoker.trainer.config.batch_spec import sample_form
+from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
 from stoker.trainer.plan.flops import training_flops_per_sample
@@ -45,10 +45,10 @@ def plan_of(*overrides: str) -> Plan:
 def test_counts_are_those_of_the_model(scheme: str, tmp_path: Path) -> None:
     run = run_training(tiny_config(tmp_path, trainer__max_steps=1, model__peft__peft_scheme=scheme, **MORE))
     root = tiny_config(tmp_path, model__peft__peft_scheme=scheme, **MORE).root
-    counts = count_trainable(root.model, run.data.vocab_size, sample_form(root))
+    counts = count_trainable(root.model, run.data.vocab_size, batch_spec(root))
     trained = sum(parameter.numel() for parameter in trainable_parameters(run.model).values())
-    assert counts[:2] == (parameter_count(run.model), trained)
-    assert sum(numbers for numbers, _ in counts.sizes) == trained
+    assert counts[:2] == (num_parameters(run.model), trained)
+    assert sum(numbers for numbers, _ in counts.trainable_tensors) == trained
     assert f"{scheme}: {trained:,} parameters are trained" in (run.directory / "run.log").read_text()
 
 
@@ -57,14 +57,14 @@ def test_frozen_weights_have_neither_gradients_nor_state() -> None:
     counts = count_trainable(
         load("experiment=llama_1b_bench", "peft=lora").root.model,
         32000,
-        sample_form(load("experiment=llama_1b_bench").root),
+        batch_spec(load("experiment=llama_1b_bench").root),
     )
-    assert lora.held.main_weights == counts.trained * 4
-    assert lora.held.optimizer == counts.trained * 8
-    assert lora.held.weights == counts.all * 2
-    assert whole.held.main_weights > 50 * lora.held.main_weights
+    assert lora.persistent.main_weights == counts.trainable * 4
+    assert lora.persistent.optimizer == counts.trainable * 8
+    assert lora.persistent.weights == counts.total * 2
+    assert whole.persistent.main_weights > 50 * lora.persistent.main_weights
     by_moment = {moment.where: moment.gradients for moment in lora.moments}
-    assert by_moment["the update"] <= counts.trained * 2
+    assert by_moment["the update"] <= counts.trainable * 2
     assert 0.4 * whole.total < lora.total < 0.75 * whole.total
 
 
@@ -92,8 +92,8 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
     """By what autograd does: it goes back through the layers whose result needs a gradient."""
     start = [] if len(given) == 1 else ["model.restore_from_path=x"]
     root = load("data=mock", "model.override_vocab_size=100", *start, *given).root
-    form = sample_form(root)
-    assert count_trainable(root.model, 100, form).begins == begins
+    form = batch_spec(root)
+    assert count_trainable(root.model, 100, form).first_backward_layers == begins
     model = build_model(
         root.model,
         vocab_size=100,
@@ -101,7 +101,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
         dtype=torch.float32,
         flags=AttentionFlags(),
         micro_batch_size=1,
-        form=form,
+        batch_spec=form,
         peft=peft_slice(root.model.peft),
     )
     ran: set[tuple[int, int]] = set()
@@ -113,7 +113,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
                     ran.add(place)
 
             layer.register_forward_hook(note)
-    lengths = (form.length, *([form.decoder_length] if form.decoder_length else []))
+    lengths = (form.seq_length, *([form.decoder_seq_length] if form.decoder_seq_length else []))
     tokens = [torch.randint(100, (1, length)) for length in lengths]
     model.train()
     model.loss(*tokens, tokens[-1], 1.0)  # type: ignore[operator]
@@ -123,14 +123,14 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
 
 def test_layers_behind_which_the_backward_pass_ends_keep_nothing() -> None:
     every, last = plan_of("peft=lora"), plan_of("peft=lora", "model.peft.lora_tuning.layer_selection=[24]")
-    assert last.allocated < every.allocated - 10 * sum(layer.kept for layer in last.memory.layers)
-    assert [layer.kept > 0 for layer in last.memory.layers] == [False] * 23 + [True]
+    assert last.allocated < every.allocated - 10 * sum(layer.saved_bytes for layer in last.memory.layers)
+    assert [layer.saved_bytes > 0 for layer in last.memory.layers] == [False] * 23 + [True]
     assert every.time is not None
     assert last.time is not None
     assert last.time.parts["matrix products"] < 0.6 * every.time.parts["matrix products"]
     full = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=4")]
     chunks = plan_of("peft=lora", "model.peft.lora_tuning.layer_selection=[22]", *full)
-    assert [layer.kept > 0 for layer in chunks.memory.layers] == [False] * 20 + [True] + [False] * 3
+    assert [layer.saved_bytes > 0 for layer in chunks.memory.layers] == [False] * 20 + [True] + [False] * 3
 
 
 def test_a_run_that_trains_its_last_layer_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +141,9 @@ def test_a_run_that_trains_its_last_layer_is_not_refused(tmp_path: Path, monkeyp
         for more in ({"model__peft__peft_scheme": "lora"}, lora)
     )
     plan = plan_precision(last.trainer, True, CPU)
-    counts, kept = count_trainable(every.model, 259, sample_form(every)), 64 * 64 * gpt(last).hidden_size * 4
+    counts, kept = count_trainable(every.model, 259, batch_spec(every)), 64 * 64 * gpt(last).hidden_size * 4
     monkeypatch.setattr(
-        memory_check, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + 4 * kept + (1 << 20)
+        memory_check, "host_memory", lambda: counts.total * 4 + counts.trainable * 12 + 4 * kept + (1 << 20)
     )
     check_memory(last, plan, CPU)
     with pytest.raises(UserError, match="activations of one micro batch"):
@@ -153,9 +153,9 @@ def test_a_run_that_trains_its_last_layer_is_not_refused(tmp_path: Path, monkeyp
 def test_prompts_are_read_by_all_layers() -> None:
     given = ("model.peft.peft_scheme=ptuning", "model.restore_from_path=x", "model.max_position_embeddings=8192")
     few, many = (plan_of(*given, f"model.peft.p_tuning.virtual_tokens={number}") for number in (20, 2068))
-    text = sample_form(load("experiment=llama_1b_bench").root).length
-    assert [plan.facts.stacks[0].length - text for plan in (few, many)] == [20, 2068]
-    kept = [sum(layer.kept for layer in plan.memory.layers) for plan in (few, many)]
+    text = batch_spec(load("experiment=llama_1b_bench").root).seq_length
+    assert [plan.inputs.stacks[0].length - text for plan in (few, many)] == [20, 2068]
+    kept = [sum(layer.saved_bytes for layer in plan.memory.layers) for plan in (few, many)]
     assert kept[1] / kept[0] == pytest.approx((text + 2068) / (text + 20), rel=0.02)
 
 
@@ -163,7 +163,7 @@ def test_muon_makes_room_for_the_largest_matrix_that_is_trained() -> None:
     given = ("model.optim.name=muon", "model.cpu_offloading_optimizer=True", SELECTIVE, f"{NAMES}[attention]")
     plan = plan_of("model.restore_from_path=x", *given)
     largest = 2048 * 3072  # queries, keys and values of 16 heads and 4 groups, 128 wide
-    assert update_working_bytes(plan.facts) < 3 * 16 * largest + 28 * largest + (200 << 20)
+    assert update_working_bytes(plan.inputs) < 3 * 16 * largest + 28 * largest + (200 << 20)
 
 
 def test_frozen_weights_save_a_third_of_the_work() -> None:
@@ -174,7 +174,7 @@ def test_frozen_weights_save_a_third_of_the_work() -> None:
     assert lora.model_flops < 0.75 * whole.model_flops
     root = load("experiment=llama_1b_bench").root
     counted = [
-        training_flops_per_sample(root.model, 32000, sample_form(root), frozen=frozen) for frozen in (True, False)
+        training_flops_per_sample(root.model, 32000, batch_spec(root), frozen=frozen) for frozen in (True, False)
     ]
     assert 2 / 3 < counted[0] / counted[1] < 0.75
 
@@ -183,9 +183,9 @@ def test_frozen_weights_fit_where_trained_ones_do_not(tmp_path: Path, monkeypatc
     shape = {"model__num_layers": 50, "model__override_vocab_size": 259}
     roots = [tiny_config(tmp_path, **shape, model__peft__peft_scheme=scheme).root for scheme in (None, "lora")]
     plan = plan_precision(roots[0].trainer, True, CPU)
-    counts = count_trainable(roots[1].model, 259, sample_form(roots[1]))
-    assert counts.trained < counts.all / 2
-    monkeypatch.setattr(memory_check, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + (1 << 19))
+    counts = count_trainable(roots[1].model, 259, batch_spec(roots[1]))
+    assert counts.trainable < counts.total / 2
+    monkeypatch.setattr(memory_check, "host_memory", lambda: counts.total * 4 + counts.trainable * 12 + (1 << 19))
     check_memory(roots[1], plan, CPU)
     with pytest.raises(UserError, match="out of memory"):
         check_memory(roots[0], plan, CPU)

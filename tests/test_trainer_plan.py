@@ -13,7 +13,7 @@ from stoker.trainer.cli.main import main
 from stoker.trainer.plan.fit_advice import out_of_memory_lines
 from stoker.trainer.plan.flops import training_flops_per_sample
 from stoker.trainer.plan.hardware import GIB, GPU_NAMES, match_gpu, parse_gpu
-from stoker.trainer.plan.report import comparison, memory_categories, report, summary
+from stoker.trainer.plan.report import measured_line, memory_categories, report_lines, summary_lines
 from stoker.trainer.plan.roofline import (
     GPU_SECONDS_PER_LAYER,
     HOST_SECONDS_PER_LAYER,
@@ -23,8 +23,8 @@ from stoker.trainer.plan.roofline import (
     recompute_work,
 )
 from stoker.trainer.plan.run_plan import gpu_target, make_plan
-from stoker.trainer.plan.search import effective_modules, search, suggestions
-from stoker.trainer.plan.state_memory import slots_of
+from stoker.trainer.plan.search import effective_modules, search, suggest_changes
+from stoker.trainer.plan.state_memory import offload_bucket_bytes
 from stoker.trainer.plan.timeline import layers_in_order
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
@@ -39,11 +39,11 @@ def test_the_parts_at_the_peak_are_the_peak():
 
 def test_the_state_is_that_of_the_optimizer():
     plan = planned(LLAMA)
-    held, parameters = plan.memory.held, plan.parameters
+    held, parameters = plan.memory.persistent, plan.num_parameters
     assert (held.weights, held.main_weights, held.optimizer) == (2 * parameters, 4 * parameters, 8 * parameters)
     assert held.gradient_sums == 0
-    assert planned(LLAMA, "model.global_batch_size=8").memory.held.gradient_sums == 4 * parameters
-    wide = planned(LLAMA, "model.megatron_amp_O2=False").memory.held
+    assert planned(LLAMA, "model.global_batch_size=8").memory.persistent.gradient_sums == 4 * parameters
+    wide = planned(LLAMA, "model.megatron_amp_O2=False").memory.persistent
     assert (wide.weights, wide.main_weights, wide.optimizer) == (4 * parameters, 0, 8 * parameters)
 
 
@@ -52,9 +52,9 @@ def test_the_moving_average_is_where_it_is_asked_for():
     plan, on_device = planned(LLAMA), planned(LLAMA, average)
     on_host = planned(LLAMA, average, "exp_manager.ema.cpu_offload=True")
     seldom = planned(LLAMA, average, "exp_manager.ema.cpu_offload=True", "exp_manager.ema.every_n_steps=10")
-    size = 4 * plan.parameters
-    assert (on_device.memory.held.average, on_device.on_host) == (size, 0)
-    assert (on_host.memory.held.average, on_host.on_host) == (0, size)
+    size = 4 * plan.num_parameters
+    assert (on_device.memory.persistent.ema, on_device.on_host) == (size, 0)
+    assert (on_host.memory.persistent.ema, on_host.on_host) == (0, size)
     assert on_device.allocated - plan.allocated == size
     assert on_host.allocated == plan.allocated
     link = parse_gpu("h200").host_link
@@ -70,12 +70,12 @@ def test_the_moving_average_is_where_it_is_asked_for():
 def test_sharded_ranks_hold_their_part():
     ranks = [LLAMA, "model.global_batch_size=16", "trainer.devices=4"]
     plan = planned(*ranks, "model.fsdp=True", world=4)
-    held, parameters = plan.memory.held, plan.parameters
+    held, parameters = plan.memory.persistent, plan.num_parameters
     assert (held.weights, held.main_weights, held.optimizer) == (parameters // 2, parameters, 2 * parameters)
     assert plan.memory.moments[-1].gradients == parameters // 2
     whole = planned(*ranks, "model.optim.name=distributed_fused_adam", world=4).memory
-    assert (whole.held.weights, whole.held.main_weights) == (2 * parameters, parameters)
-    assert whole.held.gradient_sums == 4 * parameters  # summed over ranks in fp32
+    assert (whole.persistent.weights, whole.persistent.main_weights) == (2 * parameters, parameters)
+    assert whole.persistent.gradient_sums == 4 * parameters  # summed over ranks in fp32
     assert whole.moments[-1].gradients == 0  # they leave for the sums at once
 
 
@@ -149,11 +149,14 @@ def test_offloaded_layers_are_on_the_host_at_the_loss():
     layer = plan.memory.layers[0]
     at_loss = plan.memory.moments[0], offloaded.memory.moments[0]
     gone = at_loss[0].activations - at_loss[1].activations
-    assert gone == pytest.approx(12 * layer.kept, rel=0.01)
-    assert at_loss[1].offloaded_weights == 12 * layer.memory.parameters * 2
-    kept = offloaded.memory.layers[0].kept  # norms and activations are made again, and moved nowhere
-    assert kept == planned(LLAMA, "model.activations_checkpoint_modules=[norm,mlp_activation]").memory.layers[0].kept
-    assert kept < 0.75 * layer.kept
+    assert gone == pytest.approx(12 * layer.saved_bytes, rel=0.01)
+    assert at_loss[1].offloaded_weights == 12 * layer.memory.num_parameters * 2
+    kept = offloaded.memory.layers[0].saved_bytes  # norms and activations are made again, and moved nowhere
+    assert (
+        kept
+        == planned(LLAMA, "model.activations_checkpoint_modules=[norm,mlp_activation]").memory.layers[0].saved_bytes
+    )
+    assert kept < 0.75 * layer.saved_bytes
     sent = 12 * kept + at_loss[1].offloaded_weights
     assert sent <= offloaded.on_host <= sent + GIB
     assert offloaded.on_host % GIB == 0  # it is pinned in slabs
@@ -163,9 +166,9 @@ def test_offloaded_layers_are_on_the_host_at_the_loss():
 
 def test_the_optimizers_state_can_be_on_the_host():
     plan = planned(LLAMA, "model.cpu_offloading_optimizer=True")
-    assert plan.memory.held.on_host == 12 * plan.parameters
-    assert plan.memory.held.main_weights == 0
-    assert planned(LLAMA).allocated - plan.allocated > 11 * plan.parameters
+    assert plan.memory.persistent.on_host == 12 * plan.num_parameters
+    assert plan.memory.persistent.main_weights == 0
+    assert planned(LLAMA).allocated - plan.allocated > 11 * plan.num_parameters
 
 
 # ---------------------------------------------------------------- time
@@ -174,16 +177,16 @@ def test_the_optimizers_state_can_be_on_the_host():
 @pytest.mark.parametrize("overrides", [[LLAMA], ["experiment=t5_bench"], ["experiment=moe_bench"]])
 def test_products_and_attention_are_the_model_flops(overrides):
     plan = planned(*overrides)
-    facts = plan.facts
+    facts = plan.inputs
     forward = 0.0
     for layer in layers_in_order(facts):
         moe = layer.stack.stack.moe
-        forward += projection_flops(layer.stack, experts=bool(moe and moe.layers[layer.number]))[0]
+        forward += projection_flops(layer.stack, is_moe=bool(moe and moe.layers[layer.index]))[0]
         forward += attention_core_work(layer.stack).attention
     hidden = facts.stacks[-1].stack.hidden_size
     forward += 2 * facts.output_tokens * hidden * facts.family.padded_vocab_size
-    samples = facts.keys.micro_batch_size
-    expected = samples * training_flops_per_sample(facts.keys, facts.family.padded_vocab_size, facts.form)
+    samples = facts.model_config.micro_batch_size
+    expected = samples * training_flops_per_sample(facts.model_config, facts.family.padded_vocab_size, facts.batch_spec)
     assert 3 * forward == pytest.approx(expected, rel=2e-3)
 
 
@@ -209,13 +212,13 @@ def test_a_card_that_waits_for_the_host_is_told_of():
     """T5 base, micro batch 16, beside an H100: 97 ms as launched one by one, 32 ms recorded."""
     small = ["model=t5_base", "model.global_batch_size=16", "model.micro_batch_size=16"]
     plan, recorded = planned(*small, "model.enable_cuda_graph=False"), planned(*small)
-    (told,) = (line for line in summary(plan) if "model.enable_cuda_graph=null" in line)
+    (told,) = (line for line in summary_lines(plan) if "model.enable_cuda_graph=null" in line)
     assert plan.seconds == pytest.approx(0.097, rel=0.15)
     assert f"a step takes about {recorded.seconds * 1e3:,.0f} ms" in told
-    assert told.removeprefix("plan: ") in "\n".join(report(plan, []))
+    assert told.removeprefix("plan: ") in "\n".join(report_lines(plan, []))
     two = planned(*small, "trainer.devices=2", "model.global_batch_size=32", world=2)
     for other in (recorded, planned(LLAMA), two):
-        assert not any("enable_cuda_graph" in line for line in summary(other))
+        assert not any("enable_cuda_graph" in line for line in summary_lines(other))
 
 
 def test_a_small_model_takes_the_time_of_its_kernels():
@@ -226,7 +229,7 @@ def test_a_small_model_takes_the_time_of_its_kernels():
     assert recorded.seconds >= 4 * GPU_SECONDS_PER_LAYER
     assert recorded.time.parts["waiting for the host"] == 0
     assert plain.seconds >= 4 * HOST_SECONDS_PER_LAYER
-    assert [", as CUDA graphs" in "\n".join(report(plan, [])) for plan in (recorded, plain)] == [True, False]
+    assert [", as CUDA graphs" in "\n".join(report_lines(plan, [])) for plan in (recorded, plain)] == [True, False]
 
 
 def test_narrow_heads_are_slower_than_their_flops():
@@ -239,7 +242,7 @@ def test_narrow_heads_are_slower_than_their_flops():
 def test_full_recompute_is_a_forward_pass_without_the_last_product():
     plan = planned(LLAMA, *FULL)
     layer = plan.memory.layers[0]
-    matmul, last = projection_flops(layer.stack, experts=False)
+    matmul, last = projection_flops(layer.stack, is_moe=False)
     assert recompute_work(layer).matmul == matmul - last
     assert plan.time is not None
     assert 1.15 < plan.time.seconds / planned(LLAMA).seconds < 1.30
@@ -348,11 +351,11 @@ def test_a_failed_allocation_names_the_keys_that_help():
 
 def test_the_summary_and_what_was_measured():
     plan = planned(LLAMA)
-    lines = summary(plan)
+    lines = summary_lines(plan)
     assert lines[0].startswith(f"plan: {plan.allocated / GIB:.1f} GiB at the peak (the loss): activations")
     assert "tokens/s" in lines[1]
-    assert "warning" in summary(planned(LLAMA, card="24GiB"))[1]
-    told = comparison(plan, round(plan.allocated / 1.1), plan.reserved)
+    assert "warning" in summary_lines(planned(LLAMA, card="24GiB"))[1]
+    told = measured_line(plan, round(plan.allocated / 1.1), plan.reserved)
     assert "+10.0 %" in told
     assert "+0.0 %" in told
 
@@ -447,7 +450,7 @@ def test_weights_of_chunks_come_back_with_the_chunk_after_them():
             *(LLAMA, *FULL[:2], f"model.num_layers={layers}", f"model.activations_checkpoint_num_layers={chunk}"),
             *("model.cpu_offloading=True", f"model.cpu_offloading_num_layers={offloaded}"),
         )
-        each = plan.memory.layers[0].memory.parameters * 2
+        each = plan.memory.layers[0].memory.num_parameters * 2
         at = {moment.where: moment.offloaded_weights // each for moment in plan.memory.moments}
         return [at["the loss"], *(at[f"layer {number}, backward"] for number in reversed(range(layers)))]
 
@@ -461,7 +464,7 @@ def test_what_the_last_chunk_keeps_does_not_leave():
     offload = ["model.cpu_offloading=True", "model.cpu_offloading_weights=False"]
     plan = planned(*chunks, *offload, "model.cpu_offloading_num_layers=8")
     at = {moment.where: moment.activations for moment in plan.memory.moments}
-    chunk = plan.memory.layers[0].kept
+    chunk = plan.memory.layers[0].saved_bytes
     assert planned(*chunks).memory.moments[0].activations - at["the loss"] == 2 * chunk
     # the chunk before comes as soon as the backward reaches a chunk, not when it has left it
     assert at["layer 8, backward"] - at["layer 0, backward"] == chunk
@@ -477,8 +480,8 @@ def test_what_the_last_chunk_keeps_does_not_leave():
 )
 def test_slots_are_those_of_the_buckets(overrides, slots):
     """MiB: the slots of the optimizer itself over the same parameters."""
-    facts = planned("model=llama_1b", "model.num_layers=4", "model.cpu_offloading_optimizer=true", *overrides).facts
-    assert slots_of(facts) / 2**20 == pytest.approx(slots, rel=0.01)
+    facts = planned("model=llama_1b", "model.num_layers=4", "model.cpu_offloading_optimizer=true", *overrides).inputs
+    assert offload_bucket_bytes(facts) / 2**20 == pytest.approx(slots, rel=0.01)
 
 
 def test_combinations_are_searched():
@@ -508,9 +511,9 @@ def test_suggestions_say_where_to_look_when_none_is_enough():
     root = load(LLAMA).root
     target = gpu_target(root, parse_gpu("h200:7GiB"))
     plan = make_plan(root, target)
-    changes = suggestions(root, target, plan)
+    changes = suggest_changes(root, target, plan)
     assert not any(change.plan.fits for change in changes)
-    lines = list(report(plan, changes))
+    lines = list(report_lines(plan, changes))
     assert any("plan --fit" in line for line in lines)
     assert any("on the host" in line for line in lines)
     warned = [finding for change in changes for finding in load(LLAMA, *change.overrides()).findings]
@@ -525,9 +528,9 @@ def test_what_the_host_has_not_does_not_fit():
     short = make_plan(root, replace(target, host_memory=plan.on_host - GIB))
     assert short.fits is False
     assert short.missing_host_memory == GIB
-    assert any("1.0 GiB more host memory" in line for line in report(short, []))
-    assert any("1.0 GiB more host memory" in line for line in summary(short))
-    best, _ = search(root, short.facts.target, short)
+    assert any("1.0 GiB more host memory" in line for line in report_lines(short, []))
+    assert any("1.0 GiB more host memory" in line for line in summary_lines(short))
+    best, _ = search(root, short.inputs.target, short)
     assert best is not None
     assert best.plan.on_host < plan.on_host
 

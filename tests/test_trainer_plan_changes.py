@@ -9,7 +9,7 @@ from plan_helpers import FULL, LLAMA, ONE, planned
 from stoker.trainer.cli.main import main
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_plan import gpu_target, make_plan
-from stoker.trainer.plan.search import search, suggestions
+from stoker.trainer.plan.search import search, suggest_changes
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 
 
@@ -18,7 +18,7 @@ def test_suggestions_fit_and_the_fastest_is_first():
     target = gpu_target(root, parse_gpu("24GiB"))
     plan = make_plan(root, target)
     assert plan.fits is False
-    found = suggestions(root, target, plan)
+    found = suggest_changes(root, target, plan)
     assert found
     assert found[0].plan.fits
     assert not found[-1].plan.fits
@@ -100,11 +100,11 @@ def test_recomputation_without_effect_does_not_end_recordings(model, key):
     if model == "t5_base":
         given = given[:2]  # it has dropout
     plain, idle = planned(*given), planned(*given, f"model.activations_checkpoint_{key}")
-    assert plain.facts.uses_cuda_graph
-    assert idle.facts.uses_cuda_graph
+    assert plain.inputs.uses_cuda_graph
+    assert idle.inputs.uses_cuda_graph
     assert (idle.allocated, idle.seconds) == (plain.allocated, plain.seconds)
     kept = planned(*given, f"model.activations_checkpoint_{key}", "model.attention_backend=sdpa_math")
-    assert not kept.facts.uses_cuda_graph
+    assert not kept.inputs.uses_cuda_graph
 
 
 def test_header_and_note_agree_on_what_lora_keeps(capsys):

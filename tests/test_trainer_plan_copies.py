@@ -19,16 +19,14 @@ from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.memory.offload_weights import WeightOffload
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_plan import gpu_target, make_plan
-from stoker.trainer.plan.search import suggestions
-from stoker.trainer.plan.transfers import LayerChunk, waited
+from stoker.trainer.plan.search import suggest_changes
+from stoker.trainer.plan.transfers import LayerChunk, stall_seconds
 
 
 def layers(count: int, offloaded: int, *, copy: float) -> list[LayerChunk]:
     """So many equal layers, of which the first send something; a forward takes 1, a backward 2."""
     return [
-        LayerChunk(
-            numbers=range(number, number + 1), forward=1.0, backward=2.0, activations=copy * (number < offloaded)
-        )
+        LayerChunk(layers=range(number, number + 1), forward=1.0, backward=2.0, activations=copy * (number < offloaded))
         for number in range(count)
     ]
 
@@ -45,13 +43,13 @@ def layers(count: int, offloaded: int, *, copy: float) -> list[LayerChunk]:
     ],
 )
 def test_copies_of_two_layers_of_eight(copy: float, forward: float, backward: float):
-    assert waited(layers(8, 2, copy=copy), 6) == pytest.approx(forward + backward)
+    assert stall_seconds(layers(8, 2, copy=copy), 6) == pytest.approx(forward + backward)
 
 
 def test_with_one_layer_left_the_link_never_rests():
     """The forward ends a layer after the last copy, the first copy back begins with the backward."""
-    assert waited(layers(5, 4, copy=10.0), 1) == pytest.approx((40 + 1 - 5) + (40 + 2 - 10))
-    assert waited(layers(5, 4, copy=0.5), 1) == 0
+    assert stall_seconds(layers(5, 4, copy=10.0), 1) == pytest.approx((40 + 1 - 5) + (40 + 2 - 10))
+    assert stall_seconds(layers(5, 4, copy=0.5), 1) == 0
 
 
 # ---------------------------------------------------------------- the engines
@@ -76,22 +74,22 @@ class ClockedCopies:
         self.sent: dict[int, int] = defaultdict(int)
         self.layer = 0
 
-    def begin(self) -> None:
+    def use_current_stream(self) -> None:
         pass
 
-    def host(self, size: int) -> Tensor:
+    def allocate_host(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
-    def give_back(self, host: Tensor) -> None:
+    def release_host(self, host: Tensor) -> None:
         pass
 
-    def new(self, size: int) -> Tensor:
+    def allocate_device(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         storage.resize_(size)
 
-    def send(self, memory: Tensor, host: Tensor) -> float:
+    def copy_to_host(self, memory: Tensor, host: Tensor) -> float:
         host.copy_(memory)
         self.sent[self.layer] += memory.numel()
         return self._copied("send", memory.numel())
@@ -100,10 +98,10 @@ class ClockedCopies:
         memory.copy_(host)
         return self._copied("fetch", memory.numel())
 
-    def wait(self, mark: float) -> None:
-        if mark > self._clock.now:
-            self._clock.lost += mark - self._clock.now
-            self._clock.now = mark
+    def wait(self, event: float) -> None:
+        if event > self._clock.now:
+            self._clock.lost += event - self._clock.now
+            self._clock.now = event
 
     def _copied(self, way: str, size: int) -> float:
         self._clock.free[way] = max(self._clock.free[way], self._clock.now) + size / self._speed
@@ -122,7 +120,9 @@ def play(count: int, chunk: int, offloaded: int, speed: float, kinds: str) -> tu
         "position_embedding_type": "rope", **{f"activations_checkpoint_{name}": value for name, value in whole.items()},
     }  # fmt: skip
     facts: Any = {"vocab_size": 50, "device": "cpu", "dtype": torch.float32, "flags": AttentionFlags()}
-    model: Any = build_model(GPTKeys.model_validate(keys), micro_batch_size=2, form=BatchSpec(length=16), **facts)
+    model: Any = build_model(
+        GPTKeys.model_validate(keys), micro_batch_size=2, batch_spec=BatchSpec(seq_length=16), **facts
+    )
     clock, stack, going_back = Clock(), model.decoder, []
     copies = {kind: ClockedCopies(clock, speed) for kind in ("activations", "weights")}
     if "activations" in kinds:
@@ -157,7 +157,7 @@ def play(count: int, chunk: int, offloaded: int, speed: float, kinds: str) -> tu
         activations = sum(copies["activations"].sent[number] for number in numbers) / speed
         weights = tuple(each * (number < offloaded) for number in numbers)
         times = {"forward": FORWARD * len(numbers), "backward": BACKWARD * len(numbers)}
-        runs.append(LayerChunk(numbers=numbers, **times, activations=activations, weights=weights))
+        runs.append(LayerChunk(layers=numbers, **times, activations=activations, weights=weights))
     return clock.lost, runs
 
 
@@ -176,7 +176,7 @@ def test_the_engines_wait_as_long(count: int, chunk: int, offloaded: int, second
     """Chunk 0: nothing is recomputed. The link takes about `seconds` for what a layer that keeps all of it sends."""
     lost, runs = play(count, chunk, offloaded, 30_000 / seconds, kinds)
     assert sum(run.activations + sum(run.weights) for run in runs) > 0
-    assert waited(runs, count - offloaded) == pytest.approx(lost, rel=0.05, abs=0.3)
+    assert stall_seconds(runs, count - offloaded) == pytest.approx(lost, rel=0.05, abs=0.3)
 
 
 def test_as_many_layers_as_copies_hide_are_proposed():
@@ -192,7 +192,7 @@ def test_as_many_layers_as_copies_hide_are_proposed():
 
     proposed = [
         change.values["cpu_offloading_num_layers"]
-        for change in suggestions(root, target, plan, most=100)
+        for change in suggest_changes(root, target, plan, limit=100)
         if not change.values.get("cpu_offloading_weights", True)
     ]
     hidden = min(proposed)

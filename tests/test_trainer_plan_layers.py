@@ -10,7 +10,7 @@ from stoker.models.recompute import policies
 from stoker.trainer.plan import timeline
 from stoker.trainer.plan.embeddings_and_loss import loss_memory
 from stoker.trainer.plan.timeline import layers_in_order, memory_plan
-from stoker.trainer.plan.transfers import sent_by
+from stoker.trainer.plan.transfers import offloaded_bytes
 
 SMALL = [
     "trainer.precision=bf16",
@@ -174,7 +174,7 @@ QUICK = {
 def test_as_written_layers_keep_what_autograd_saves(name, monkeypatch):
     facts = plan_inputs(CASES[name], compiled=False)
     plan = memory_plan(facts)
-    casts = sum(each.size for layer in plan.layers for each in layer.memory.kept if each.part == "weights")
+    casts = sum(each.num_bytes for layer in plan.layers for each in layer.memory.saved if each.part == "weights")
     planned = plan.moments[0].activations - casts
     assert planned == pytest.approx(saved_eager(facts, monkeypatch), rel=0.03)
 
@@ -191,7 +191,7 @@ def test_compiled_layers_keep_what_the_partitioner_chooses(name, monkeypatch):
     facts = plan_inputs(CASES[name], compiled=True)
     for number, stack in enumerate(facts.stacks):
         last = [layer for layer in layers_in_order(facts) if layer.stack is stack][-1]
-        assert last.kept == pytest.approx(saved_compiled(facts, monkeypatch, stack=number), rel=0.03), stack.name
+        assert last.saved_bytes == pytest.approx(saved_compiled(facts, monkeypatch, stack=number), rel=0.03), stack.name
 
 
 @pytest.mark.parametrize(("name", "times"), [("scores again", 2), ("scores again, dropout", 0)])
@@ -225,7 +225,7 @@ def test_the_loss_takes_what_its_operation_makes(micro_batch, precision, monkeyp
     facts = plan_inputs(
         [*overrides, "model.override_vocab_size=50304", f"model.encoder_seq_length={length}"], compiled=True
     )
-    dtype = facts.precision.weights
+    dtype = facts.precision.param_dtype
     tokens, hidden = facts.output_tokens, facts.stacks[0].stack.hidden_size
     beside = loss_memory(facts).forward - tokens * hidden * dtype.itemsize
     assert beside == pytest.approx(loss_peak_bytes(tokens, 50304, hidden, dtype, monkeypatch), rel=0.001)
@@ -239,7 +239,7 @@ def test_the_gradient_of_a_wide_head_weighs_more_than_its_logits(chunks, precisi
     wide = [f"model.hidden_size={hidden}", "model.num_attention_heads=48", f"model.override_vocab_size={vocab}"]
     sizes = ["model.micro_batch_size=1", "model.global_batch_size=1", f"model.encoder_seq_length={chunks * 2048}"]
     facts = plan_inputs(["model=llama_1b", "data=mock", *wide, *sizes, f"trainer.precision={precision}"], compiled=True)
-    dtype, tokens = facts.precision.weights, facts.output_tokens
+    dtype, tokens = facts.precision.param_dtype, facts.output_tokens
     beside = loss_memory(facts).forward - tokens * hidden * dtype.itemsize
     assert beside == pytest.approx(loss_peak_bytes(tokens, vocab, hidden, dtype, monkeypatch), rel=0.001)
 
@@ -273,10 +273,10 @@ def test_what_is_offloaded_is_where_the_engine_has_it(monkeypatch):
     loss = model.loss(tokens, tokens, 1.0)
     monkeypatch.setattr(timeline, "LEAST_SIZE", 1)
     plan = memory_plan(facts)
-    assert sum(map(sent_by, plan.layers)) == pytest.approx(engine.sent_bytes, rel=0.01)
+    assert sum(map(offloaded_bytes, plan.layers)) == pytest.approx(engine.sent_bytes, rel=0.01)
     loss.backward()
     by_place = {moment.where: moment.activations for moment in plan.moments}
     for number in range(6):
-        never_sent = sum(layer.kept for layer in plan.layers[4 : number + 1])
+        never_sent = sum(layer.saved_bytes for layer in plan.layers[4 : number + 1])
         there = by_place[f"layer {number}, backward"] - never_sent
         assert there == pytest.approx(held[number], rel=0.01), number

@@ -7,8 +7,8 @@ import torch
 from config_helpers import load
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, parameter_count
-from stoker.trainer.config.batch_spec import sample_form
+from stoker.models.build import build_model, num_parameters
+from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.train import run_training
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))
@@ -44,9 +44,9 @@ def test_size(name: str) -> None:
         dtype=torch.bfloat16,
         flags=AttentionFlags(),
         micro_batch_size=1,
-        form=sample_form(root),
+        batch_spec=batch_spec(root),
     )
-    assert parameter_count(model) == EXACT.get(name, pytest.approx(SIZES.get(name, 0), rel=0.1))
+    assert num_parameters(model) == EXACT.get(name, pytest.approx(SIZES.get(name, 0), rel=0.1))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -88,12 +88,12 @@ def test_times_of_phases_add_up(tmp_path):
     now = iter([0.0, 1.0, 1.5, 4.0, 4.5, 5.5, 8.0])  # step 0-1, validation 1.5-4, step 4.5-5.5, closed at 8
     said = []
     times = PhaseTimer(tmp_path / "profile", said.append, clock=lambda: next(now))
-    times.before(1)
-    times.after(1)
+    times.on_step_start(1)
+    times.on_step_end(1)
     with times.phase("validation"):
         pass
-    times.before(2)
-    times.after(2)
+    times.on_step_start(2)
+    times.on_step_end(2)
     times.close()
     assert [line.split() for line in said[1:]] == [
         ["waiting", "for", "data", "2", "3.50", "1750.00", "43.8%"],
@@ -151,7 +151,7 @@ def test_an_observer_that_is_dropped_still_took_its_time(tmp_path):
     profiler = TraceProfiler(tmp_path / "file", 1, 1, CPU, print)
     observers = ProfilerList([profiler], lambda line: None)
     run_steps(observers, 2, mark)
-    assert observers.aside == profiler.aside > 0
+    assert observers.overhead_seconds == profiler.overhead_seconds > 0
 
 
 def root(tmp_path, **changes):

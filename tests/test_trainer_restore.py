@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_run import tiny_config
 
-from stoker.trainer.conversion.load_model import restore
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
@@ -20,6 +20,6 @@ def test_a_base_that_is_too_small_is_told_to_be_another(tmp_path: Path) -> None:
 
     base, small = run("base"), run("small", model__hidden_size=8, model__ffn_hidden_size=8)
     adapter = run("adapter", model__restore_from_path=str(base), model__peft__peft_scheme="lora")
-    assert restore(adapter, "cpu", base).state.base
+    assert load_model(adapter, "cpu", base).state.base
     with pytest.raises(UserError, match=r"trained on .*; the weights in .*/small/checkpoints/step-1 differ from those"):
-        restore(adapter, "cpu", small)
+        load_model(adapter, "cpu", small)

@@ -150,7 +150,7 @@ def test_a_signal_saves_the_step_and_exits_with_its_code(two_kills, name, code):
 def test_max_time_saves_and_ends_well(tmp_path):
     result = run_training(tiny_config(tmp_path, trainer__max_time="00:00:00:01", trainer__max_steps=100_000))
     assert result.exit_code == EXIT_OK
-    assert result.stopped_by == "trainer.max_time=00:00:00:01"
+    assert result.stop_reason == "trainer.max_time=00:00:00:01"
     assert result.checkpoint == tmp_path / "checkpoints" / f"step-{result.step}"
     line = (tmp_path / "run.log").read_text().splitlines()[-1]
     assert "stopped by trainer.max_time" in line

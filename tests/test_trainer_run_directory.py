@@ -73,7 +73,7 @@ def test_a_refused_run_takes_nothing_from_one_that_trains(tmp_path: Path) -> Non
             open_run_directory(config)
         patch.undo()
         assert (first.path / "run.lock").exists()
-        first.made.clear()
+        first.created.clear()
     assert first.path.is_dir()
 
 

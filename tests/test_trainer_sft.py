@@ -119,18 +119,18 @@ def example(*tokens: int, counted: int) -> Example:
 def test_examples_are_cut_to_a_row_and_left_out_with_nothing_to_learn() -> None:
     long, lost, short = example(*range(1, 9), counted=5), example(*range(1, 9), counted=2), example(1, 2, counted=1)
     found = truncate_examples([long, lost, short, example(5, counted=1)], 4)
-    assert (len(found), found.cut, found.left_out) == (2, 2, 2)
+    assert (len(found), found.num_truncated, found.num_skipped) == (2, 2, 2)
     assert found.examples[0].tokens.tolist() == [1, 2, 3, 4, 5]
-    rows = ExampleSamples(found, 4, 0, None, packs=False).batch(0, 3)
+    rows = ExampleSamples(found, 4, 0, None, pack_rows=False).batch(0, 3)
     expected = {(1, 2, 3, 4): (-100, -100, 4, 5), (1, 0, 0, 0): (2, -100, -100, -100), (0,) * 4: (-100,) * 4}
     seen = zip(rows["tokens"].tolist(), rows["labels"].tolist(), strict=True)
     assert {tuple(read): tuple(said) for read, said in seen} == expected
-    packed = ExampleSamples(truncate_examples([short, short, short], 4), 4, 9, 3, packs=True).batch(0, 1)
+    packed = ExampleSamples(truncate_examples([short, short, short], 4), 4, 9, 3, pack_rows=True).batch(0, 1)
     assert packed["tokens"].tolist() == [[1, 1, 1, 9]]
     assert packed["documents"].tolist() == [[0, 1, 2, 3]]
     assert packed["labels"].tolist() == [[2, 2, 2, -100]]
     with pytest.raises(ValueError, match="at least one"):
-        ExampleSamples(Examples([], 0, 0), 4, 0, None, packs=True)
+        ExampleSamples(Examples([], 0, 0), 4, 0, None, pack_rows=True)
 
 
 def test_positions_alone_decide_what_a_batch_holds(tmp_path: Path) -> None:
@@ -299,7 +299,9 @@ def test_a_gpt_and_a_t5_hold_the_same_pairs_out(tmp_path: Path) -> None:
     assert of_gpt is not None
     assert of_t5 is not None
     for split, sets in of_gpt.items():
-        assert [example.answer for one in sets for example in one.examples] == [p.target for p in of_t5.pairs[split]]
+        assert [example.answer_text for one in sets for example in one.examples] == [
+            p.target for p in of_t5.pairs[split]
+        ]
 
 
 @pytest.mark.gpu

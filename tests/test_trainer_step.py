@@ -66,7 +66,7 @@ def module_of(micro_batch_size, *, dtype=torch.float64, keys=KEYS, global_batch=
 def trained(micro_batch_size, steps=3, **options):
     module = module_of(micro_batch_size, **options)
     fit(module, Silent(), steps, CPU, DistributedContext())
-    module.feed.close()
+    module.dataloader.close()
     return module
 
 
@@ -91,14 +91,14 @@ def test_accumulation_with_uneven_targets_equals_one_big_batch(micro_batch_size,
 
 def test_the_loss_is_the_mean_over_the_targets_of_the_global_batch():
     module = module_of(4)
-    batch = next(iter(module.feed))
-    module.feed.close()
+    batch = next(iter(module.dataloader))
+    module.dataloader.close()
     with torch.no_grad():
         logits = module.model(batch.fields["tokens"])[..., :100]
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
     trainee = trained(4, steps=1)
     assert trainee.read_metrics()[0][0] == pytest.approx(expected.item(), rel=1e-6)
-    assert batch.targets == sum(i % 16 + 1 for i in range(12))
+    assert batch.num_targets == sum(i % 16 + 1 for i in range(12))
 
 
 def test_lightning_counts_one_step_per_global_batch_and_the_schedule_follows(one_big_batch):
@@ -132,7 +132,7 @@ def test_dropout_masks_depend_on_seed_step_and_micro_batch_only():
 )
 def test_precision_keys(precision, o2, weights, main, autocast):
     plan = plan_precision(TrainerBlock.model_validate({"precision": precision}), o2, CPU)
-    assert (plan.weights, plan.main_weights, plan.autocast) == (weights, main, autocast)
+    assert (plan.param_dtype, plan.main_weights, plan.autocast_dtype) == (weights, main, autocast)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_precision_keys(precision, o2, weights, main, autocast):
 def test_null_is_bf16_on_a_gpu_that_has_it(monkeypatch, capability, weights):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     plan = plan_precision(TrainerBlock.model_validate({}), True, torch.device("cuda"))
-    assert (plan.weights, plan.main_weights) == (weights, weights == torch.bfloat16)
+    assert (plan.param_dtype, plan.main_weights) == (weights, weights == torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_batches_depend_on_the_position_alone(num_workers):
     batches = iter(feed)
     for first in (20, 24, 28, 32):
         batch = next(batches)
-        assert batch.numbers == (0, 1)
+        assert batch.indices == (0, 1)
         np.testing.assert_array_equal(batch.fields["tokens"], samples.batch(first, 4).tokens)
     feed.close()
 

@@ -18,19 +18,24 @@ from torch._utils import ExceptionWrapper
 from stoker.models.gpt import GPT
 from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
 from stoker.trainer.callbacks.early_stopping import EarlyStopping, continue_hint
-from stoker.trainer.callbacks.loss_spike import MIN_REFERENCE_LOSSES, NUM_RECENT_LOSSES, REFERENCE, loss_deviation
+from stoker.trainer.callbacks.loss_spike import (
+    MIN_REFERENCE_LOSSES,
+    NUM_RECENT_LOSSES,
+    NUM_REFERENCE_LOSSES,
+    loss_deviation,
+)
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.debug_runs import overfitted, trial_of
+from stoker.trainer.core.debug_runs import fast_dev_run, overfit_batches
 from stoker.trainer.data import dataloader
 from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import MockSamples
-from stoker.trainer.data.subsets import RepeatedSubset, validated_samples
+from stoker.trainer.data.subsets import RepeatedSubset, validation_subset
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import EXIT_OK, UserError
@@ -72,12 +77,12 @@ def rows(directory, name="loss"):
 
 def test_bad_steps_are_counted_told_and_left_out_of_the_mean():
     policy = LossMonitor(2, None, FRESH)
-    assert policy.read(1, [(3.0, 1.0), (NAN, 1.0), (5.0, 1.0)]) == ["step 2 was skipped: loss nan, gradient norm 1.0"]
-    assert (policy.skipped_steps, policy.skipped_in_a_row) == (1, 0)
-    assert policy.read(4, [(1.0, math.inf), (NAN, NAN)]) == [
+    assert policy.update(1, [(3.0, 1.0), (NAN, 1.0), (5.0, 1.0)]) == ["step 2 was skipped: loss nan, gradient norm 1.0"]
+    assert (policy.skipped_steps, policy.consecutive_skipped_steps) == (1, 0)
+    assert policy.update(4, [(1.0, math.inf), (NAN, NAN)]) == [
         "2 steps from 4 on were skipped: loss 1.0, gradient norm inf"
     ]
-    assert (policy.skipped_steps, policy.skipped_in_a_row) == (3, 2)
+    assert (policy.skipped_steps, policy.consecutive_skipped_steps) == (3, 2)
     assert policy.mean_loss(restart=False) == 4.0
     assert policy.mean_loss(restart=True) == 4.0
     assert math.isnan(policy.mean_loss(restart=False))
@@ -86,11 +91,11 @@ def test_bad_steps_are_counted_told_and_left_out_of_the_mean():
 def test_too_many_bad_steps_in_a_row_are_divergence():
     bad, good = (NAN, 1.0), (1.0, 1.0)
     policy = LossMonitor(2, None, FRESH)
-    policy.read(1, [bad, bad, good, bad, bad, good])
+    policy.update(1, [bad, bad, good, bad, bad, good])
     with pytest.raises(DivergedError, match=r"at step 9: loss nan, gradient norm 1\.0, number 3 in a row"):
-        policy.read(7, [bad, bad, bad])
+        policy.update(7, [bad, bad, bad])
     with pytest.raises(DivergedError, match=r"at step 1: loss nan, gradient norm 1\.0$"):
-        LossMonitor(0, None, FRESH).read(1, [bad])
+        LossMonitor(0, None, FRESH).update(1, [bad])
 
 
 def figures(count, seed=0, at=math.inf, by=0.0):
@@ -103,11 +108,11 @@ def test_every_cut_into_processes_gives_the_same_decisions():
     steps = figures(200, at=120, by=2.0)
     steps[30:33] = [(NAN, 1.0)] * 3
     whole = LossMonitor(5, 4.0, FRESH)
-    said = [whole.read(step, [figure]) for step, figure in enumerate(steps, 1)]
+    said = [whole.update(step, [figure]) for step, figure in enumerate(steps, 1)]
     assert sum(map(len, said)) == 4
     broken = LossMonitor(5, 4.0, FRESH)
     for step, figure in enumerate(steps, 1):
-        assert broken.read(step, [figure]) == said[step - 1]
+        assert broken.update(step, [figure]) == said[step - 1]
         state = LoopState.model_validate_json(broken.state().model_dump_json())
         assert state == broken.state()
         broken = LossMonitor(5, 4.0, state)
@@ -118,30 +123,30 @@ def test_a_jump_of_the_loss_is_told_once_until_it_is_over():
     policy = LossMonitor(0, 4.0, FRESH)
     calm = figures(120)
     jump = [(loss + 3.0, 1.0) for loss, _ in figures(40, seed=1)]
-    assert policy.read(1, calm) == []
-    [warning] = policy.read(121, jump)
+    assert policy.update(1, calm) == []
+    [warning] = policy.update(121, jump)
     assert warning.startswith("loss spike before step 125: ")
     assert warning.endswith("deviations above 2.9884 before")
-    assert policy.read(161, figures(60, seed=2)) == []
-    assert len(policy.read(221, jump)) == 1
+    assert policy.update(161, figures(60, seed=2)) == []
+    assert len(policy.update(221, jump)) == 1
     silent = LossMonitor(0, None, FRESH)
-    assert silent.read(1, calm + jump) == []
+    assert silent.update(1, calm + jump) == []
 
 
 def test_noise_single_bad_batches_and_falling_losses_are_no_spikes():
     for seed in range(20):
-        assert LossMonitor(0, 4.0, FRESH).read(1, figures(400, seed)) == []
+        assert LossMonitor(0, 4.0, FRESH).update(1, figures(400, seed)) == []
     with_outliers = [(99.0, 1.0) if step % 20 == 7 else figure for step, figure in enumerate(figures(400))]
-    assert LossMonitor(0, 4.0, FRESH).read(1, with_outliers) == []
+    assert LossMonitor(0, 4.0, FRESH).update(1, with_outliers) == []
     falling = [(10 / (1 + step / 20) + figure[0], 1.0) for step, figure in enumerate(figures(400))]
-    assert LossMonitor(0, 4.0, FRESH).read(1, falling) == []
+    assert LossMonitor(0, 4.0, FRESH).update(1, falling) == []
     floor = [(0.001 * (1 + step % 2), 1.0) for step in range(200)] + [(0.008, 1.0)] * 20
-    assert LossMonitor(0, 4.0, FRESH).read(1, floor) == []
+    assert LossMonitor(0, 4.0, FRESH).update(1, floor) == []
 
 
 def test_deviations_are_medians_against_medians():
     assert loss_deviation([1.0] * (MIN_REFERENCE_LOSSES + NUM_RECENT_LOSSES - 1)) is None
-    losses = [1.0, 3.0] * (REFERENCE // 2) + [8.0] * NUM_RECENT_LOSSES
+    losses = [1.0, 3.0] * (NUM_REFERENCE_LOSSES // 2) + [8.0] * NUM_RECENT_LOSSES
     found = loss_deviation([100.0] * 50 + losses)  # what is older does not count
     assert found is not None
     deviations, now, usual = found
@@ -195,9 +200,9 @@ def test_patience_is_remembered():
     state = EarlyStoppingState.model_validate_json(first.state.model_dump_json())
     assert state == EarlyStoppingState(best=4.0, last=4.5, waited=2)
     second = EarlyStopping(params, state)
-    assert second.reason is None
+    assert second.stop_reason is None
     assert second.check(4.2)[0] is not None
-    assert EarlyStopping(params, second.state).reason is not None
+    assert EarlyStopping(params, second.state).stop_reason is not None
 
 
 # ---------------------------------------------------------------- whole runs: skipped steps and divergence
@@ -280,7 +285,7 @@ def test_early_stopping_ends_a_run_well_and_for_good(tmp_path):
     for _ in range(2):  # started again it ends at once
         result = run_training(tiny_config(tmp_path, **settings))
         assert (result.step, result.exit_code) == (2, EXIT_OK)
-        assert "early stopping (val_loss was no better" in (result.stopped_by or "")
+        assert "early stopping (val_loss was no better" in (result.stop_reason or "")
         assert find_checkpoint(tmp_path)[0].state.step == 2
         last = (tmp_path / "run.log").read_text().splitlines()[-1]
         assert "exp_manager.create_early_stopping_callback=False or" in last
@@ -386,12 +391,12 @@ def test_a_trial_has_the_schedule_of_the_run_and_its_place():
             "trainer": {"max_steps": 500, "fast_dev_run": True},
         }
     )
-    trial = trial_of(config).root
+    trial = fast_dev_run(config).root
     assert (trial.trainer.max_steps, trial.trainer.log_every_n_steps) == (1, 1)
     assert trial.model.optim.sched.max_steps == 100
     assert trial.exp_manager.explicit_log_dir == "runs/tiny/fast_dev_run"
     plain = config_from_document(tiny_document(Path(".")))
-    assert trial_of(plain) is plain
+    assert fast_dev_run(plain) is plain
 
 
 def test_a_few_batches_are_learned_by_heart(tmp_path):
@@ -414,9 +419,7 @@ def test_more_batches_by_heart_than_there_are_is_one_line(tmp_path):
     text.write_text("all there is " * 30)
     data = {"data_impl": "text", "path": str(text)}
     settings = {"model__data": data, "trainer__overfit_batches": 50, "trainer__limit_val_batches": 0}
-    with pytest.raises(
-        UserError, match=r"`trainer\.overfit_batches` \(50\) needs 200 samples.*use at most"
-    ) as error:
+    with pytest.raises(UserError, match=r"`trainer\.overfit_batches` \(50\) needs 200 samples.*use at most") as error:
         run_training(tiny_config(tmp_path / "run", **settings))
     assert len(error.value.lines) == 1
 
@@ -428,9 +431,9 @@ def test_an_epoch_by_heart_is_all_its_whole_batches(samples, batches):
     few = replace(data, train=RepeatedSubset(data.train, samples))
     if samples < 4:
         with pytest.raises(UserError, match="have 3; use a smaller `model"):
-            overfitted(few, root)
+            overfit_batches(few, root)
     else:
-        assert overfitted(few, root).train.samples == 4 * batches
+        assert overfit_batches(few, root).train.samples == 4 * batches
 
 
 @pytest.mark.parametrize(
@@ -447,7 +450,7 @@ def test_an_epoch_by_heart_is_all_its_whole_batches(samples, batches):
 def test_a_part_of_the_validation_samples_is_counted_in_samples(limit, drops, counts):
     keys = {"trainer__limit_val_batches": limit, "model__data": {"data_impl": "mock", "validation_drop_last": drops}}
     root = RootBlock.model_validate(tiny_document(Path("."), **keys))
-    found = {n: validated_samples(root, MockSamples(100, 8, seed=1, samples=n)).samples for n in counts}
+    found = {n: validation_subset(root, MockSamples(100, 8, seed=1, samples=n)).samples for n in counts}
     assert found == counts
 
 

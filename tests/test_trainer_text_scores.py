@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.trainer.evaluation.baselines import copied_name
-from stoker.trainer.evaluation.text_scores import rouge_l, score_predictions, words_of
+from stoker.trainer.evaluation.baselines import docstring_from_name
+from stoker.trainer.evaluation.text_scores import rouge_l, score_predictions, split_words
 
 REFERENCE = [
     # target, written, fmeasure of rouge_score 0.1.2 (rougeL, no stemming)
@@ -51,7 +51,7 @@ def test_rouge_l_is_what_its_definition_says(target: str, written: str) -> None:
             )
         return known[key]
 
-    wanted, found = tuple(words_of(target)), tuple(words_of(written))
+    wanted, found = tuple(split_words(target)), tuple(split_words(written))
     common = longest(wanted, found, {})
     expected = 0.0
     if common:
@@ -82,4 +82,4 @@ def test_scores_are_means() -> None:
     ],
 )
 def test_the_words_of_a_name(source: str, name: str) -> None:
-    assert copied_name(source) == name
+    assert docstring_from_name(source) == name

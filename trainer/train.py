@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.attention.dispatch import tables
+from ..kernels.attention.dispatch import format_selections
 from ..models.build import LanguageModel
 from ..models.memory.host_copies import HostMemoryError
 from .callbacks.early_stopping import STOP_REASON_PREFIX, continue_hint
@@ -23,12 +23,12 @@ from .checkpoint.async_saver import CheckpointSaver
 from .checkpoint.reader import BaseRecord, Checkpoint, checkpoint_paths, open_checkpoint
 from .checkpoint.run_directory import RunDirectory, open_run_directory, save_run_record
 from .config.lr_schedule import build_schedule
-from .config.parameter_layout import layout_of
+from .config.parameter_layout import layout_from_config
 from .config.run_config import RunConfig
 from .config.schema.root import RootBlock
 from .conversion.pretrained import PretrainedWeights, find_configured_pretrained
 from .conversion.warm_start import load_pretrained_weights
-from .core.debug_runs import overfitted, trial_of
+from .core.debug_runs import fast_dev_run, overfit_batches
 from .core.factory import (
     build_ema,
     build_graph_capture,
@@ -45,12 +45,12 @@ from .core.factory import (
     data_parallel_from_config,
 )
 from .core.resume import check_resume_compatibility, find_resume_checkpoint, initial_run_state, load_resumed_weights
-from .core.run_summary import describe, describe_offload_traffic, describe_optimizer_offload
+from .core.run_summary import describe_offload_traffic, describe_optimizer_offload, summarize_run
 from .data.batch_sampler import BatchSchedule, RankBatchSampler, parse_ramp_up
 from .data.build_datasets import Data, build_data
 from .data.dataloader import PrefetchingDataLoader
 from .device.cuda_graph_support import uses_cuda_graph
-from .device.determinism import attention_flags, determinism
+from .device.determinism import attention_flags, deterministic_algorithms
 from .device.precision import PrecisionPlan, plan_precision
 from .distributed.process_group import DistributedContext, describe_process
 from .evaluation.held_out_loss import EvaluationResult
@@ -58,16 +58,16 @@ from .lightning.expert_balance import build_expert_balancer
 from .lightning.lightning_module import LanguageModule
 from .lightning.lightning_trainer import fit
 from .loggers.logger_backends import check_loggers
-from .loggers.progress_bar import Panel
-from .loggers.run_logger import Journal
+from .loggers.progress_bar import ProgressDisplay
+from .loggers.run_logger import RunLogger
 from .plan.fit_advice import out_of_memory_lines, plan_run
 from .plan.memory_check import check_memory
-from .plan.report import comparison, summary
+from .plan.report import measured_line, summary_lines
 from .plan.run_plan import Plan
 from .utils.environment import set_variables
 from .utils.errors import EXIT_OK, UserError
 from .utils.host_memory import is_out_of_host_memory, is_out_of_memory
-from .utils.text import counted
+from .utils.text import pluralize
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TrainingResult:
     checkpoint: Path | None
     step: int
     validation: EvaluationResult | None
-    stopped_by: str | None
+    stop_reason: str | None
     exit_code: int
     model: LanguageModel
     data: Data
@@ -110,19 +110,19 @@ def run_training(config: RunConfig, ranks: DistributedContext | None = None) -> 
     Raises:
         UserError: the configuration is not supported on this machine, training diverged, or the disk is full.
     """
-    config = trial_of(config)
+    config = fast_dev_run(config)
     root = config.root
     set_variables(root.env_vars)  # for callers from Python; the CLI has set them before torch was imported
     ranks = ranks or DistributedContext()
-    if len(set(ranks.gather(config.digest))) > 1:
+    if len(set(ranks.all_gather_text(config.digest))) > 1:
         raise UserError("the ranks have different configurations; start them with the same files and overrides")
     device = choose_device(root, ranks)
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     check_loggers(root.exp_manager)
     check_profiling(root, device)
     _free_previous_runs(device)
-    with determinism(root.trainer.deterministic), _report_out_of_memory(root, device):
-        check_memory(root, precision, device, layout_of(root, ranks.world_size))
+    with deterministic_algorithms(root.trainer.deterministic), _report_out_of_memory(root, device):
+        check_memory(root, precision, device, layout_from_config(root, ranks.world_size))
         uses_cuda_graph(root, device, ranks.world_size, check_attention(root, precision, device))
         return _prepare_and_train(config, device, precision, ranks)
 
@@ -167,29 +167,29 @@ def _prepare_and_train(
         directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
         step = resumed.state.step if resumed else 0
         if ranks.is_rank_zero:
-            panel = Panel(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
+            panel = ProgressDisplay(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
             validates_again = resumed is not None and resumed.state.loop.validation_due
-            journal = Journal.open(config, directory.path, panel, resumed_at=step, validates_again=validates_again)
+            journal = RunLogger.open(config, directory.path, panel, resumed_at=step, drop_validation=validates_again)
         else:
-            journal = Journal.silent()
+            journal = RunLogger.disabled()
         with journal:
             for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
-                journal.say(line)
+                journal.log(line)
             plan = plan_run(root, device, world_size=ranks.world_size, vocab_size=data.vocab_size)
-            for line in summary(plan) if plan is not None else ():
-                journal.say(line)
+            for line in summary_lines(plan) if plan is not None else ():
+                journal.log(line)
             try:
                 with _report_out_of_memory(root, device, plan):
                     result = _train(config, device, precision, data, directory, resumed, journal, stop, ranks)
                 if plan is not None and device.type == "cuda" and result.step > (resumed.state.step if resumed else 0):
                     allocated = torch.cuda.max_memory_allocated(device)
-                    journal.say(comparison(plan, allocated, torch.cuda.max_memory_reserved(device)))
+                    journal.log(measured_line(plan, allocated, torch.cuda.max_memory_reserved(device)))
                 for line in describe_offload_traffic(result.model):
-                    journal.say(line)
+                    journal.log(line)
                 return result
             except UserError as error:
                 with suppress(UserError):  # if run.log cannot be written either, keep the original error
-                    journal.note("\n".join(error.lines))
+                    journal.log_to_file("\n".join(error.lines))
                 raise
 
 
@@ -199,12 +199,12 @@ def _build_data(root: RootBlock, ranks: DistributedContext) -> Data:
     for is_our_turn in (ranks.local_rank == 0, ranks.local_rank != 0):
         if is_our_turn:
             try:
-                data = overfitted(build_data(root), root)
+                data = overfit_batches(build_data(root), root)
                 if ranks.world_size > 1 and ranks.local_rank == 0:
                     data.train.batch(0, 1)  # builds the index of the first epoch, if it is cached in files
             except UserError as error:
                 problem = error
-        ranks.raise_together(problem)
+        ranks.raise_on_all_ranks(problem)
     assert data is not None
     return data
 
@@ -220,7 +220,7 @@ def _open_directory_and_checkpoint(
             resumed, lines = find_resume_checkpoint(config.root.exp_manager, directory)
         except UserError as error:
             problem = error
-    ranks.raise_together(problem)
+    ranks.raise_on_all_ranks(problem)
     paths = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
     path, checkpoints, start = json.loads(ranks.broadcast_text(json.dumps(paths)))
     if directory is None:
@@ -236,7 +236,7 @@ def _train(
     data: Data,
     directory: RunDirectory,
     resumed: Checkpoint | None,
-    journal: Journal,
+    journal: RunLogger,
     stop: StopHandler,
     ranks: DistributedContext,
 ) -> TrainingResult:
@@ -248,15 +248,15 @@ def _train(
     model = build_model(root, data, precision, device, data_parallel)
     if resumed is None:
         for line in load_pretrained_weights(root, model, data.tokenizer, base):
-            journal.say(line)
+            journal.log(line)
     optimizer = build_optimizer(root, model, precision, data_parallel)
     if resumed is not None:
         changes = check_resume_compatibility(resumed, start, data.tokenizer.to_dict(), root)
         load_resumed_weights(resumed, model, base, root)
         for warning in changes:  # logged only after the weights fit
-            journal.say(f"warning: {warning}")
+            journal.log(f"warning: {warning}")
         resumed.load_optimizer(optimizer)
-        journal.say(f"resuming from {resumed.path}, {counted(resumed.state.consumed_samples, 'sample')} consumed")
+        journal.log(f"resuming from {resumed.path}, {pluralize(resumed.state.consumed_samples, 'sample')} consumed")
         start = start.model_copy(
             update={
                 "step": resumed.state.step,
@@ -268,19 +268,21 @@ def _train(
     average = build_ema(root, model, optimizer, data_parallel)
     if average is not None and resumed is not None:
         if resumed.has_ema:
-            resumed.load_ema(average.pieces())
+            resumed.load_ema(average.local_shards())
         else:
-            journal.say(f"warning: {resumed.path} holds no EMA weights; the EMA starts from the current weights")
-    processes = [json.loads(text) for text in ranks.gather(json.dumps(describe_process(ranks, device, config.digest)))]
+            journal.log(f"warning: {resumed.path} holds no EMA weights; the EMA starts from the current weights")
+    processes = [
+        json.loads(text) for text in ranks.all_gather_text(json.dumps(describe_process(ranks, device, config.digest)))
+    ]
     if ranks.is_rank_zero:
         save_run_record(config, directory, device, processes)
-    for line in describe(root, model, data, precision, device, data_parallel.layout if data_parallel else None):
-        journal.say(line)
+    for line in summarize_run(root, model, data, precision, device, data_parallel.layout if data_parallel else None):
+        journal.log(line)
     for line in describe_optimizer_offload(root, optimizer, device):
-        journal.say(line)
+        journal.log(line)
     flags = attention_flags(root)
-    log = journal.say if flags.debug else journal.note
-    for text in (*flags.notes(), *tables(model.attention_decisions)):
+    log = journal.log if flags.debug else journal.log_to_file
+    for text in (*flags.notes(), *format_selections(model.attention_decisions)):
         log(text)
 
     plan = BatchSchedule(
@@ -301,13 +303,15 @@ def _train(
         step=start.step,
         ranks=ranks,
         data_parallel=data_parallel,
-        recorder=build_graph_capture(root, model, device, ranks.world_size, journal.say),
-        experts=build_expert_balancer(root, model, lambda step: plan.size(step) // keys.micro_batch_size, ranks),
+        graph_capture=build_graph_capture(root, model, device, ranks.world_size, journal.log),
+        expert_balancer=build_expert_balancer(
+            root, model, lambda step: plan.batch_size(step) // keys.micro_batch_size, ranks
+        ),
     )
     params = root.exp_manager.checkpoint_callback_params
     clean = build_retention(root, directory.checkpoints, stop)
-    saver = CheckpointSaver(directory.checkpoints, ranks, clean, beside=params.async_save)
-    observers = build_profilers(root, directory.path, device, journal.say, ranks.rank, start.step)
+    saver = CheckpointSaver(directory.checkpoints, ranks, clean, async_save=params.async_save)
+    observers = build_profilers(root, directory.path, device, journal.log, ranks.rank, start.step)
     loop = TrainLoopCallback(
         root,
         journal,
@@ -315,14 +319,14 @@ def _train(
         build_throughput(root, model, device, ranks.world_size),
         validate=build_validation(root, model, data, precision, device, ranks, data_parallel),
         save=build_save(config, data, start, module, plan, saver, average),
-        checkpoints=directory.checkpoints,
-        consumed_samples=plan.consumed,
+        checkpoint_directory=directory.checkpoints,
+        consumed_samples=plan.consumed_samples,
         state=start.loop,
-        metrics=start.metrics,
-        agree=ranks.all_reduce_flags_async,
-        answers_late=ranks.world_size > 1,
-        average=average,
-        observers=observers,
+        resumed_metrics=start.metrics,
+        all_reduce_flags=ranks.all_reduce_flags_async,
+        flags_are_async=ranks.world_size > 1,
+        ema=average,
+        profilers=observers,
         expert_load=build_expert_load_metrics(
             root,
             model,
@@ -330,39 +334,39 @@ def _train(
             ranks,
             resumed_at=start.step,
             state=start.loop.expert_load,
-            say=journal.say,
+            report=journal.log,
         ),
     )
     if start.step >= root.trainer.max_steps and not loop.validation_pending:
-        journal.say(
+        journal.log(
             f"this run is finished: step {start.step:,} of `trainer.max_steps` ({root.trainer.max_steps:,}); raise it "
             "to continue training"
         )
     try:
         if loop.validation_pending:
             loop.run_pending_validation(module)
-        stopped_by = loop.stopped_by
+        stopped_by = loop.stop_reason
         if start.step < root.trainer.max_steps and stopped_by is None:
-            stopped_by = stop.apply_flags(ranks.agree_now(stop.flags))  # signals received during setup
+            stopped_by = stop.apply_flags(ranks.all_reduce_flags(stop.flags))  # signals received during setup
         if start.step < root.trainer.max_steps and stopped_by is None:
             with closing(feed):
                 fit(module, loop, root.trainer.max_steps, device, ranks)
     finally:
         observers.close()
-        saver.finish()
+        saver.wait()
     is_done = module.step >= root.trainer.max_steps and not loop.validation_pending
-    stopped_by = None if is_done else loop.stopped_by or stopped_by or stop.reason
-    if stopped_by is not None and module.step == start.step and stop.signal is None and loop.stopped_by is None:
-        journal.say(f"warning: {stopped_by} elapsed before the first step, and would again; raise it")
+    stopped_by = None if is_done else loop.stop_reason or stopped_by or stop.reason
+    if stopped_by is not None and module.step == start.step and stop.signal is None and loop.stop_reason is None:
+        journal.log(f"warning: {stopped_by} elapsed before the first step, and would again; raise it")
     # Not `loop.checkpoint`: retention (`save_top_k`) may have deleted it.
     written = next(reversed(checkpoint_paths(directory.checkpoints)), None) if loop.checkpoint else None
-    journal.say(_last_line(root, directory, module.step, written, stopped_by))
+    journal.log(_last_line(root, directory, module.step, written, stopped_by))
     return TrainingResult(
         directory=directory.path,
         checkpoint=written or (resumed.path if resumed else None),
         step=module.step,
         validation=loop.validation,
-        stopped_by=stopped_by,
+        stop_reason=stopped_by,
         exit_code=stop.exit_code if stopped_by else EXIT_OK,
         model=model,
         data=data,

@@ -15,7 +15,7 @@ from typing import Literal
 
 from .call_spec import AttentionCall, InstalledSoftware
 
-Family = Literal["flash", "fused", "unfused", "named"]
+BackendFamily = Literal["flash", "fused", "unfused", "named"]
 SupportCheck = Callable[[AttentionCall, InstalledSoftware], "str | None"]
 
 MIN_SM, MAX_SM = (8, 0), (12, 1)  # architectures that PyTorch builds its flash and cuDNN kernels for
@@ -27,7 +27,7 @@ INSTALL_TE = "pip install 'stoker[te]'"
 INSTALL_FLASH_ATTN = "pip install 'stoker[flash]'"
 
 
-def dotted(version: tuple[int, ...]) -> str:
+def format_version(version: tuple[int, ...]) -> str:
     """Format a version: (2, 11) as 2.11."""
     return ".".join(map(str, version))
 
@@ -171,7 +171,7 @@ def _why_not_own_kernels(call: AttentionCall, installed: InstalledSoftware) -> s
     if installed.triton is None:
         return "Triton is not installed"
     if installed.triton < MIN_TRITON:
-        return f"needs Triton {dotted(MIN_TRITON)} or later, found {dotted(installed.triton)}"
+        return f"needs Triton {format_version(MIN_TRITON)} or later, found {format_version(installed.triton)}"
     if call.device == "cpu":
         if not installed.interpreted:
             return "needs a CUDA device (on a CPU only in Triton's interpreter, TRITON_INTERPRET=1)"
@@ -240,8 +240,8 @@ def why_not_te(installed: InstalledSoftware) -> str | None:
     if installed.te is None:
         return f"TransformerEngine is not installed ({INSTALL_TE})"
     if not MIN_TE <= installed.te < TE_UPPER_BOUND:
-        supported = f"from {dotted(MIN_TE)} up to {dotted(TE_UPPER_BOUND)}"
-        return f"needs TransformerEngine {supported}, found {dotted(installed.te)}"
+        supported = f"from {format_version(MIN_TE)} up to {format_version(TE_UPPER_BOUND)}"
+        return f"needs TransformerEngine {supported}, found {format_version(installed.te)}"
     return installed.te_problem or None
 
 
@@ -332,7 +332,7 @@ def _why_not_flash_2_in_te(call: AttentionCall, installed: InstalledSoftware, sm
     if installed.flash_attn is None:
         return f"flash-attn is not installed ({INSTALL_FLASH_ATTN})"
     if not MIN_FLASH_ATTN <= installed.flash_attn < (2, 8, 4):
-        return f"TransformerEngine supports flash-attn 2.7.3 to 2.8.3, found {dotted(installed.flash_attn)}"
+        return f"TransformerEngine supports flash-attn 2.7.3 to 2.8.3, found {format_version(installed.flash_attn)}"
     if 192 < call.head_dim <= 256 and sm not in ((8, 0), (9, 0), (10, 0), (12, 0)):
         return f"supports head widths up to 192 on {_sm(call)}, not {call.head_dim}"
     return _flash_2_head_dim(call)
@@ -359,8 +359,8 @@ def why_not_flash_attn(call: AttentionCall, installed: InstalledSoftware) -> str
     if installed.flash_attn is None:
         return f"flash-attn is not installed ({INSTALL_FLASH_ATTN})"
     if not MIN_FLASH_ATTN <= installed.flash_attn < FLASH_ATTN_UPPER_BOUND:
-        supported = f"from {dotted(MIN_FLASH_ATTN)} up to {dotted(FLASH_ATTN_UPPER_BOUND)}"
-        return f"needs flash-attn {supported}, found {dotted(installed.flash_attn)}"
+        supported = f"from {format_version(MIN_FLASH_ATTN)} up to {format_version(FLASH_ATTN_UPPER_BOUND)}"
+        return f"needs flash-attn {supported}, found {format_version(installed.flash_attn)}"
     if reason := _why_not_flash_kernels(call):
         return reason
     if call.bias not in ("none", "slopes"):
@@ -393,9 +393,9 @@ class Backend:
     """
 
     name: str
-    family: Family
+    family: BackendFamily
     why_not: SupportCheck
-    takes_documents: bool = False
+    supports_cu_seqlens: bool = False
     supports_distance_bias: bool = False
     supports_alibi_slopes: bool = False
     supports_compile: bool = True
@@ -403,7 +403,7 @@ class Backend:
 
     def needs_document_mask(self, call: AttentionCall) -> bool:
         """True if the packed documents of a call must be passed as a (queries, keys) mask."""
-        return call.packed and not self.takes_documents
+        return call.packed and not self.supports_cu_seqlens
 
     def needs_dense_bias(self, call: AttentionCall) -> bool:
         """True if the distance bias or ALiBi slopes of a call must be expanded to a dense bias."""
@@ -413,21 +413,26 @@ class Backend:
 
 BACKENDS = (
     Backend(
-        "triton", "flash", why_not_triton, takes_documents=True, supports_distance_bias=True, supports_alibi_slopes=True
+        "triton",
+        "flash",
+        why_not_triton,
+        supports_cu_seqlens=True,
+        supports_distance_bias=True,
+        supports_alibi_slopes=True,
     ),
     Backend("sdpa_flash", "flash", why_not_sdpa_flash),
     Backend(
         "flash_attn",
         "flash",
         why_not_flash_attn,
-        takes_documents=True,
+        supports_cu_seqlens=True,
         supports_alibi_slopes=True,
         supports_compile=False,
     ),
-    Backend("te_flash", "flash", why_not_te_flash, takes_documents=True, supports_compile=False),
+    Backend("te_flash", "flash", why_not_te_flash, supports_cu_seqlens=True, supports_compile=False),
     Backend("sdpa_efficient", "flash", why_not_sdpa_efficient),
     Backend("sdpa_cudnn", "fused", why_not_sdpa_cudnn),
-    Backend("te_fused", "fused", why_not_te_fused, takes_documents=True, supports_compile=False),
+    Backend("te_fused", "fused", why_not_te_fused, supports_cu_seqlens=True, supports_compile=False),
     Backend("unfused", "unfused", always_supported, saves_scores=True),
     Backend("sdpa_math", "unfused", why_not_sdpa_math, saves_scores=True),
     Backend("te_unfused", "unfused", why_not_te_unfused, supports_compile=False, saves_scores=True),
@@ -436,7 +441,7 @@ BACKENDS = (
         "reference",
         "named",
         always_supported,
-        takes_documents=True,
+        supports_cu_seqlens=True,
         supports_distance_bias=True,
         supports_alibi_slopes=True,
         saves_scores=True,

@@ -9,7 +9,7 @@ DType = Literal["fp64", "fp32", "bf16", "fp16"]
 Bias = Literal[
     "none", "dense", "dense_with_gradient", "distance", "distance_with_gradient", "slopes", "slopes_with_gradient"
 ]
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+BYTES_PER_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _BIAS_WORDS = {
     "dense": "dense bias",
     "dense_with_gradient": "dense bias with gradient",
@@ -123,17 +123,19 @@ class AttentionCall:
     @property
     def score_bytes(self) -> int:
         """Size of one layer's attention weights, (batch, heads, queries, keys) in `dtype`."""
-        return self.batch * self.heads * self.queries * self.keys * BYTES[self.dtype]
+        return self.batch * self.heads * self.queries * self.keys * BYTES_PER_ELEMENT[self.dtype]
 
     @property
     def mask_bytes(self) -> int:
         """Size of the mask for documents or padding, (batch, 1, queries, keys) in `dtype`; 0 without either."""
-        return self.batch * self.queries * self.keys * BYTES[self.dtype] if self.packed or self.padding else 0
+        return (
+            self.batch * self.queries * self.keys * BYTES_PER_ELEMENT[self.dtype] if self.packed or self.padding else 0
+        )
 
     @property
     def dense_bias_bytes(self) -> int:
         """Size of a distance bias or ALiBi expanded to (heads, queries, keys) in `dtype`; 0 without one."""
-        return self.heads * self.queries * self.keys * BYTES[self.dtype] if self.bias_is_relative else 0
+        return self.heads * self.queries * self.keys * BYTES_PER_ELEMENT[self.dtype] if self.bias_is_relative else 0
 
     def __str__(self) -> str:
         device = self.device

@@ -171,7 +171,7 @@ def split_kernel(
 
 
 @jit
-def sum_kernel(
+def combine_kernel(
     parts_pointer, lse_pointer, out_pointer,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -276,7 +276,7 @@ def triton_decode_attention(
         num_stages=2,
     )
     if lse is not None:
-        sum_kernel[(rows * heads,)](
+        combine_kernel[(rows * heads,)](
             parts, lse, out, HEAD_DIM=head_dim, BLOCK_D=block_d, SPLITS=splits, **LAUNCH_OPTIONS
         )
     return out

@@ -39,7 +39,7 @@ def combine_biases(
     return dense
 
 
-def hidden_keys(
+def build_mask(
     queries: int,
     keys: int,
     *,

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .backend_support import BACKENDS_BY_NAME, INSTALL_TE, Backend, Family, uses_hopper_kernels, why_not_te
+from .backend_support import BACKENDS_BY_NAME, INSTALL_TE, Backend, BackendFamily, uses_hopper_kernels, why_not_te
 from .call_spec import AttentionCall, InstalledSoftware
 from .flags import AttentionFlags
 
-FAMILIES: tuple[Family, ...] = ("flash", "fused", "unfused")
+FAMILIES: tuple[BackendFamily, ...] = ("flash", "fused", "unfused")
 LARGE_SCORES_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BackendCandidate:
     """One backend of a decision: accepted or rejected, with the reason."""
 
     backend: str
-    family: Family
+    family: BackendFamily
     accepted: bool
     reason: str
 
@@ -30,7 +30,7 @@ class NoBackendError(ValueError):
         rows: all backends, each rejected; empty when the settings contradict each other.
     """
 
-    def __init__(self, message: str, rows: tuple[Row, ...] = ()) -> None:
+    def __init__(self, message: str, rows: tuple[BackendCandidate, ...] = ()) -> None:
         super().__init__(message)
         self.rows = rows
 
@@ -41,7 +41,7 @@ class BackendSelection:
 
     call: AttentionCall
     backend: str
-    rows: tuple[Row, ...]
+    rows: tuple[BackendCandidate, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -72,7 +72,7 @@ class BackendSelection:
         return (*format_candidates(self.rows), *(f"  note: {note}" for note in self.notes))
 
 
-def tables(decisions: Mapping[str, BackendSelection]) -> list[str]:
+def format_selections(decisions: Mapping[str, BackendSelection]) -> list[str]:
     """Format the decisions of a model for the log; kinds of call with identical reasons share one table."""
     calls: dict[tuple[str, ...], list[str]] = {}
     for kind, decision in decisions.items():
@@ -80,7 +80,7 @@ def tables(decisions: Mapping[str, BackendSelection]) -> list[str]:
     return ["\n".join([*heads, *reasons]) for reasons, heads in calls.items()]
 
 
-def format_candidates(rows: tuple[Row, ...]) -> list[str]:
+def format_candidates(rows: tuple[BackendCandidate, ...]) -> list[str]:
     """Format the rows, one line each, in aligned columns."""
     name_width = max(len(row.backend) for row in rows)
     family_width = max(len(row.family) for row in rows)
@@ -96,7 +96,7 @@ def format_candidates(rows: tuple[Row, ...]) -> list[str]:
 # to 5 % faster than TransformerEngine's at 1k to 16k tokens and works with torch.compile. PyTorch's own kernels come
 # before the portable Triton kernels until those are measured to be faster on the device; the Triton kernels for Hopper,
 # 0.9 to 1.1 times cuDNN's speed on an H100 from 2k tokens on, come before PyTorch's (see `preference`).
-_FAMILY_ORDER: dict[Family, tuple[str, ...]] = {
+_FAMILY_ORDER: dict[BackendFamily, tuple[str, ...]] = {
     "flash": ("sdpa_flash", "flash_attn", "triton", "te_flash", "sdpa_efficient"),
     "fused": ("sdpa_cudnn", "te_fused"),
     "unfused": ("unfused", "sdpa_math", "te_unfused"),
@@ -135,7 +135,7 @@ def preference_order(
     return tuple(names), why
 
 
-def _families(call: AttentionCall) -> tuple[tuple[Family, ...], str]:
+def _families(call: AttentionCall) -> tuple[tuple[BackendFamily, ...], str]:
     if call.device == "cuda" and call.capability is not None and call.capability >= (9, 0):
         if call.any_length:
             return ("flash", "fused", "unfused"), "cuDNN builds a new plan for every length"
@@ -161,7 +161,7 @@ def _removals(
         removed["flash"] = "removed by `use_flash_attention: False`"
     if use_flash_attention is True:
         removed["unfused"] = "removed by `use_flash_attention: True`"
-    switches: tuple[tuple[Family, bool, str], ...] = (
+    switches: tuple[tuple[BackendFamily, bool, str], ...] = (
         ("flash", flags.flash, "NVTE_FLASH_ATTN"),
         ("fused", flags.fused, "NVTE_FUSED_ATTN"),
         ("unfused", flags.unfused, "NVTE_UNFUSED_ATTN"),
@@ -200,26 +200,26 @@ def _usable(installed: InstalledSoftware, flags: AttentionFlags) -> InstalledSof
 
 def _row(
     backend: Backend, call: AttentionCall, installed: InstalledSoftware, requested: str, removed: dict[str, str]
-) -> Row:
+) -> BackendCandidate:
     """Check one backend: against `attention_backend`, then the removals, then its own limits."""
     name, family = backend.name, backend.family
     if requested != "auto" and requested not in (name, family):
-        return Row(name, family, False, f"not `attention_backend` ({requested})")
+        return BackendCandidate(name, family, False, f"not `attention_backend` ({requested})")
     if family == "named" and requested != name:
-        return Row(name, family, False, "available only by name, with `attention_backend`")
+        return BackendCandidate(name, family, False, "available only by name, with `attention_backend`")
     if removal := removed.get(family) or removed.get(name):
-        return Row(name, family, False, removal)
+        return BackendCandidate(name, family, False, removal)
     reason = backend.why_not(call, installed)
     if reason is None and name == "triton" and call.device != "cuda" and requested != name:
         # interpreter mode is for tests: correct, but a thousand times slower than any other backend
         reason = "in Triton's interpreter available only by name, with `attention_backend`"
-    return Row(name, family, reason is None, reason or "can run")
+    return BackendCandidate(name, family, reason is None, reason or "can run")
 
 
 # ---------------------------------------------------------------- selection
 
 
-def choose(
+def select_backend(
     call: AttentionCall,
     *,
     use_flash_attention: bool | None = None,

@@ -33,7 +33,7 @@ def philox_keep_mask(seed, index, threshold):
     return word >= tl.cast(threshold, tl.uint32)
 
 
-def dropout_mask(
+def dropout_keep_mask(
     rng: Tensor,
     dropout_p: float,
     *,

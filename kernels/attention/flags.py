@@ -76,7 +76,7 @@ class AttentionFlags:
     flash_v4: bool = True
     masked_softmax_fusion: bool = True
     debug: int = 0
-    given: tuple[tuple[str, str], ...] = ()
+    set_variables: tuple[tuple[str, str], ...] = ()
 
     def notes(self) -> tuple[str, ...]:
         """Return one line for each set variable whose effect may differ from what is expected."""
@@ -85,11 +85,11 @@ class AttentionFlags:
             lines.append(
                 "NVTE_FLASH_ATTN=0 removes the flash family only; cuDNN stays (NVTE_FUSED_ATTN=0 removes that too)."
             )
-        names = [name for name, _ in self.given]
+        names = [name for name, _ in self.set_variables]
         for name, partner in (_DEBUG_FLAGS, _DEBUG_FLAGS[::-1]):
             if name in names and partner not in names:
                 lines.append(f"{name} has no effect without {partner}: their product is the level.")
-        for name, value in self.given:
+        for name, value in self.set_variables:
             if name in _IGNORED_FLAGS:
                 lines.append(f"{name}={value} has no effect on backend selection: {_IGNORED_FLAGS[name]}.")
             elif name not in SUPPORTED_FLAGS:
@@ -132,7 +132,7 @@ def read_flags(environment: Mapping[str, str] | None = None) -> AttentionFlags:
         flash_v4=switch("NVTE_FLASH_ATTN_V4"),
         masked_softmax_fusion=switch("NVTE_MASKED_SOFTMAX_FUSION"),
         debug=level("NVTE_DEBUG") * level("NVTE_DEBUG_LEVEL"),
-        given=tuple(sorted((name, value) for name, value in environment.items() if name.startswith("NVTE_"))),
+        set_variables=tuple(sorted((name, value) for name, value in environment.items() if name.startswith("NVTE_"))),
     )
 
 

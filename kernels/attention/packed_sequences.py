@@ -28,14 +28,16 @@ class PackedSequences(NamedTuple):
             self-attention.
     """
 
-    documents: Tensor
-    ends: Tensor
+    document_ids: Tensor
+    padded_cu_seqlens: Tensor
     mask: Tensor | None
     key_document_ids: Tensor | None = None
     padded_key_cu_seqlens: Tensor | None = None
 
     @classmethod
-    def of(cls, documents: Tensor, *, dtype: torch.dtype, causal: bool, mask: bool = True) -> PackedSequences:
+    def from_documents(
+        cls, documents: Tensor, *, dtype: torch.dtype, causal: bool, with_mask: bool = True
+    ) -> PackedSequences:
         """Build from the document ids of a micro batch, for self-attention.
 
         Args:
@@ -44,10 +46,10 @@ class PackedSequences(NamedTuple):
             causal: also mask later keys of the same document.
             with_mask: build the mask, for backends without support for `cu_seqlens`.
         """
-        return cls(documents, _ends(documents), _mask(documents, documents, dtype, causal) if mask else None)
+        return cls(documents, _ends(documents), _mask(documents, documents, dtype, causal) if with_mask else None)
 
     @classmethod
-    def across(
+    def from_query_and_key_documents(
         cls, documents: Tensor, key_documents: Tensor, *, dtype: torch.dtype, with_mask: bool = True
     ) -> PackedSequences:
         """Build from the document ids of queries and keys, for cross-attention; equal ids attend to each other.
@@ -83,11 +85,11 @@ class PackedSequences(NamedTuple):
             int32 (batch * tokens + 1): ascending, padded with batch * tokens, i.e. with empty documents at the end. The
             fixed shape avoids a device synchronization.
         """
-        return self.ends
+        return self.padded_cu_seqlens
 
     def key_cu_seqlens(self) -> Tensor:
         """Return the same for the keys; in self-attention equal to `cu_seqlens`."""
-        return self.ends if self.padded_key_cu_seqlens is None else self.padded_key_cu_seqlens
+        return self.padded_cu_seqlens if self.padded_key_cu_seqlens is None else self.padded_key_cu_seqlens
 
 
 def _ends(documents: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ def _whole(packed: PackedSequences) -> tuple[Tensor, Tensor]:
     across = packed.key_document_ids is not None
     cached = _unpadded_cache.get(across)
     if cached is None or cached[0]() is not ends:
-        nonempty = ends < packed.documents.numel()
+        nonempty = ends < packed.document_ids.numel()
         if packed.key_document_ids is not None:
             nonempty |= key_ends < packed.key_document_ids.numel()
         documents = int(nonempty.sum())

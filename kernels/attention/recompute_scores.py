@@ -20,7 +20,7 @@ from ..launch import triton_runs_on
 from .argument_checks import MAX_HEAD_DIM, MIN_HEAD_DIM, check_arguments
 from .backends.unfused import UnfusedAttention, stack_heads_by_group
 from .call_spec import AttentionCall
-from .lse_first.ops import log_sum_exps
+from .lse_first.ops import chunked_lse
 from .lse_first.triton_stages import delta_of
 from .packed_sequences import PackedSequences
 from .recompute_scores_kernels import launch_score_gradient, launch_weights
@@ -34,7 +34,7 @@ _UNFUSED = UnfusedAttention()
 @torch.library.custom_op("stoker::attention_weights", mutates_args=())
 def _attention_weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return the attention weights, (batch, heads, queries, keys) in the dtype of `q`, and the log-sum-exp."""
-    lse = log_sum_exps(q, [k], causal, scale, 0, 0, k.shape[1])
+    lse = chunked_lse(q, [k], causal, scale, 0, 0, k.shape[1])
     if not (q.numel() and k.numel()):
         return q.new_empty((*lse.shape, k.shape[1])), lse
     return launch_weights(q, k, lse, causal, scale), lse
@@ -91,7 +91,7 @@ class _RecomputeScores(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
         weights, lse = _attention_weights(query, key, causal, scale)
         # contiguous as the following projection needs and saves it, so that both save the same tensor
-        context = _UNFUSED.product(weights, value).contiguous()
+        context = _UNFUSED.weighted_sum(weights, value).contiguous()
         ctx.save_for_backward(query, key, value, context, lse)
         ctx.causal, ctx.scale = causal, scale
         return context
@@ -127,7 +127,7 @@ def _supports_head_dim(head_dim: int) -> bool:
     return MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
 
 
-def serves(
+def supports(
     query: Tensor,
     *,
     scale: float,

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..interpreter_rounding import rounded
 from ..launch import INTERPRETED, jit, tl, triton
-from .flash.kernel_arguments import on_device, strides, with_contiguous_rows
-from .flash.portable.tile import LOG2E, dense_tile, dot, load_lse, load_rows, per_row_offset, row_start
+from .flash.kernel_arguments import device_guard, stride_arguments, with_contiguous_rows
+from .flash.portable.tile import LOG2E, dense_tile, dot, load_lse, load_rows, per_row_offset, row_pointer
 from .lse_first.tile_configs import Stage
-from .lse_first.triton_stages import key_tile_bounds, seen, stage_kernel_arguments
+from .lse_first.triton_stages import key_tile_bounds, mask_edge_tile, stage_kernel_arguments
 
 TILES = 2 if INTERPRETED else 16
 """Maximum tiles of keys per program."""
@@ -57,7 +57,7 @@ def _weights(
     exponent = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION) * (scale * LOG2E)
     weights = tl.exp2(exponent - lse[:, None])
     if EDGE:  # masked last, so that rounding does not depend on the tile size, which determines the edge tiles
-        weights = seen(weights, query[:, None], key[None, :], keys, shift, 0.0, CAUSAL)
+        weights = mask_edge_tile(weights, query[:, None], key[None, :], keys, shift, 0.0, CAUSAL)
     return weights
 
 
@@ -90,8 +90,8 @@ def weights_kernel(
     )
     query = first + tl.arange(0, BLOCK_M)
     inside = query < queries
-    q_rows = row_start(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
-    k_rows = row_start(k_pointer, sequence, head // heads_per_group, 0, stride_kb, stride_ks, stride_kh)
+    q_rows = row_pointer(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
+    k_rows = row_pointer(k_pointer, sequence, head // heads_per_group, 0, stride_kb, stride_ks, stride_kh)
     row = per_row_offset(sequence, head, 0, heads, queries, False)
     weights_rows = weights_pointer + (row + first) * keys
     q = load_rows(q_rows, first, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
@@ -134,10 +134,10 @@ def score_gradient_kernel(
     query = first + tl.arange(0, BLOCK_M)
     inside = query < queries
     group = head // heads_per_group
-    q_rows = row_start(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
-    k_rows = row_start(k_pointer, sequence, group, 0, stride_kb, stride_ks, stride_kh)
-    v_rows = row_start(v_pointer, sequence, group, 0, stride_vb, stride_vs, stride_vh)
-    do_rows = row_start(out_gradient_pointer, sequence, head, 0, stride_dob, stride_dos, stride_doh)
+    q_rows = row_pointer(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
+    k_rows = row_pointer(k_pointer, sequence, group, 0, stride_kb, stride_ks, stride_kh)
+    v_rows = row_pointer(v_pointer, sequence, group, 0, stride_vb, stride_vs, stride_vh)
+    do_rows = row_pointer(out_gradient_pointer, sequence, head, 0, stride_dob, stride_dos, stride_doh)
     row = per_row_offset(sequence, head, 0, heads, queries, False)
     weights_rows = weights_pointer + (row + first) * keys
     gradient_rows = score_gradient_pointer + (row + first) * keys
@@ -190,7 +190,7 @@ def launch_weights(q: Tensor, k: Tensor, lse: Tensor, causal: bool, scale: float
     q, k = with_contiguous_rows(q), with_contiguous_rows(k)
     weights = _empty_scores(q, k)
     grid, arguments = _grid_and_arguments("weights", q, k, causal, scale)
-    with on_device(q):
+    with device_guard(q):
         weights_kernel[grid](lse_pointer=lse, weights_pointer=weights, **arguments)
     return weights
 
@@ -202,7 +202,7 @@ def launch_score_gradient(
     q, k, v, out_gradient = (with_contiguous_rows(tensor) for tensor in (q, k, v, out_gradient))
     weights, score_gradient = _empty_scores(q, k), _empty_scores(q, k)
     grid, arguments = _grid_and_arguments("score_gradient", q, k, causal, scale)
-    with on_device(q):
+    with device_guard(q):
         score_gradient_kernel[grid](
             v_pointer=v,
             out_gradient_pointer=out_gradient,
@@ -210,8 +210,8 @@ def launch_score_gradient(
             delta_pointer=delta,
             weights_pointer=weights,
             score_gradient_pointer=score_gradient,
-            **strides("v", v),
-            **strides("do", out_gradient),
+            **stride_arguments("v", v),
+            **stride_arguments("do", out_gradient),
             **arguments,
         )
     return weights, score_gradient

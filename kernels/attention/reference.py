@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .argument_checks import AttentionGeometry, check_arguments
-from .dropout import dropout_mask
+from .dropout import dropout_keep_mask
 from .packed_sequences import PackedSequences
 
 
@@ -155,7 +155,7 @@ def _attend(
         scores = scores - alibi_slopes[:, None, None] * relative_positions(queries, keys, q.device).abs()
     keep = None
     if dropout_p and rng is not None:
-        keep = dropout_mask(
+        keep = dropout_keep_mask(
             rng, dropout_p, batch=batch, heads=geometry.heads, queries=queries, keys=keys,
             queries_bound=geometry.queries, keys_bound=geometry.keys, first_sequence=first_sequence,
         )  # fmt: skip
@@ -236,7 +236,7 @@ def reference_backend(
         scores = scores - alibi_slopes[:, None, None] * distance
     visible = visibility_mask(query.shape[1], key.shape[1], causal=causal, window=window, device=query.device)
     if packed is not None:
-        query_documents = packed.documents
+        query_documents = packed.document_ids
         key_documents = query_documents if packed.key_document_ids is None else packed.key_document_ids
         visible = visible & (query_documents[:, None, :, None] == key_documents[:, None, None, :])
     if key_padding_mask is not None:

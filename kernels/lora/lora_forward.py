@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..interpreter_rounding import rounded
 from ..launch import jit, tl, triton
-from .lora_grad import Tile, begins, select_part
+from .lora_grad import Tile, part_offsets, select_part
 
 TILE = Tile(32, 128, 4, 1)
 
@@ -73,7 +73,7 @@ def triton_lora_update(low: Tensor, lora_b: Tensor, scale: float, parts: Sequenc
     # a 1-D grid: the second dimension of a grid is limited to 65535 programs
     lora_update_kernel[(triton.cdiv(rows, TILE.rows) * column_blocks,)](
         low, lora_b, start, output, rows, columns, column_blocks, scale, low.stride(0), stride,
-        *begins(parts), *begins(blocks), HAS_START=start is not None, **TILE.options(rank),
+        *part_offsets(parts), *part_offsets(blocks), HAS_START=start is not None, **TILE.launch_options(rank),
     )  # fmt: skip
     return output
 

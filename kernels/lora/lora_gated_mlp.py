@@ -19,9 +19,15 @@ from ..interpreter_rounding import rounded
 from ..launch import jit, tl, triton, triton_runs_on
 from ..norm_functions import NormFactors
 from .lora_grad import Tile, scaled_sum
-from .lora_linear import compute_lora_a_gradient, linear_with_update, lora_gradients, reference_lora_linear, rows_of
+from .lora_linear import (
+    compute_lora_a_gradient,
+    flatten_norm_factors,
+    linear_with_update,
+    lora_gradients,
+    reference_lora_linear,
+)
 
-WIDEST_RANK = 32
+MAX_RANK = 32
 """Largest rank for which no kernel spills registers."""
 
 
@@ -163,7 +169,7 @@ def triton_forward(
     tile = forward_tile(rank)
     forward_kernel[(triton.cdiv(rows, tile.rows),)](
         gate_up, up_low, up_b, down_a, product, down_low, rows, double // 2, scale,
-        KIND=kind, PARTS=up_low.shape[1] // rank, **tile.options(rank),
+        KIND=kind, PARTS=up_low.shape[1] // rank, **tile.launch_options(rank),
     )  # fmt: skip
     return product, down_low
 
@@ -182,13 +188,13 @@ def triton_backward(
     width = double // 2
     tile = backward_tile(torch.cuda.get_device_capability(gate_up.device) if gate_up.is_cuda else (0, 0))
     blocks = triton.cdiv(width, tile.columns)
-    chunks, chunk_rows = tile.pieces(rows, blocks)
+    chunks, chunk_rows = tile.row_chunks(rows, blocks)
     gate_up_gradient = torch.empty_like(gate_up)
     down_a_gradient = gate_up.new_empty(chunks, width, rank, dtype=torch.float32)
     backward_kernel[(blocks, chunks)](
         gate_up, up_low, up_b, product_gradient, down_low_gradient, gate_up_gradient, down_a_gradient,
         rows, width, chunk_rows, scale,
-        KIND=kind, PARTS=up_low.shape[1] // rank, **tile.options(rank),
+        KIND=kind, PARTS=up_low.shape[1] // rank, **tile.launch_options(rank),
     )  # fmt: skip
     return gate_up_gradient, scaled_sum(down_a_gradient, 1.0, gate_up.dtype).t()
 
@@ -296,12 +302,12 @@ _lora_gated_mlp.register_autograd(_backward, setup_context=_save)
 
 def lora_gated_mlp_runs_on(inputs: Tensor, rank: int) -> bool:
     """Return True if the kernels support these inputs: on a GPU, not fp64, of a rank that fits in registers."""
-    return triton_runs_on(inputs) and rank <= WIDEST_RANK
+    return triton_runs_on(inputs) and rank <= MAX_RANK
 
 
 def lora_gated_mlp(
     inputs: Tensor, up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
-    *, scale: float, kind: str, norm: NormFactors | None = None, onto: Tensor | None = None,
+    *, scale: float, kind: str, norm: NormFactors | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `lora_linear` of a gated activation of `lora_linear`; requires `lora_gated_mlp_runs_on`.
 
@@ -344,8 +350,8 @@ def lora_gated_mlp(
         dtype = torch.get_autocast_dtype(device)
         inputs, *tensors = inputs.to(dtype), *(tensor.to(dtype) for tensor in tensors)
     rows, start = inputs.flatten(0, -2).contiguous(), None
-    if onto is not None and onto.dtype == inputs.dtype:
-        start, onto = onto.flatten(0, -2), None
-    output, *_ = _lora_gated_mlp(rows, *rows_of(norm), start, *tensors, scale, kind)
+    if residual is not None and residual.dtype == inputs.dtype:
+        start, residual = residual.flatten(0, -2), None
+    output, *_ = _lora_gated_mlp(rows, *flatten_norm_factors(norm), start, *tensors, scale, kind)
     output = output.unflatten(0, inputs.shape[:-1])
-    return output if onto is None else onto + output
+    return output if residual is None else residual + output

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..interpreter_rounding import rounded
 from ..launch import jit, next_power_of_2, tl, triton
 
-WIDEST_RANK = 64
+MAX_RANK = 64
 """Largest rank whose accumulators fit in registers."""
 MAX_PARTS = 3
 """Most parts of a fused projection: queries, keys, values."""
@@ -39,13 +39,13 @@ class Tile(NamedTuple):
     stages: int
     programs: int = 264
 
-    def options(self, rank: int) -> dict[str, int]:
+    def launch_options(self, rank: int) -> dict[str, int]:
         """Return constants and launch options for LoRA matrices of this rank."""
         # tl.dot needs at least 16 columns
         blocks = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_R": max(16, next_power_of_2(rank))}
         return {"RANK": rank, **blocks, "num_warps": self.warps, "num_stages": self.stages}
 
-    def pieces(self, rows: int, blocks: int) -> tuple[int, int]:
+    def row_chunks(self, rows: int, blocks: int) -> tuple[int, int]:
         """Return the number of row chunks, given the number of column blocks, and the rows of a chunk (whole tiles)."""
         size = triton.cdiv(triton.cdiv(rows, max(1, self.programs // blocks)), self.rows) * self.rows
         return triton.cdiv(rows, size), size
@@ -135,7 +135,7 @@ def sum_kernel(
         tl.store(scaled_pointer + place, rounded(total, element), mask=inside)
 
 
-def begins(sizes: Sequence[int]) -> tuple[int, int]:
+def part_offsets(sizes: Sequence[int]) -> tuple[int, int]:
     """Return the offsets of the second and the third part; those of absent parts are the end."""
     return sizes[0], sum(sizes[:2])
 
@@ -161,7 +161,7 @@ def scaled_sums(
     scaled = total if factors is None else torch.empty_like(total)
     block = max(64, 4096 // pieces)
     sum_kernel[(triton.cdiv(rows * width, block), len(parts))](
-        partial, factors, total, scaled, len(partial), rows * width, scale, *begins(parts), width,
+        partial, factors, total, scaled, len(partial), rows * width, scale, *part_offsets(parts), width,
         FACTORS=factors is not None, PARTS=len(parts), PIECES=pieces, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return total, scaled
@@ -192,13 +192,13 @@ def triton_lora_gradients(
     (rows, columns), rank = gradient.shape, lora_b.shape[1]
     tile = choose_tile(rank, columns)
     blocks = [triton.cdiv(part, tile.columns) for part in parts]
-    chunks, chunk_rows = tile.pieces(rows, sum(blocks))
+    chunks, chunk_rows = tile.row_chunks(rows, sum(blocks))
     low_gradient = gradient.new_empty(sum(blocks), rows, rank, dtype=torch.float32)
     lora_b_gradient = gradient.new_empty(chunks, columns, rank, dtype=torch.float32)
     lora_gradients_kernel[(sum(blocks), chunks)](
         gradient, lora_b, low, low_gradient, lora_b_gradient,
         rows, columns, chunk_rows, gradient.stride(0), low.stride(0),
-        *begins(parts), *begins(blocks), **tile.options(rank),
+        *part_offsets(parts), *part_offsets(blocks), **tile.launch_options(rank),
     )  # fmt: skip
     sums, scaled = scaled_sums(low_gradient, scale, low.dtype, blocks, factors)
     return sums, scaled_sum(lora_b_gradient, scale, low.dtype), scaled

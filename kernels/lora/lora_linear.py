@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch import triton_runs_on
 from ..norm_functions import NormFactors
 from .lora_forward import triton_lora_update
-from .lora_grad import MAX_PARTS, WIDEST_RANK, triton_lora_gradients
+from .lora_grad import MAX_PARTS, MAX_RANK, triton_lora_gradients
 
 # ---------------------------------------------------------------- reference
 
@@ -53,7 +53,7 @@ def _part_slices(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice
 
 def _use_triton(wide: Tensor, lora_b: Tensor, parts: Sequence[int]) -> bool:
     """Return True if the kernels of updates and their gradients support these operands."""
-    return triton_runs_on(wide) and lora_b.shape[1] <= WIDEST_RANK and len(parts) <= MAX_PARTS
+    return triton_runs_on(wide) and lora_b.shape[1] <= MAX_RANK and len(parts) <= MAX_PARTS
 
 
 def linear_with_update(
@@ -229,7 +229,7 @@ def lora_linear(
     parts: Sequence[int],
     dropout: float = 0.0,
     norm: NormFactors | None = None,
-    onto: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Return `inputs @ (weight + scale * B A)^T + bias`, with separate LoRA matrices for each part of a fused weight.
 
@@ -272,16 +272,16 @@ def lora_linear(
         bias = None if bias is None else bias.to(dtype)
     if dropout:
         output = reference_lora_linear(inputs, weight, bias, lora_a, lora_b, scale=scale, parts=parts, dropout=dropout)
-        return output if onto is None else onto + output
+        return output if residual is None else residual + output
     rows, start = inputs.flatten(0, -2).contiguous(), bias
-    if onto is not None and bias is None and onto.dtype == inputs.dtype:
-        start, onto = onto.flatten(0, -2), None
-    output, _ = _lora_linear(rows, *rows_of(norm), weight, start, lora_a, lora_b, scale, list(parts))
+    if residual is not None and bias is None and residual.dtype == inputs.dtype:
+        start, residual = residual.flatten(0, -2), None
+    output, _ = _lora_linear(rows, *flatten_norm_factors(norm), weight, start, lora_a, lora_b, scale, list(parts))
     output = output.unflatten(0, inputs.shape[:-1])
-    return output if onto is None else onto + output
+    return output if residual is None else residual + output
 
 
-def rows_of(norm: NormFactors | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def flatten_norm_factors(norm: NormFactors | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return source (n, in), factors (n, 1) and gain of a norm with flattened leading dimensions."""
     if norm is None:
         return None, None, None

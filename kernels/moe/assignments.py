@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..launch import triton_runs_on
-from .counting_sort import sorted_on_device
+from .counting_sort import counting_sort
 
 
 class Assignments(NamedTuple):
@@ -38,7 +38,7 @@ def sorted_assignments(experts: Tensor, num_experts: int, kept: Tensor | None = 
         kept: (T, k) bool, False for a dropped assignment; None keeps all.
     """
     if triton_runs_on(experts):
-        return Assignments(*sorted_on_device(experts, num_experts, kept))
+        return Assignments(*counting_sort(experts, num_experts, kept))
     keys = experts if kept is None else torch.where(kept, experts, num_experts)
     sorted_keys, order = keys.reshape(-1).sort(stable=True)
     numbers = torch.arange(num_experts, device=experts.device)

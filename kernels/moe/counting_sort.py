@@ -80,12 +80,12 @@ def triton_counting_sort(experts: Tensor, num_experts: int, kept: Tensor | None)
 
 
 @torch.library.custom_op("stoker::moe_sorted_assignments", mutates_args=())
-def sorted_on_device(experts: Tensor, num_experts: int, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def counting_sort(experts: Tensor, num_experts: int, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """`triton_counting_sort` as a custom op, opaque to torch.compile."""
     return triton_counting_sort(experts, num_experts, kept)
 
 
-@sorted_on_device.register_fake
+@counting_sort.register_fake
 def _(experts: Tensor, num_experts: int, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     narrow = {"dtype": torch.int32, "device": experts.device}
     return (

@@ -11,7 +11,7 @@ from torch import Tensor
 from .assignments import Assignments, padded_assignments
 from .grouped_matmul import Backend, grouped_matmul
 from .permute import combine_rows, gather_rows
-from .reference_experts import activated
+from .reference_experts import apply_activation
 
 
 def _row_dropout_mask(dropout_mask: Tensor | None, order: Tensor) -> Tensor | None:
@@ -19,7 +19,7 @@ def _row_dropout_mask(dropout_mask: Tensor | None, order: Tensor) -> Tensor | No
     return None if dropout_mask is None else dropout_mask.flatten(0, 1)[order.clamp(min=0)]
 
 
-def written_out_experts(
+def eager_experts(
     hidden: Tensor,
     gates: Tensor,
     up: Tensor,
@@ -40,7 +40,7 @@ def written_out_experts(
     projected = grouped_matmul(gather_rows(hidden, order, places), up.transpose(1, 2), ends, backend=backend)
     if up_bias is not None:
         projected = projected + _row_bias(up_bias, expert)
-    inner = activated(projected, nonlinearity, gated, _row_dropout_mask(dropout_mask, order))
+    inner = apply_activation(projected, nonlinearity, gated, _row_dropout_mask(dropout_mask, order))
     result = grouped_matmul(inner, down.transpose(1, 2), ends, backend=backend)
     if down_bias is not None:
         result = result + _row_bias(down_bias, expert)
@@ -76,7 +76,9 @@ def padded_experts(
     else:
         projected = torch.baddbmm(up_bias[:, None], rows, up.transpose(1, 2))
     row_mask = _row_dropout_mask(dropout_mask, order)
-    inner = activated(projected, nonlinearity, gated, None if row_mask is None else row_mask.view(*rows.shape[:2], -1))
+    inner = apply_activation(
+        projected, nonlinearity, gated, None if row_mask is None else row_mask.view(*rows.shape[:2], -1)
+    )
     if down_bias is None:
         result = torch.bmm(inner, down.transpose(1, 2))
     else:

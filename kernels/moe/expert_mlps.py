@@ -12,10 +12,10 @@ from ..activations import NONLINEARITIES
 from ..gated_activation import GATED_ACTIVATIONS
 from ..launch import triton_runs_on
 from .assignments import sorted_assignments
-from .eager_experts import padded_experts, written_out_experts
+from .eager_experts import eager_experts, padded_experts
 from .fused_experts import fused_experts
-from .grouped_matmul import Backend, why_not
-from .permute import by_triton
+from .grouped_matmul import Backend, unsupported_reason
+from .permute import use_triton
 from .reference_experts import sequential_experts
 
 Implementation = Literal["auto", "sequential", "grouped_mm", "triton", "padded"]
@@ -38,7 +38,7 @@ def expert_mlp(
     capacity: int | None = None,
     dropout: float = 0.0,
     implementation: Implementation = "auto",
-    onto: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Return the sum over each token's kept experts e of gate * down_e(dropout(act(up_e(hidden)))).
 
@@ -96,16 +96,18 @@ def expert_mlp(
         output = sequential_experts(hidden, experts, gates, up, down, **shared, kept=kept, dropout_mask=dropout_mask)
     else:
         backend = _BACKENDS[implementation]
-        reason = why_not(backend, hidden, *up.shape[1:], down.shape[2])
+        reason = unsupported_reason(backend, hidden, *up.shape[1:], down.shape[2])
         if reason:
             raise ValueError(f"`implementation` ({implementation}) {reason}; `sequential` runs everywhere.")
         assignments = sorted_assignments(experts, len(up), kept)
-        if backend != "loop" and dropout_mask is None and by_triton(hidden):
-            return fused_experts(hidden, experts, gates, up, down, assignments, **shared, backend=backend, onto=onto)
-        output = written_out_experts(
+        if backend != "loop" and dropout_mask is None and use_triton(hidden):
+            return fused_experts(
+                hidden, experts, gates, up, down, assignments, **shared, backend=backend, residual=residual
+            )
+        output = eager_experts(
             hidden, gates, up, down, assignments, **shared, dropout_mask=dropout_mask, backend=backend
         )
-    return output if onto is None else onto + output
+    return output if residual is None else residual + output
 
 
 def _check_shapes(

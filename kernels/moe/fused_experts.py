@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 
 from .assignments import Assignments
-from .grouped_matmul import Backend, resolved, row_tiles, torch_grouped_mm, triton_grouped_matmul, triton_grouped_outer
+from .grouped_matmul import (
+    Backend,
+    resolve_backend,
+    row_tiles,
+    torch_grouped_mm,
+    triton_grouped_matmul,
+    triton_grouped_outer,
+)
 from .permute import activation_backward, triton_combine, triton_gather
-from .reference_experts import activated
+from .reference_experts import apply_activation
 from .tile_map import Tiles
 
 
@@ -71,7 +78,7 @@ class _Rows:
 
 
 def _make_rows(order: Tensor, ends: Tensor, topk: int, up: Tensor, down: Tensor, backend: str) -> _Rows:
-    by_torch = resolved(backend, down, *up.shape[1:], down.shape[2]) == "torch"
+    by_torch = resolve_backend(backend, down, *up.shape[1:], down.shape[2]) == "torch"
     return _Rows(order, ends, topk, by_torch, down.dtype, tuple(down.shape[1:]))
 
 
@@ -97,7 +104,7 @@ def _experts(
     rows = _make_rows(order, ends, places.shape[1], up, down, backend)
     if rows.by_torch:
         projected = rows.token_matmul(rows.operand(hidden), up.transpose(1, 2), up_bias)
-        inner = activated(projected, nonlinearity, gated, None)
+        inner = apply_activation(projected, nonlinearity, gated, None)
     else:
         projected, inner = triton_grouped_matmul(
             hidden,
@@ -256,10 +263,23 @@ def fused_experts(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     backend: Backend,
-    onto: Tensor | None,
+    residual: Tensor | None,
 ) -> Tensor:
     """`expert_mlp` without dropout, where Triton runs, with any `backend` of `grouped_matmul` but `loop`."""
     order, ends, places = assignments
     return _experts(
-        hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, nonlinearity, gated, backend, onto
+        hidden,
+        gates,
+        up,
+        down,
+        up_bias,
+        down_bias,
+        experts,
+        order,
+        ends,
+        places,
+        nonlinearity,
+        gated,
+        backend,
+        residual,
     )[0]

@@ -46,7 +46,7 @@ def _precision(dtype: torch.dtype) -> str:
 def row_tiles(ends: Tensor, rows: int, dtype: torch.dtype, *widths: int) -> Tiles:
     """Return the tiles of `triton_grouped_matmul` for these ends and operands of these widths."""
     low, aligned = has_few_rows(rows, len(ends)), is_aligned(*widths)
-    config = tile_config("rows", dtype, device_capability(ends.device), low=low, aligned=aligned)
+    config = tile_config("rows", dtype, device_capability(ends.device), few_rows=low, aligned=aligned)
     return find_tiles(ends, rows, config.block_m)
 
 
@@ -92,7 +92,7 @@ def triton_grouped_matmul(
         left.dtype,
         device_capability(left.device),
         aligned=is_aligned(depth, width, left.stride(0)),
-        erf=activation == "gelu",
+        exact_gelu=activation == "gelu",
     )
     max_tiles = len(tiles.experts) * triton.cdiv(width, config.block_n)
     grid = (_programs(left.device, max_tiles, config.programs_per_sm),)
@@ -106,7 +106,7 @@ def triton_grouped_matmul(
         ends,
         tiles.experts,
         tiles.rows,
-        tiles.number,
+        tiles.num_tiles,
         rows,
         experts,
         width,
@@ -223,7 +223,7 @@ def _zero_after(out: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("stoker::grouped_matmul", mutates_args=())
 def _grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, backend: str) -> Tensor:
-    backend = resolved(backend, left, *matrices.shape[1:])
+    backend = resolve_backend(backend, left, *matrices.shape[1:])
     if backend == "triton":
         widths = matrices.shape[1:]
         return triton_grouped_matmul(left, matrices, ends, row_tiles(ends, len(left), left.dtype, *widths))[0]
@@ -239,7 +239,7 @@ def _(left: Tensor, matrices: Tensor, ends: Tensor, backend: str) -> Tensor:
 
 @torch.library.custom_op("stoker::grouped_outer", mutates_args=())
 def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> Tensor:
-    backend = resolved(backend, left, left.shape[1], right.shape[1])
+    backend = resolve_backend(backend, left, left.shape[1], right.shape[1])
     if backend == "triton":
         widths = left.shape[1], right.shape[1]
         return triton_grouped_outer(left, right, ends, row_tiles(ends, len(left), left.dtype, *widths))
@@ -302,17 +302,17 @@ def grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, *, backend: Bac
         raise ValueError(f"`matrices` ({matrices.dtype}) must have the dtype of `left` ({left.dtype}).")
     if ends.shape != matrices.shape[:1] or ends.dtype != torch.int32:
         raise ValueError(f"`ends` {tuple(ends.shape)} of {ends.dtype} must be ({len(matrices)},) of int32.")
-    reason = why_not(backend, left, matrices.shape[1], matrices.shape[2])
+    reason = unsupported_reason(backend, left, matrices.shape[1], matrices.shape[2])
     if reason:
         raise ValueError(f"`backend` ({backend}) {reason}.")
     return _grouped_matmul(left, matrices, ends, backend)
 
 
-def resolved(backend: str, tensor: Tensor, *widths: int) -> str:
+def resolve_backend(backend: str, tensor: Tensor, *widths: int) -> str:
     """Resolve `auto` for tensors like this one; called inside custom ops, where the device is real."""
     if backend != "auto":
         return backend
-    return "torch" if tensor.is_cuda and why_not("torch", tensor, *widths) is None else "triton"
+    return "torch" if tensor.is_cuda and unsupported_reason("torch", tensor, *widths) is None else "triton"
 
 
 def _loops_in_torch(device: torch.device) -> bool:
@@ -320,7 +320,7 @@ def _loops_in_torch(device: torch.device) -> bool:
     return not torch.compiler.is_compiling() and device_capability(device) in _NO_CUTLASS
 
 
-def why_not(backend: Backend, tensor: Tensor, *widths: int) -> str | None:
+def unsupported_reason(backend: Backend, tensor: Tensor, *widths: int) -> str | None:
     """Return the reason why a backend does not support tensors like this one, or None if it does.
 
     Args:

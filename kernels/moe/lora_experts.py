@@ -17,7 +17,7 @@ from ..launch import triton_runs_on
 from .assignments import padded_assignments, sorted_assignments
 from .grouped_matmul import Backend, grouped_matmul
 from .permute import combine_rows, gather_rows
-from .reference_experts import activated
+from .reference_experts import apply_activation
 
 
 class LoRAMatrices(NamedTuple):
@@ -31,22 +31,22 @@ class LoRAMatrices(NamedTuple):
         dropout: dropout probability of the input of `down`; 0 outside training.
     """
 
-    down: Tensor
-    up: Tensor
+    lora_a: Tensor
+    lora_b: Tensor
     parts: tuple[int, ...]
     scale: float
     dropout: float
 
-    def times(self, rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def compute_update(self, rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return the update of the projection of rows.
 
         Args:
             rows: (..., in), sorted by expert.
             product: function that multiplies rows by the matrices (E, K, N) of their experts.
         """
-        low = product(F.dropout(rows, self.dropout) if self.dropout else rows, self.down.transpose(1, 2))
-        rank = self.up.shape[2]
-        pairs = zip(low.split(rank, dim=-1), self.up.split(list(self.parts), dim=1), strict=True)
+        low = product(F.dropout(rows, self.dropout) if self.dropout else rows, self.lora_a.transpose(1, 2))
+        rank = self.lora_b.shape[2]
+        pairs = zip(low.split(rank, dim=-1), self.lora_b.split(list(self.parts), dim=1), strict=True)
         return self.scale * torch.cat([product(part, up.transpose(1, 2)) for part, up in pairs], dim=-1)
 
 
@@ -66,7 +66,7 @@ def lora_expert_mlp(
     kept: Tensor | None = None,
     capacity: int | None = None,
     dropout: float = 0.0,
-    one_by_one: bool = False,
+    sequential: bool = False,
 ) -> Tensor:
     """`expert_mlp` with LoRA.
 
@@ -95,7 +95,7 @@ def lora_expert_mlp(
         hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
         up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
         up_lora, down_lora = (
-            None if low is None else LoRAMatrices(low.down.to(dtype), low.up.to(dtype), *low[2:])
+            None if low is None else LoRAMatrices(low.lora_a.to(dtype), low.lora_b.to(dtype), *low[2:])
             for low in (up_lora, down_lora)
         )
     if capacity is not None:
@@ -109,7 +109,7 @@ def lora_expert_mlp(
         order, ends, places = sorted_assignments(experts, len(up), kept)
         rows = torch.arange(len(order), device=order.device, dtype=ends.dtype)
         expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
-        backend: Backend = "loop" if one_by_one or not triton_runs_on(hidden) else "auto"
+        backend: Backend = "loop" if sequential or not triton_runs_on(hidden) else "auto"
 
         def product(rows: Tensor, matrices: Tensor) -> Tensor:
             return grouped_matmul(rows.contiguous(), matrices, ends, backend=backend)
@@ -118,10 +118,10 @@ def lora_expert_mlp(
         result = product(rows, matrices.transpose(1, 2))
         if bias is not None:
             result = result + bias[expert]
-        return result if low is None else result + low.times(rows, product)
+        return result if low is None else result + low.compute_update(rows, product)
 
     dropout_mask = F.dropout(hidden.new_ones(len(order), down.shape[2]), dropout) if dropout else None
-    inner = activated(
+    inner = apply_activation(
         projected(gather_rows(hidden, order, places), up, up_bias, up_lora), nonlinearity, gated, dropout_mask
     )
     return combine_rows(projected(inner, down, down_bias, down_lora), gates, places, order)

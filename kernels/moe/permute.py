@@ -167,19 +167,19 @@ def triton_gather(hidden: Tensor, order: Tensor, topk: int, gates: Tensor | None
     return rows
 
 
-def triton_combine(rows: Tensor, gates: Tensor | None, places: Tensor, onto: Tensor | None = None) -> Tensor:
+def triton_combine(rows: Tensor, gates: Tensor | None, places: Tensor, residual: Tensor | None = None) -> Tensor:
     """`reference_combine` by Triton; with a residual `onto` (T, h) added before rounding, in the dtype of `onto`."""
     rows, places = rows.contiguous(), places.contiguous()
     gates = None if gates is None else gates.contiguous()
-    onto = None if onto is None else onto.contiguous()
+    residual = None if residual is None else residual.contiguous()
     tokens, topk = places.shape
     width = rows.shape[1]
-    total = (rows if onto is None else onto).new_empty(tokens, width)
+    total = (rows if residual is None else residual).new_empty(tokens, width)
     if total.numel():
         block = _block(width)
-        constants = {"WEIGHTED": gates is not None, "HAS_RESIDUAL": onto is not None, "TOPK": topk, "BLOCK": block}
+        constants = {"WEIGHTED": gates is not None, "HAS_RESIDUAL": residual is not None, "TOPK": topk, "BLOCK": block}
         grid = (tokens, triton.cdiv(width, block))
-        combine_kernel[grid](rows, gates, places, onto, total, width, **constants, **_LAUNCH)
+        combine_kernel[grid](rows, gates, places, residual, total, width, **constants, **_LAUNCH)
     return total
 
 
@@ -238,7 +238,7 @@ def activation_backward(
 # ---------------------------------------------------------------- custom operations
 
 
-def by_triton(tensor: Tensor) -> bool:
+def use_triton(tensor: Tensor) -> bool:
     """Return True if the kernels of this file support a tensor: on CUDA, or fp32 in the interpreter."""
     return triton_runs_on(tensor) or (INTERPRETED and tensor.is_cpu and tensor.dtype == torch.float32)
 
@@ -246,7 +246,7 @@ def by_triton(tensor: Tensor) -> bool:
 @torch.library.custom_op("stoker::moe_gather", mutates_args=())
 def _gather(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
     topk = places.shape[1]
-    return triton_gather(hidden, order, topk) if by_triton(hidden) else reference_gather(hidden, order, topk)
+    return triton_gather(hidden, order, topk) if use_triton(hidden) else reference_gather(hidden, order, topk)
 
 
 @_gather.register_fake
@@ -256,7 +256,7 @@ def _(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
 @torch.library.custom_op("stoker::moe_combine", mutates_args=())
 def _combine(rows: Tensor, gates: Tensor | None, places: Tensor, order: Tensor) -> Tensor:
-    return triton_combine(rows, gates, places) if by_triton(rows) else reference_combine(rows, gates, places)
+    return triton_combine(rows, gates, places) if use_triton(rows) else reference_combine(rows, gates, places)
 
 
 @_combine.register_fake
@@ -269,7 +269,7 @@ def _combine_backward(
     gradient: Tensor, rows: Tensor, gates: Tensor, places: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor]:
     topk = places.shape[1]
-    if by_triton(rows):
+    if use_triton(rows):
         gate_gradient = _triton_gate_gradient(rows, gradient, places).to(gates.dtype)
         return triton_gather(gradient, order, topk, gates), gate_gradient
     row_gradient = reference_gather(gradient, order, topk).to(gates.dtype)

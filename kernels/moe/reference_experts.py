@@ -10,7 +10,7 @@ from ..activations import NONLINEARITIES
 from ..gated_activation import gated_activation
 
 
-def activated(projected: Tensor, nonlinearity: str, gated: bool, dropout_mask: Tensor | None) -> Tensor:
+def apply_activation(projected: Tensor, nonlinearity: str, gated: bool, dropout_mask: Tensor | None) -> Tensor:
     """Return the input of the second projection: activation, times the up half if gated, times the dropout mask."""
     inner = gated_activation(projected, nonlinearity) if gated else NONLINEARITIES[nonlinearity](projected)
     return inner if dropout_mask is None else inner * dropout_mask
@@ -50,7 +50,9 @@ def sequential_experts(
             chosen = chosen & kept
         tokens, slots = chosen.nonzero(as_tuple=True)
         projected = F.linear(hidden[tokens], up_weight, up_row)
-        inner = activated(projected, nonlinearity, gated, None if dropout_mask is None else dropout_mask[tokens, slots])
+        inner = apply_activation(
+            projected, nonlinearity, gated, None if dropout_mask is None else dropout_mask[tokens, slots]
+        )
         result = F.linear(inner, down_weight, down_row)
         # deterministic: a token has each expert at most once, so no index is added twice
         total = total.index_add(0, tokens, result.to(wide) * gates[tokens, slots, None].to(wide))

@@ -145,7 +145,7 @@ def _within_best_groups(scores: Tensor, topk: int, num_groups: int | None, group
     return grouped.masked_fill(~allowed[..., None], -math.inf).view(tokens, experts)
 
 
-def sinkhorn_routing(logits: Tensor, topk: int, *, training: bool, real: Tensor | None = None) -> RoutingResult:
+def sinkhorn_routing(logits: Tensor, topk: int, *, training: bool, token_mask: Tensor | None = None) -> RoutingResult:
     """Select experts by Sinkhorn balancing in training, otherwise by the `topk` largest logits.
 
     In training the matrix exp(logits) is scaled by row and column factors until all rows and all columns have the same
@@ -166,7 +166,7 @@ def sinkhorn_routing(logits: Tensor, topk: int, *, training: bool, real: Tensor 
     logits = _wide(logits)
     ranked = logits.detach()
     if training:
-        ranked = ranked + column_factors(ranked, real).log()
+        ranked = ranked + column_factors(ranked, token_mask).log()
     experts = _best(ranked, topk)
     scores = logits.sigmoid() if topk == 1 else logits.softmax(dim=-1)
     return RoutingResult(experts, scores.gather(1, experts))
@@ -193,7 +193,7 @@ def expert_capacity(tokens: int, experts: int, topk: int, factor: float) -> int:
 
 
 def capacity_mask(
-    choice: RoutingResult, experts: int, capacity: int, policy: DropPolicy, *, real: Tensor | None = None
+    routing: RoutingResult, experts: int, capacity: int, policy: DropPolicy, *, token_mask: Tensor | None = None
 ) -> Tensor:
     """Return the mask of the assignments within the capacity of their experts, bool (T, k).
 
@@ -214,19 +214,19 @@ def capacity_mask(
         raise ValueError(f"`policy` must be probs or position, but is {policy!r}.")
     if capacity < 0:
         raise ValueError(f"`capacity` must be at least 0, but is {capacity}.")
-    return _capacity_mask(choice.experts, choice.gates.detach(), experts, capacity, policy, real)
+    return _capacity_mask(routing.experts, routing.gates.detach(), experts, capacity, policy, token_mask)
 
 
 @torch.library.custom_op("stoker::moe_within_capacity", mutates_args=())
 def _capacity_mask(
-    chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, real: Tensor | None
+    chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, token_mask: Tensor | None
 ) -> Tensor:
     """`capacity_mask` as a custom op, opaque to torch.compile.
 
     Inductor would sort up to 512 assignments in a fused kernel, which takes Triton minutes to compile.
     """
-    if real is not None:
-        chosen = chosen.masked_fill(~real[:, None], experts)  # an extra expert of which nothing is kept
+    if token_mask is not None:
+        chosen = chosen.masked_fill(~token_mask[:, None], experts)  # an extra expert of which nothing is kept
     chosen = chosen.flatten()
     # assignments grouped by expert, within an expert in order of priority
     if policy == "probs":
@@ -248,7 +248,7 @@ def _(chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, r
 # ---------------------------------------------------------------- load, losses, statistics
 
 
-def tokens_per_expert(experts: Tensor, number: int, *, real: Tensor | None = None) -> Tensor:
+def tokens_per_expert(experts: Tensor, num_experts: int, *, token_mask: Tensor | None = None) -> Tensor:
     """Return the number of tokens routed to each expert, fp32 (E,), exact up to 2**24.
 
     A sum of comparisons, since the atomics of a scatter would contend for few addresses.
@@ -258,9 +258,9 @@ def tokens_per_expert(experts: Tensor, number: int, *, real: Tensor | None = Non
         number: E.
         real: (T,) bool, False for padding, which is not counted; None without padding.
     """
-    chosen = experts[:, :, None] == torch.arange(number, device=experts.device)
-    if real is not None:
-        chosen = chosen & real[:, None, None]
+    chosen = experts[:, :, None] == torch.arange(num_experts, device=experts.device)
+    if token_mask is not None:
+        chosen = chosen & token_mask[:, None, None]
     return chosen.sum(dim=(0, 1)).float()
 
 
@@ -281,7 +281,7 @@ def load_balancing_loss(
     topk: int,
     *,
     tokens: int | Tensor | None = None,
-    real: Tensor | None = None,
+    token_mask: Tensor | None = None,
 ) -> Tensor:
     """Return E * sum over experts of (mean probability) * (fraction of assignments), a scalar (arXiv 2101.03961).
 
@@ -295,39 +295,39 @@ def load_balancing_loss(
         tokens: number of tokens in `counts`; None for those of `probabilities` without padding.
         real: (T,) bool, False for padding, which is not counted; None without padding.
     """
-    if real is not None:
-        probabilities = probabilities * real[:, None]
+    if token_mask is not None:
+        probabilities = probabilities * token_mask[:, None]
     if tokens is None:
-        tokens = len(probabilities) if real is None else real.sum().clamp(min=1)
+        tokens = len(probabilities) if token_mask is None else token_mask.sum().clamp(min=1)
     shares = counts.detach().to(probabilities.dtype) / (topk * tokens)
     return counts.numel() * (probabilities.sum(dim=0) / tokens * shares).sum()
 
 
-def z_loss(logits: Tensor, *, real: Tensor | None = None) -> Tensor:
+def z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
     """Return the mean over tokens of the squared log-sum-exp of the logits, a scalar (ST-MoE, arXiv 2202.08906).
 
     Args:
         logits: (T, E), any floating dtype.
         real: (T,) bool, False for padding, which is not counted; None without padding.
     """
-    return _mean(_wide(logits).logsumexp(dim=-1).square(), real)
+    return _mean(_wide(logits).logsumexp(dim=-1).square(), token_mask)
 
 
-def router_entropy(probabilities: Tensor, *, real: Tensor | None = None) -> Tensor:
+def router_entropy(probabilities: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
     """Return the mean entropy of the tokens' probabilities in nats, 0 to ln E, a scalar without gradient.
 
     Args:
         probabilities: (T, E).
         real: (T,) bool, False for padding, which is not counted; None without padding.
     """
-    return _mean(torch.special.entr(probabilities.detach()).sum(dim=-1), real)
+    return _mean(torch.special.entr(probabilities.detach()).sum(dim=-1), token_mask)
 
 
-def _mean(values: Tensor, real: Tensor | None) -> Tensor:
+def _mean(values: Tensor, token_mask: Tensor | None) -> Tensor:
     """Return the mean of (T,) over the tokens that are not padding; 0 if there are none."""
-    if real is None:
+    if token_mask is None:
         return values.mean()
-    return values.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+    return values.masked_fill(~token_mask, 0.0).sum() / token_mask.sum().clamp(min=1)
 
 
 class _WithLossGradient(torch.autograd.Function):

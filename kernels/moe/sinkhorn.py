@@ -17,7 +17,7 @@ SINKHORN_FLOOR = 1e-8  # added to divisors
 SINKHORN_ITERATIONS = 100
 
 
-def sinkhorn_column_factors(logits: Tensor, real: Tensor | None = None) -> Tensor:
+def sinkhorn_column_factors(logits: Tensor, token_mask: Tensor | None = None) -> Tensor:
     """Return the factors (E,) of the columns of exp(logits), finite and above 0 for any logits.
 
     Starting from factors of 1, rows and columns are scaled in turn, until the column factors change by 1e-4 or less on
@@ -32,9 +32,9 @@ def sinkhorn_column_factors(logits: Tensor, real: Tensor | None = None) -> Tenso
         return logits.new_ones(logits.shape[1])
     matrix = (logits - logits.amax(dim=1, keepdim=True)).exp()
     tokens = matrix.new_full((), len(matrix))
-    if real is not None:
-        matrix = matrix.masked_fill(~real[:, None], 0.0)
-        tokens = real.sum().clamp(min=1).to(matrix.dtype)
+    if token_mask is not None:
+        matrix = matrix.masked_fill(~token_mask[:, None], 0.0)
+        tokens = token_mask.sum().clamp(min=1).to(matrix.dtype)
     experts = matrix.shape[1]
     share, row_floor, column_floor = tokens / experts, matrix.new_full((), SINKHORN_FLOOR), SINKHORN_FLOOR * tokens
     # factors after each iteration: without early exit, those of the first converged iteration are selected below
@@ -67,10 +67,10 @@ def _has_converged_on_cpu(columns: Tensor) -> bool:
 
 
 @torch.library.custom_op("stoker::sinkhorn_column_factors", mutates_args=())
-def column_factors(logits: Tensor, real: Tensor | None) -> Tensor:
+def column_factors(logits: Tensor, token_mask: Tensor | None) -> Tensor:
     """`sinkhorn_column_factors` as a custom op, since torch.compile would unroll the iteration."""
     with torch.autocast(logits.device.type, enabled=False):
-        return sinkhorn_column_factors(logits, real)
+        return sinkhorn_column_factors(logits, token_mask)
 
 
 @column_factors.register_fake

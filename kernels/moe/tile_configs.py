@@ -92,9 +92,9 @@ def tile_config(
     dtype: torch.dtype,
     capability: int | None,
     *,
-    low: bool = False,
+    few_rows: bool = False,
     aligned: bool = True,
-    erf: bool = False,
+    exact_gelu: bool = False,
 ) -> TileConfig:
     """Return the configuration of a kernel.
 
@@ -117,9 +117,9 @@ def tile_config(
         config = _HOPPER[kind]
     else:
         config = _SMALL[kind]
-    if low and kind != "outer":
+    if few_rows and kind != "outer":
         config = config._replace(block_m=FEW_ROWS_BLOCK_M)
-    if erf and kind == "gated" and config.block_n > 64:
+    if exact_gelu and kind == "gated" and config.block_n > 64:
         config = config._replace(block_n=64, num_stages=config.num_stages + 1)
     return config
 

@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
 
     experts: Tensor
     rows: Tensor
-    number: Tensor
+    num_tiles: Tensor
     experts_by_load: Tensor
     block: int
 
@@ -62,7 +62,7 @@ def tiles_kernel(
         tl.store(rows_pointer + tiles_before + number, first + number * BLOCK_ROWS, mask=inside)
 
 
-def tile_bound(rows: int, experts: int, block: int) -> int:
+def max_tiles(rows: int, experts: int, block: int) -> int:
     """Return an upper bound of the number of tiles: each expert and the remaining rows add at most one partial tile."""
     return rows // block + experts + 1
 
@@ -70,7 +70,7 @@ def tile_bound(rows: int, experts: int, block: int) -> int:
 def find_tiles(ends: Tensor, rows: int, block: int) -> Tiles:
     """Return the tiles of `block` rows for experts with ends (E,) among `rows` rows; launches one small kernel."""
     experts = len(ends)
-    bound = tile_bound(rows, experts, block)
+    bound = max_tiles(rows, experts, block)
     buffer = torch.empty(2 * bound + 1 + experts, dtype=torch.int32, device=ends.device)
     tile_experts, first_row, count, heaviest = buffer.split([bound, bound, 1, experts])
     tiles_kernel[(experts + 1,)](

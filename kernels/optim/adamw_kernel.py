@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..interpreter_rounding import rounded
 from ..launch import jit, tl, triton_runs_on
-from .multi_tensor import element_offsets, find_tensor, is_aligned, load_array_pointer, table_of, triton_dtype
+from .multi_tensor import build_tensor_table, element_offsets, find_tensor, is_aligned, load_array_pointer, triton_dtype
 
 BLOCK = 1024
 """Elements per program."""
@@ -152,10 +152,10 @@ def triton_adamw_step(
             group = (dtypes, addresses[0] != addresses[1], is_aligned(size, *addresses))
             groups.setdefault(group, []).append((size, 0 if lr_scales is None else index, *addresses))
     for (dtypes, separate, aligned), rows in groups.items():
-        table = table_of(rows, BLOCK, main[0].device)
-        _adamw_kernel[(table.programs,)](
+        table = build_tensor_table(rows, BLOCK, main[0].device)
+        _adamw_kernel[(table.num_programs,)](
             table.columns,
-            table.tensors,
+            table.num_tensors,
             table.search_steps,
             grad_scale,
             step_size,

@@ -61,7 +61,7 @@ def load_array_pointer(
 # ---------------------------------------------------------------- host
 
 
-class Table(NamedTuple):
+class TensorTable(NamedTuple):
     """Table of the tensors of one launch.
 
     Attributes:
@@ -72,12 +72,12 @@ class Table(NamedTuple):
     """
 
     columns: Tensor
-    tensors: int
+    num_tensors: int
     search_steps: int
-    programs: int
+    num_programs: int
 
 
-def table_of(rows: Sequence[tuple[int, ...]], block: int, device: torch.device) -> Table:
+def build_tensor_table(rows: Sequence[tuple[int, ...]], block: int, device: torch.device) -> TensorTable:
     """Build a table and copy it to the device, without a host sync.
 
     Args:
@@ -95,7 +95,7 @@ def table_of(rows: Sequence[tuple[int, ...]], block: int, device: torch.device) 
         content.extend(column)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     columns = _on_device(content.tobytes(), len(rows), device, stream)
-    return Table(columns, len(rows), (len(rows) - 1).bit_length(), programs)
+    return TensorTable(columns, len(rows), (len(rows) - 1).bit_length(), programs)
 
 
 @lru_cache(maxsize=1024)  # an offloaded optimizer state has a table for each of its buckets

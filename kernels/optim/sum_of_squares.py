@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..launch import jit, tl
-from .multi_tensor import element_offsets, find_tensor, is_aligned, load_array_pointer, table_of, triton_dtype
+from .multi_tensor import build_tensor_table, element_offsets, find_tensor, is_aligned, load_array_pointer, triton_dtype
 
 BLOCK = 8192
 """Elements per program: 16 KB of bf16, four independent 16-byte loads per thread."""
@@ -70,14 +70,14 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         size, address = tensor.numel(), tensor.data_ptr()
         if size:
             groups.setdefault((tensor.dtype, is_aligned(size, address)), []).append((size, address))
-    tables = [table_of(group, BLOCK, device) for group in groups.values()]
-    partial = torch.empty(sum(table.programs for table in tables), dtype=torch.float32, device=device)
-    partials = partial.split([table.programs for table in tables])
+    tables = [build_tensor_table(group, BLOCK, device) for group in groups.values()]
+    partial = torch.empty(sum(table.num_programs for table in tables), dtype=torch.float32, device=device)
+    partials = partial.split([table.num_programs for table in tables])
     for (dtype, aligned), table, table_partial in zip(groups, tables, partials, strict=True):
-        sum_of_squares_kernel[(table.programs,)](
+        sum_of_squares_kernel[(table.num_programs,)](
             table.columns,
             table_partial,
-            table.tensors,
+            table.num_tensors,
             table.search_steps,
             DTYPE=triton_dtype(dtype),
             ALIGNED=aligned,

@@ -17,8 +17,8 @@ class BatchSpec:
         padded: sequences may end in padding, which is masked out in attention.
     """
 
-    length: int
-    decoder_length: int = 0
+    seq_length: int
+    decoder_seq_length: int = 0
     packed: bool = False
-    restart: bool = False
+    reset_position_ids: bool = False
     padded: bool = False

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .key_block import Block, own
+from .key_block import ConfigBlock, extension_field
 from .model_keys import ModelKeys
 from .stack import StackKeys
 
 
-class BertBlock(Block):
+class BertBlock(ConfigBlock):
     """`model.bert.*`: embeddings and head of BERT."""
 
-    token_types: int = own(2, ge=0)
+    token_types: int = extension_field(2, ge=0)
     """Rows of the token type (segment) embedding; tokens have type 0 unless the caller passes others. 0: none."""
-    embedding_norm: bool = own(True)
+    embedding_norm: bool = extension_field(True)
     """Apply a norm to the sum of the embeddings."""
-    mlm_transform: bool = own(True)
+    mlm_transform: bool = extension_field(True)
     """Apply a linear layer, GELU and a norm before the output head."""
-    head_bias: bool = own(True)
+    head_bias: bool = extension_field(True)
     """Add a bias to the logits."""
 
 

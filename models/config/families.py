@@ -14,7 +14,7 @@ FamilyKeys = GPTKeys | T5Keys | BertKeys
 FamilySlice = GPTSlice | T5Slice | BertSlice
 
 
-def family_slice(keys: FamilyKeys, *, vocab_size: int, form: BatchSpec) -> FamilySlice:
+def family_slice(keys: FamilyKeys, *, vocab_size: int, batch_spec: BatchSpec) -> FamilySlice:
     """Resolve the keys of a model of any family.
 
     Args:
@@ -27,7 +27,7 @@ def family_slice(keys: FamilyKeys, *, vocab_size: int, form: BatchSpec) -> Famil
     """
     match keys:
         case T5Keys():
-            return t5_slice(keys, vocab_size=vocab_size, decoder_length=form.decoder_length)
+            return t5_slice(keys, vocab_size=vocab_size, decoder_length=batch_spec.decoder_seq_length)
         case BertKeys():
             return bert_slice(keys, vocab_size=vocab_size)
         case _:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Block(BaseModel):
+class ConfigBlock(BaseModel):
     """Frozen, strictly typed block of keys without extra fields. Docstrings of the fields are their help texts."""
 
     model_config = ConfigDict(
@@ -21,7 +21,7 @@ class Block(BaseModel):
     )
 
 
-def own(default: Any = ..., **constraints: Any) -> Any:
+def extension_field(default: Any = ..., **constraints: Any) -> Any:
     """Declare a key that NeMo does not have; the docs and `stoker config` mark it as stoker's own."""
     return Field(default, json_schema_extra={"own": True}, **constraints)
 

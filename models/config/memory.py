@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .key_block import Block, own
+from .key_block import ConfigBlock, extension_field
 
 Granularity = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
 RecomputeModule = Literal["core_attention", "mlp_activation", "norm", "moe"]
 
 
-class MemoryKeys(Block):
+class MemoryKeys(ConfigBlock):
     """Recompute and CPU offloading (nemo_semantics 1.9, 1.10, 3 and 4)."""
 
     activations_checkpoint_granularity: Granularity | None = None
@@ -25,7 +25,7 @@ class MemoryKeys(Block):
     each individually (`block`)."""
     activations_checkpoint_num_layers: int | None = Field(None, ge=0)
     """`uniform`: layers per chunk. `block`: number of first layers. 0: none."""
-    activations_checkpoint_modules: Annotated[list[RecomputeModule], Field(min_length=1)] | None = own(None)
+    activations_checkpoint_modules: Annotated[list[RecomputeModule], Field(min_length=1)] | None = extension_field(None)
     """Modules to recompute in each layer that is not recomputed as a whole: `norm` and `mlp_activation` (cheap: no
     GEMM runs twice), `core_attention`, `moe` (same as `moe_layer_recompute`)."""
 

@@ -30,7 +30,7 @@ class RecomputeSlice:
         """Human-readable description for logs."""
         together = f" in chunks of {self.chunk}" if self.chunk > 1 else ""
         whole = [f"{self.layers} {'layers' if self.layers > 1 else 'layer'}{together}"] if self.layers else []
-        parts = named(self.modules)
+        parts = join_module_names(self.modules)
         return "; ".join([*whole, *([f"{parts} of {'the others' if whole else 'every layer'}"] if parts else [])])
 
 
@@ -50,7 +50,7 @@ class OffloadSlice:
     weights: bool
 
     @property
-    def made_again(self) -> frozenset[RecomputeModule]:
+    def recomputed_modules(self) -> frozenset[RecomputeModule]:
         """Modules that these layers recompute instead of copying, where they have them."""
         return RECOMPUTED_INSTEAD_OF_OFFLOADED if self.activations else frozenset()
 
@@ -64,19 +64,21 @@ def recompute_slice(keys: StackKeys, *, with_experts: tuple[bool, ...]) -> Recom
     """
     chunk, layers = full_recompute_layers(keys)
     shared = keys.moe_shared_expert_intermediate_size is not None
-    acting = acting_modules(
+    acting = effective_modules(
         with_experts[layers:], shared_expert=shared, post_ln=keys.transformer_block_type == "post_ln"
     )
     modules = selected_modules(keys) & acting if layers < keys.num_layers else frozenset()
     return RecomputeSlice(chunk=chunk, layers=layers, modules=modules) if layers or modules else None
 
 
-def named(modules: frozenset[RecomputeModule]) -> str:
+def join_module_names(modules: frozenset[RecomputeModule]) -> str:
     """Join the names of these modules."""
     return ", ".join(sorted(modules)).replace("_", " ")
 
 
-def acting_modules(with_experts: tuple[bool, ...], *, shared_expert: bool, post_ln: bool) -> frozenset[RecomputeModule]:
+def effective_modules(
+    with_experts: tuple[bool, ...], *, shared_expert: bool, post_ln: bool
+) -> frozenset[RecomputeModule]:
     """Return the modules that some of the layers have and that can be recomputed.
 
     Args:

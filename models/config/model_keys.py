@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from .key_block import Block, own
+from .key_block import ConfigBlock, extension_field
 
 Family = Literal["gpt", "t5", "bert"]
 FAMILIES: tuple[Family, ...] = ("gpt", "t5", "bert")
 
 
-class ModelKeys(Block):
+class ModelKeys(ConfigBlock):
     """`model.*` in every family."""
 
     make_vocab_size_divisible_by: int = Field(128, ge=1)
@@ -27,6 +27,6 @@ class ModelKeys(Block):
     """Share of the target that is spread evenly over the other tokens in the training loss; not used in validation."""
     seed: int = Field(1234, ge=0)
     """Seed of initialization, data order and dropout."""
-    compile: bool | None = own(None)
+    compile: bool | None = extension_field(None)
     """Apply torch.compile to each layer; null: on a GPU only, and not with dropout in PyTorch versions that compile
     wrong dropout masks."""

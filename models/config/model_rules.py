@@ -170,7 +170,7 @@ def stack_rules(keys: StackKeys, *, causal: bool, is_t5: bool = False) -> Iterat
         yield from rule(keys)
     for rule in DIRECTION_RULES:
         yield from rule(keys, causal)
-    yield from moe_rules(keys, of_t5=is_t5)
+    yield from moe_rules(keys, is_t5=is_t5)
     yield from recompute_rules(keys, is_t5=is_t5)
     yield from offload_rules(keys)
 

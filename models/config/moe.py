@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .key_block import Block
+from .key_block import ConfigBlock
 
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
 LayerPattern = Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(min_length=1)]
 
 
-class MoEKeys(Block):
+class MoEKeys(ConfigBlock):
     """Mixture of experts in place of the MLP (nemo_semantics 1.11 and 2)."""
 
     num_moe_experts: int | None = Field(None, ge=1)

@@ -23,13 +23,13 @@ MoERule = Callable[[StackKeys, bool], Iterator[Finding]]
 """Takes the keys of a stack with experts and whether it belongs to a T5."""
 
 
-def moe_rules(keys: StackKeys, *, of_t5: bool = False) -> Iterator[Finding]:
+def moe_rules(keys: StackKeys, *, is_t5: bool = False) -> Iterator[Finding]:
     """All cross-field checks of the experts of one stack, of a T5 or not."""
-    if not has_experts(keys, is_t5=of_t5):
+    if not has_experts(keys, is_t5=is_t5):
         yield from _keys_without_experts(keys)
         return
     for rule in MOE_RULES:
-        yield from rule(keys, of_t5)
+        yield from rule(keys, is_t5)
 
 
 def _keys_without_experts(keys: StackKeys) -> Iterator[Finding]:

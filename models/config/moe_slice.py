@@ -101,7 +101,7 @@ def needs_pre_softmax(keys: StackKeys, *, is_t5: bool) -> bool:
     return topk == 1 and balancing != "sinkhorn" and keys.moe_router_score_function == "softmax"
 
 
-def moe_slice(keys: StackKeys, *, of_t5: bool = False) -> MoESlice | None:
+def moe_slice(keys: StackKeys, *, is_t5: bool = False) -> MoESlice | None:
     """Resolve the experts of a stack; None for a dense stack.
 
     Args:
@@ -109,9 +109,9 @@ def moe_slice(keys: StackKeys, *, of_t5: bool = False) -> MoESlice | None:
         of_t5: the stack belongs to a T5, where a single expert is a dense MLP and the default router is top-1
             `sinkhorn`, as in NeMo.
     """
-    if keys.num_moe_experts is None or not has_experts(keys, is_t5=of_t5):
+    if keys.num_moe_experts is None or not has_experts(keys, is_t5=is_t5):
         return None
-    topk, balancing = routing_of(keys, is_t5=of_t5)
+    topk, balancing = routing_of(keys, is_t5=is_t5)
     grouped = keys.moe_router_num_groups is not None and keys.moe_router_group_topk is not None
     return MoESlice(
         experts=keys.num_moe_experts,
@@ -124,7 +124,7 @@ def moe_slice(keys: StackKeys, *, of_t5: bool = False) -> MoESlice | None:
         pad_to_capacity=keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping,
         drop_policy=keys.moe_token_drop_policy,
         implementation="sequential" if keys.moe_grouped_gemm is False else "grouped",
-        pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys, is_t5=of_t5),
+        pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys, is_t5=is_t5),
         score=keys.moe_router_score_function,
         topk_scaling=keys.moe_router_topk_scaling_factor,
         num_groups=keys.moe_router_num_groups if grouped else None,

@@ -17,7 +17,7 @@ def count_norm(stack: StackSlice, width: int | None = None) -> int:
 
 def count_position_bias(stack: StackSlice) -> int:
     """Count the parameters of the position bias on attention scores, shared by the layers of a stack."""
-    distance = stack.attention.distance
+    distance = stack.attention.position_bias
     if distance is None or not distance.learned:
         return 0
     return stack.attention.heads * (distance.buckets if distance.kind == "relative" else 3)
@@ -86,7 +86,9 @@ def count_stack(stack: StackSlice, cross_attention: AttentionSlice | None = None
     return stack.num_layers * layer + dense + experts + count_final_norm(stack) + count_position_bias(stack)
 
 
-def count_parameters(keys: FamilyKeys, vocab_size: int, form: BatchSpec | None = None, *, active: bool = False) -> int:
+def count_parameters(
+    keys: FamilyKeys, vocab_size: int, batch_spec: BatchSpec | None = None, *, active: bool = False
+) -> int:
     """Count the parameters of a model, including the padding rows of its vocabulary.
 
     Args:
@@ -95,7 +97,9 @@ def count_parameters(keys: FamilyKeys, vocab_size: int, form: BatchSpec | None =
         form: shape of the samples, which determines the rows of learned position embeddings; None: from the keys alone.
         active: count the active parameters per token: only `topk` experts of a layer.
     """
-    model = family_slice(keys, vocab_size=vocab_size, form=form or BatchSpec(length=sequence_length_of(keys)))
+    model = family_slice(
+        keys, vocab_size=vocab_size, batch_spec=batch_spec or BatchSpec(seq_length=sequence_length_of(keys))
+    )
     vocab = model.padded_vocab_size
     match model:
         case T5Slice():
@@ -104,7 +108,7 @@ def count_parameters(keys: FamilyKeys, vocab_size: int, form: BatchSpec | None =
             tables += (model.encoder.learned_positions or 0) + (model.decoder.learned_positions or 0)
             stacks = count_stack(model.encoder.stack, active=active)
             stacks += count_stack(model.decoder.stack, model.cross_attention, active=active)
-            distance = model.cross_attention.distance
+            distance = model.cross_attention.position_bias
             positions = 0 if distance is None else distance.buckets * model.cross_attention.heads
             return tables * hidden + stacks + positions + vocab * model.head_bias
         case BertSlice():

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .key_block import Block
+from .key_block import ConfigBlock
 
 Scheme = Literal["lora", "adapter", "ptuning", "ia3", "selective", "none"]
 TargetModule = Literal["attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2", "attention", "mlp", "all"]
@@ -14,7 +14,7 @@ InitMethod = Literal["xavier", "normal", "kaiming", "zero"]
 LayerNumbers = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
 
 
-class LoRATuningKeys(Block):
+class LoRATuningKeys(ConfigBlock):
     """`model.peft.lora_tuning.*`: low-rank updates of linear layers (arXiv 2106.09685)."""
 
     target_modules: Annotated[list[TargetModule], Field(min_length=1)] = Field(["attention_qkv"])
@@ -39,7 +39,7 @@ class LoRATuningKeys(Block):
     for all projections of a fused matrix, NeMo's default."""
 
 
-class AdapterTuningKeys(Block):
+class AdapterTuningKeys(ConfigBlock):
     """`model.peft.adapter_tuning.*`: bottleneck MLPs after the attention and the MLP of each layer (arXiv 1902.00751).
 
     Each computes y + up(silu(down(norm(y)))) from the output y of attention or MLP.
@@ -63,7 +63,7 @@ class AdapterTuningKeys(Block):
     """Layers that get adapters, counted from 1 (T5: in each stack); null: all."""
 
 
-class PTuningKeys(Block):
+class PTuningKeys(ConfigBlock):
     """`model.peft.p_tuning.*`: trained virtual tokens prepended to the embeddings of a sequence (arXiv 2103.10385)."""
 
     virtual_tokens: int = Field(10, ge=1)
@@ -76,21 +76,21 @@ class PTuningKeys(Block):
     """Standard deviation of the MLP's initial weights."""
 
 
-class IA3TuningKeys(Block):
+class IA3TuningKeys(ConfigBlock):
     """`model.peft.ia3_tuning.*`: trained factors of keys, values and MLP activations (arXiv 2205.05638)."""
 
     layer_selection: LayerNumbers | None = None
     """Layers that get factors, counted from 1 (T5: in each stack); null: all."""
 
 
-class SelectiveTuningKeys(Block):
+class SelectiveTuningKeys(ConfigBlock):
     """`model.peft.selective_tuning.*`: train a subset of the model's own parameters."""
 
     tunable_base_param_names: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     """Train parameters whose names contain one of these substrings, such as `attention.qkv`."""
 
 
-class PeftKeys(Block):
+class PeftKeys(ConfigBlock):
     """`model.peft.*`: parameter-efficient fine-tuning with frozen weights of `model.restore_from_path`."""
 
     peft_scheme: Scheme | None = None

@@ -67,7 +67,7 @@ class LoRASlice:
         """True if every projection that reads a norm of the residual stream has an update, in every layer."""
         return self.layers.numbers is None and {"attention_qkv", "mlp_fc1"} <= self.targets
 
-    def spares_norms(self, stack: StackSlice) -> bool:
+    def can_skip_norm_output(self, stack: StackSlice) -> bool:
         """Return True if compiled projections with updates save the residual, saved anyway, instead of its norm."""
         return stack.norm.kind == "rmsnorm" and stack.block != "post_ln" and not self.dropout
 

@@ -218,7 +218,7 @@ def position_table_covers_sample(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
 
 def window_masks_nothing(keys: StackKeys, *, causal: bool, longest: int | None) -> bool:
     """Return True if the stack's window covers its longest sequence (None: unlimited) and so masks nothing."""
-    masks = [resolve_window(keys, causal=causal, longest=length) is not None for length in (None, longest)]
+    masks = [resolve_window(keys, causal=causal, max_length=length) is not None for length in (None, longest)]
     return masks == [True, False]
 
 

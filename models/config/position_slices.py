@@ -34,7 +34,7 @@ class PositionBiasSlice:
         """True if the bias has parameters."""
         return self.kind in ("kerple", "relative")
 
-    def reach(self, tokens: int, *, causal: bool) -> int:
+    def max_distinct_distance(self, tokens: int, *, causal: bool) -> int:
         """Return the largest distance with its own bias for this sequence length; 0 for ALiBi, without a vector."""
         match self.kind:
             case "alibi":

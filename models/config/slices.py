@@ -9,7 +9,7 @@ from typing import Literal
 from .bert import BertKeys
 from .gpt import GPTKeys
 from .memory import RecomputeModule
-from .memory_slice import OffloadSlice, RecomputeSlice, acting_modules, offload_slice, recompute_slice
+from .memory_slice import OffloadSlice, RecomputeSlice, effective_modules, offload_slice, recompute_slice
 from .model_keys import ModelKeys
 from .moe_slice import MoESlice, moe_slice
 from .position_slices import (
@@ -69,7 +69,7 @@ class AttentionSlice:
     causal: bool
     window: tuple[int, int] | None
     softcap: float
-    distance: PositionBiasSlice | None
+    position_bias: PositionBiasSlice | None
     qk_norm: bool
     head_scale: bool
     use_flash_attention: bool | None
@@ -132,7 +132,7 @@ class StackSlice:
     recompute: RecomputeSlice | None
     offload: OffloadSlice | None
 
-    def made_again(self, layer: int, *, offloads: bool) -> frozenset[RecomputeModule]:
+    def recomputed_modules(self, layer: int, *, offloading: bool) -> frozenset[RecomputeModule]:
         """Return the modules of a layer that are recomputed; none if the layer is recomputed as a whole.
 
         Args:
@@ -142,14 +142,14 @@ class StackSlice:
         if self.recompute is not None and layer < self.recompute.layers:
             return frozenset()
         modules = frozenset[RecomputeModule]() if self.recompute is None else self.recompute.modules
-        if not offloads or self.offload is None or layer >= self.offload.layers:
+        if not offloading or self.offload is None or layer >= self.offload.layers:
             return modules
-        return modules | self.offload.made_again & self.acting_modules(range(layer, layer + 1))
+        return modules | self.offload.recomputed_modules & self.effective_modules(range(layer, layer + 1))
 
-    def acting_modules(self, layers: range) -> frozenset[RecomputeModule]:
+    def effective_modules(self, layers: range) -> frozenset[RecomputeModule]:
         """Return the modules that some of these layers have and that can be recomputed."""
         moe = self.moe
-        return acting_modules(
+        return effective_modules(
             moe.layers[layers.start : layers.stop] if moe is not None else (),
             shared_expert=moe is not None and moe.shared_ffn_hidden_size is not None,
             post_ln=self.block == "post_ln",
@@ -203,14 +203,16 @@ class GPTSlice:
         return self.learned_positions or (self.stack.rotary.positions if self.stack.rotary else None)
 
 
-def resolve_window(keys: StackKeys, *, causal: bool, longest: int | None = None) -> tuple[int, int] | None:
+def resolve_window(keys: StackKeys, *, causal: bool, max_length: int | None = None) -> tuple[int, int] | None:
     """Resolve the attention window; None if it masks nothing in sequences of up to `longest` tokens (None: any)."""
-    left, right = (-1 if longest is not None and side >= longest - 1 else side for side in keys.window_size or (-1, -1))
+    left, right = (
+        -1 if max_length is not None and side >= max_length - 1 else side for side in keys.window_size or (-1, -1)
+    )
     right = 0 if causal else right
     return None if left < 0 and (causal or right < 0) else (left, right)
 
 
-def attention_slice(keys: StackKeys, *, causal: bool, longest: int | None = None) -> AttentionSlice:
+def attention_slice(keys: StackKeys, *, causal: bool, max_length: int | None = None) -> AttentionSlice:
     """Resolve the self-attention, for sequences of up to `longest` tokens (None: any)."""
     head_dim = head_dim_of(keys)
     return AttentionSlice(
@@ -222,9 +224,9 @@ def attention_slice(keys: StackKeys, *, causal: bool, longest: int | None = None
         output_bias=keys.bias,
         dropout=keys.attention_dropout,
         causal=causal,
-        window=resolve_window(keys, causal=causal, longest=longest),
+        window=resolve_window(keys, causal=causal, max_length=max_length),
         softcap=keys.attn_logit_softcapping or 0.0,
-        distance=position_bias_slice(keys),
+        position_bias=position_bias_slice(keys),
         qk_norm=keys.qk_layernorm,
         head_scale=keys.headscale,
         use_flash_attention=keys.use_flash_attention,
@@ -260,14 +262,16 @@ def norm_slice(keys: StackKeys) -> NormSlice:
 def stack_slice(keys: StackKeys, *, causal: bool, positions: int, is_t5: bool = False) -> StackSlice:
     """Resolve a stack, of a T5 or not, for sequences of up to `positions` tokens."""
     scaled = keys.init_method_std / math.sqrt(2 * keys.num_layers)
-    moe = moe_slice(keys, of_t5=is_t5)
+    moe = moe_slice(keys, is_t5=is_t5)
     return StackSlice(
         num_layers=keys.num_layers,
         hidden_size=keys.hidden_size,
         block=keys.transformer_block_type,
         hidden_dropout=keys.hidden_dropout,
         attention=attention_slice(
-            keys, causal=causal, longest=positions if keys.position_embedding_type in BOUNDED_POSITION_TYPES else None
+            keys,
+            causal=causal,
+            max_length=positions if keys.position_embedding_type in BOUNDED_POSITION_TYPES else None,
         ),
         rotary=rotary_slice(keys, positions=positions),
         norm=norm_slice(keys),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .key_block import Block, own
+from .key_block import ConfigBlock, extension_field
 from .memory import MemoryKeys
 from .moe import MoEKeys
 
@@ -54,7 +54,7 @@ AttentionBackend = Literal[
 ]
 
 
-class DenseStackKeys(Block):
+class DenseStackKeys(ConfigBlock):
     """Sizes, norms, activation, attention, positions and dropout of one stack (nemo_semantics 1.4 and 1.5)."""
 
     num_layers: int = Field(12, ge=1)
@@ -120,15 +120,15 @@ class DenseStackKeys(Block):
     """Divide positions by this factor before rotating; null is 1."""
     scale_positional_embedding: bool = False
     """NeMo's key for Llama 3.1's RoPE scaling, the same as `rotary_scaling: llama3`."""
-    rotary_scaling: Literal["llama3", "yarn"] | None = own(None)
+    rotary_scaling: Literal["llama3", "yarn"] | None = extension_field(None)
     """RoPE frequency scaling for long contexts: Llama 3.1's or YaRN; null: none."""
-    rotary_scaling_factor: float = own(8.0, ge=1)
+    rotary_scaling_factor: float = extension_field(8.0, ge=1)
     """Factor by which `rotary_scaling` divides the lowest frequencies (Hugging Face: `factor`)."""
-    rotary_original_length: int = own(8192, ge=1)
+    rotary_original_length: int = extension_field(8192, ge=1)
     """Context length before `rotary_scaling` (Hugging Face: `original_max_position_embeddings`)."""
-    rotary_low_turns: float | None = own(None, gt=0)
+    rotary_low_turns: float | None = extension_field(None, gt=0)
     """Frequencies with fewer rotations in that length are scaled; null: 1 (`low_freq_factor`; YaRN: `beta_slow`)."""
-    rotary_high_turns: float | None = own(None, gt=0)
+    rotary_high_turns: float | None = extension_field(None, gt=0)
     """Frequencies with more rotations are kept; null: 4 for `llama3` (`high_freq_factor`), 32 for `yarn`
     (`beta_fast`)."""
     num_attention_heads_alibi: int | None = Field(None, ge=1)
@@ -149,7 +149,7 @@ class DenseStackKeys(Block):
     """Scale attention scores by 1/sqrt(head width); False: no scaling (Hugging Face T5)."""
     use_flash_attention: bool | None = None
     """True: flash or fused kernels only. False: no flash kernels. null: the best supported backend."""
-    attention_backend: AttentionBackend = own("auto")
+    attention_backend: AttentionBackend = extension_field("auto")
     """A backend family (`flash`, `fused`, `unfused`) or a backend by name; `auto` lets the dispatcher choose."""
     transformer_engine: bool | None = None
     """True: prefer TransformerEngine's attention in each family, an error if it is not installed; False: never use it;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .key_block import own
+from .key_block import extension_field
 from .model_keys import ModelKeys
 from .stack import StackKeys
 
@@ -33,5 +33,5 @@ class T5Keys(ModelKeys):
     """Tie the output head to the decoder's token embedding."""
     tokens_head_bias: bool = True
     """Add a bias to the logits."""
-    scale_tied_logits: bool = own(False)
+    scale_tied_logits: bool = extension_field(False)
     """Multiply the decoder's output by hidden_size ** -0.5 before the tied head (Hugging Face's T5 v1.0)."""

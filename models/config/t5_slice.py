@@ -115,7 +115,7 @@ def _stack(keys: T5Keys, stack: StackKeys, *, causal: bool, length: int) -> T5St
 
 def _cross_attention(keys: T5Keys, self_attention: AttentionSlice) -> AttentionSlice:
     """Derive cross-attention from self-attention: no causal mask, no window, and only a `relative` bias, if set."""
-    distance = self_attention.distance
+    distance = self_attention.position_bias
     if keys.decoder.relative_position_bias_self_attention_only or (distance and distance.kind != "relative"):
         distance = None
     return replace(self_attention, causal=False, window=None, distance=distance)

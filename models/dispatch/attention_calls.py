@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from ...kernels.attention.call_spec import AttentionCall, Bias, DType, InstalledSoftware
-from ...kernels.attention.dispatch import BackendSelection, choose
+from ...kernels.attention.dispatch import BackendSelection, select_backend
 from ...kernels.attention.flags import AttentionFlags
 from ..config.position_slices import PositionBiasSlice
 from ..config.slices import AttentionSlice
@@ -30,7 +30,7 @@ def attention_call(
     any_length: bool = False,
 ) -> AttentionCall:
     """Build the `AttentionCall` of one kind of call; for the arguments besides `attention` see `AttentionCall`."""
-    distance = attention.distance
+    distance = attention.position_bias
     return AttentionCall(
         device=device,
         capability=capability,
@@ -47,7 +47,7 @@ def attention_call(
         packed=packed,
         padding=padding,
         bias=_bias(distance, training=training),
-        reach=0 if distance is None else distance.reach(max(queries, keys), causal=attention.causal),
+        reach=0 if distance is None else distance.max_distinct_distance(max(queries, keys), causal=attention.causal),
         softcap=attention.softcap,
         dropout=attention.dropout if training else 0.0,
         training=training,
@@ -71,7 +71,7 @@ def attention_calls(
     dtype: DType,
     batch: int,
     seq_length: int,
-    longest: int,
+    max_length: int,
     packed: bool,
     deterministic: bool,
 ) -> dict[CallKind, AttentionCall]:
@@ -109,7 +109,7 @@ def attention_calls(
     return {
         "training": call(seq_length, training=True),
         "evaluation": call(seq_length),
-        "generation": call(longest, any_length=True),
+        "generation": call(max_length, any_length=True),
     }
 
 
@@ -125,7 +125,7 @@ def choose_backends(
         NoBackendError: no backend supports one of them.
     """
     return {
-        kind: choose(
+        kind: select_backend(
             call,
             use_flash_attention=attention.use_flash_attention,
             attention_backend=attention.backend,
@@ -137,7 +137,7 @@ def choose_backends(
     }
 
 
-def decision_for(made: Mapping[str, BackendSelection], label: str) -> BackendSelection:
+def decision_for(decisions: Mapping[str, BackendSelection], label: str) -> BackendSelection:
     """Return the decision for a call.
 
     Args:
@@ -147,9 +147,9 @@ def decision_for(made: Mapping[str, BackendSelection], label: str) -> BackendSel
     Raises:
         ValueError: the model was not built for this call.
     """
-    if label not in made:
+    if label not in decisions:
         raise ValueError(
             f"a {label} call must be among those the model was built for "
-            f"({', '.join(made) or 'none, on the meta device'}); name it in `kinds`."
+            f"({', '.join(decisions) or 'none, on the meta device'}); name it in `kinds`."
         )
-    return made[label]
+    return decisions[label]

@@ -46,7 +46,7 @@ class PlannedAttention:
         return f"{self.name} {kind}".strip()
 
 
-def plan_attentions(model: FamilySlice, form: BatchSpec, facts: CallContext) -> Iterator[PlannedAttention]:
+def plan_attentions(model: FamilySlice, batch_spec: BatchSpec, context: CallContext) -> Iterator[PlannedAttention]:
     """Yield all attentions of a model.
 
     Args:
@@ -56,17 +56,21 @@ def plan_attentions(model: FamilySlice, form: BatchSpec, facts: CallContext) -> 
     """
     match model:
         case T5Slice():
-            yield _encoder("encoder", model.encoder.stack.attention, model.encoder.max_positions, form, facts)
-            own, longest = model.decoder.stack.attention, model.decoder.max_positions or form.decoder_length
-            calls = attention_calls(own, seq_length=form.decoder_length, longest=longest, packed=form.packed, **facts)
+            yield _encoder("encoder", model.encoder.stack.attention, model.encoder.max_positions, batch_spec, context)
+            own, longest = model.decoder.stack.attention, model.decoder.max_positions or batch_spec.decoder_seq_length
+            calls = attention_calls(
+                own, seq_length=batch_spec.decoder_seq_length, max_length=longest, packed=batch_spec.packed, **context
+            )
             yield PlannedAttention("decoder", own, calls)
-            yield _cross(model, form, facts)
+            yield _cross(model, batch_spec, context)
         case BertSlice():
-            yield _encoder("", model.stack.attention, model.max_positions, form, facts)
+            yield _encoder("", model.stack.attention, model.max_positions, batch_spec, context)
         case _:
-            longest = model.max_positions or form.length
+            longest = model.max_positions or batch_spec.seq_length
             attention = model.stack.attention
-            calls = attention_calls(attention, seq_length=form.length, longest=longest, packed=form.packed, **facts)
+            calls = attention_calls(
+                attention, seq_length=batch_spec.seq_length, max_length=longest, packed=batch_spec.packed, **context
+            )
             yield PlannedAttention("", attention, calls)
 
 
@@ -87,9 +91,9 @@ def _encoder(
         )
 
     calls: dict[CallKind, AttentionCall] = {
-        "training": call(form.length, training=True),
-        "evaluation": call(form.length),
-        "generation": call(max_positions or form.length, any_length=True),
+        "training": call(form.seq_length, training=True),
+        "evaluation": call(form.seq_length),
+        "generation": call(max_positions or form.seq_length, any_length=True),
     }
     return PlannedAttention(name, attention, calls, uses_kv_cache=False)
 
@@ -109,15 +113,15 @@ def _cross(model: T5Slice, form: BatchSpec, facts: CallContext) -> PlannedAttent
             any_length=any_length,
             **facts,
         )
-        if attention.distance is None:
+        if attention.position_bias is None:
             return described
         # Attention aligns the ends of queries and keys, but their positions are aligned at the start.
         return replace(described, reach=described.reach + abs(keys - queries))
 
-    longest = model.decoder.max_positions or form.decoder_length, model.encoder.max_positions or form.length
+    longest = model.decoder.max_positions or form.decoder_seq_length, model.encoder.max_positions or form.seq_length
     calls: dict[CallKind, AttentionCall] = {
-        "training": call(form.decoder_length, form.length, training=True),
-        "evaluation": call(form.decoder_length, form.length),
+        "training": call(form.decoder_seq_length, form.seq_length, training=True),
+        "evaluation": call(form.decoder_seq_length, form.seq_length),
         "generation": call(*longest, any_length=True),
     }
     return PlannedAttention("cross", attention, calls)

@@ -10,7 +10,15 @@ from ..config.batch_shape import BatchSpec
 from ..config.families import FamilyKeys, FamilySlice, family_slice
 from ..config.model_keys import Family
 from ..config.t5_slice import T5Slice
-from .config_fields import COMMON, REQUIRED_VALUES, FieldError, HFConfig, Part, read_fields, shown
+from .config_fields import (
+    IGNORED_FIELDS,
+    REQUIRED_VALUES,
+    FieldError,
+    FieldMapping,
+    HFConfig,
+    format_value,
+    read_fields,
+)
 from .weight_layout import Geometry
 from .weight_map import WeightMap
 
@@ -43,34 +51,37 @@ class Architecture:
     model_type: str
     name: str
     family: Family
-    parts: tuple[Part, ...]
+    field_mappings: tuple[FieldMapping, ...]
     weights: WeightMap
-    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     ignored_fields: frozenset[str] = frozenset()
 
-    def read(self, config: HFConfig, ignored: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    def to_keys(self, config: HFConfig, ignored: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
         """Convert a config.json to stoker keys, dotted relative to `model`; return them and all problems found.
 
         Args:
             config: fields of config.json, and properties of the weights.
             ignored: fields to ignore, at the user's request.
         """
-        values = {name: value for name, value in config.config.items() if name not in ignored}
-        own_fields = {field for part in self.parts for field in part.fields}
-        parts = (*self.parts, *(part for part in REQUIRED_VALUES if not own_fields & set(part.fields)))
-        keys, problems = read_fields(parts, HFConfig(values, config.has_separate_head), COMMON | self.ignored_fields)
+        values = {name: value for name, value in config.fields.items() if name not in ignored}
+        own_fields = {field for part in self.field_mappings for field in part.fields}
+        parts = (*self.field_mappings, *(part for part in REQUIRED_VALUES if not own_fields & set(part.fields)))
+        keys, problems = read_fields(
+            parts, HFConfig(values, config.has_separate_head), IGNORED_FIELDS | self.ignored_fields
+        )
         architectures = values.get("architectures")
-        known = {self.name, *self.also}
+        known = {self.name, *self.aliases}
         if architectures is not None and not (
             isinstance(architectures, list) and all(name in known for name in architectures)
         ):
             problems.insert(
                 0,
-                f"`architectures` ({shown(architectures)}) must be {self.name}: other model classes are not supported",
+                f"`architectures` ({format_value(architectures)}) must be {self.name}: other model classes are "
+                "not supported",
             )
         return keys, problems
 
-    def write(self, keys: FamilyKeys, *, vocab_size: int) -> dict[str, Any]:
+    def to_config(self, keys: FamilyKeys, *, vocab_size: int) -> dict[str, Any]:
         """Return the config.json of a model.
 
         Args:
@@ -82,7 +93,7 @@ class Architecture:
         """
         config: dict[str, Any] = {"architectures": [self.name], "model_type": self.model_type}
         problems: list[str] = []
-        for part in self.parts:
+        for part in self.field_mappings:
             try:
                 config |= part.write(keys)
             except FieldError as error:
@@ -99,7 +110,11 @@ def slice_differences(model: FamilySlice, converted: FamilySlice) -> list[str]:
 
 def _differences(model: Any, converted: Any, path: str) -> list[str]:
     if not is_dataclass(model) or type(model) is not type(converted):
-        return [] if model == converted else [f"{path} is {shown(model)}, which would become {shown(converted)}"]
+        return (
+            []
+            if model == converted
+            else [f"{path} is {format_value(model)}, which would become {format_value(converted)}"]
+        )
     found: list[str] = []
     for field in fields(model):
         if field.name in _TRAINING:
@@ -112,9 +127,11 @@ def _differences(model: Any, converted: Any, path: str) -> list[str]:
     return found
 
 
-def described(keys: FamilyKeys, vocab_size: int, form: BatchSpec) -> FamilySlice:
+def slice_from_keys(keys: FamilyKeys, vocab_size: int, batch_spec: BatchSpec) -> FamilySlice:
     """Return the slice of a model with exactly `vocab_size` tokens."""
-    return family_slice(keys.model_copy(update={"override_vocab_size": None}), vocab_size=vocab_size, form=form)
+    return family_slice(
+        keys.model_copy(update={"override_vocab_size": None}), vocab_size=vocab_size, batch_spec=batch_spec
+    )
 
 
 def geometry_of(model: FamilySlice) -> Geometry:
@@ -123,7 +140,7 @@ def geometry_of(model: FamilySlice) -> Geometry:
     return Geometry(heads=attention.heads, groups=attention.groups, vocab_size=model.vocab_size)
 
 
-def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten_keys(dotted: Mapping[str, Any]) -> dict[str, Any]:
     """Convert dotted keys to nested dictionaries."""
     tree: dict[str, Any] = {}
     for path, value in dotted.items():

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from .architecture import Architecture
-from .config_fields import Field, FixedKeys, RequiredValue, TiedHeadField
-from .llama import longest
+from .config_fields import FixedKeys, KeyField, RequiredValue, TiedHeadField
+from .llama import max_sequence_length
 from .weight_layout import ConcatenatedRows, PaddedVocabulary
-from .weight_map import Row, WeightMap, weight_and_bias_rules
+from .weight_map import WeightMap, WeightRule, weight_and_bias_rules
 
 _LAYER, _HF_LAYER = "encoder.layers.{n}.", "bert.encoder.layer.{n}."
 
 BERT = Architecture(
     model_type="bert",
     name="BertForMaskedLM",
-    also=("BertForPreTraining",),
+    aliases=("BertForPreTraining",),
     family="bert",
-    parts=(
+    field_mappings=(
         FixedKeys(
             {
                 "normalization": "layernorm",
@@ -30,16 +30,22 @@ BERT = Architecture(
                 "bert.head_bias": True,
             }
         ),
-        Field("vocab_size", ("override_vocab_size",), "size"),
-        Field("hidden_size", ("hidden_size",), "size"),
-        Field("intermediate_size", ("ffn_hidden_size",), "size"),
-        Field("num_hidden_layers", ("num_layers",), "size"),
-        Field("num_attention_heads", ("num_attention_heads",), "size"),
-        Field("max_position_embeddings", ("encoder_seq_length", "max_position_embeddings"), "size", 512, value=longest),
-        Field("type_vocab_size", ("bert.token_types",), "size", 2),
-        Field("layer_norm_eps", ("layernorm_epsilon",), "number", 1e-12),
-        Field("hidden_dropout_prob", ("hidden_dropout",), "share", 0.1),
-        Field("attention_probs_dropout_prob", ("attention_dropout",), "share", 0.1),
+        KeyField("vocab_size", ("override_vocab_size",), "size"),
+        KeyField("hidden_size", ("hidden_size",), "size"),
+        KeyField("intermediate_size", ("ffn_hidden_size",), "size"),
+        KeyField("num_hidden_layers", ("num_layers",), "size"),
+        KeyField("num_attention_heads", ("num_attention_heads",), "size"),
+        KeyField(
+            "max_position_embeddings",
+            ("encoder_seq_length", "max_position_embeddings"),
+            "size",
+            512,
+            value=max_sequence_length,
+        ),
+        KeyField("type_vocab_size", ("bert.token_types",), "size", 2),
+        KeyField("layer_norm_eps", ("layernorm_epsilon",), "number", 1e-12),
+        KeyField("hidden_dropout_prob", ("hidden_dropout",), "share", 0.1),
+        KeyField("attention_probs_dropout_prob", ("attention_dropout",), "share", 0.1),
         RequiredValue("hidden_act", "gelu", "the MLM head uses the exact GELU", default="gelu", write_value=True),
         RequiredValue(
             "position_embedding_type", "absolute", "relative positions are not supported", default="absolute"
@@ -53,12 +59,12 @@ BERT = Architecture(
         }
     ),
     weights=WeightMap(
-        rows=(
-            Row("token_embedding.weight", ("bert.embeddings.word_embeddings.weight",), PaddedVocabulary()),
-            Row("position_embedding.weight", ("bert.embeddings.position_embeddings.weight",)),
-            Row("token_type_embedding.weight", ("bert.embeddings.token_type_embeddings.weight",)),
-            Row("head_bias", ("cls.predictions.bias",), PaddedVocabulary()),
-            Row("head.weight", ("cls.predictions.decoder.weight",), PaddedVocabulary()),
+        rules=(
+            WeightRule("token_embedding.weight", ("bert.embeddings.word_embeddings.weight",), PaddedVocabulary()),
+            WeightRule("position_embedding.weight", ("bert.embeddings.position_embeddings.weight",)),
+            WeightRule("token_type_embedding.weight", ("bert.embeddings.token_type_embeddings.weight",)),
+            WeightRule("head_bias", ("cls.predictions.bias",), PaddedVocabulary()),
+            WeightRule("head.weight", ("cls.predictions.decoder.weight",), PaddedVocabulary()),
             *weight_and_bias_rules(
                 "",
                 "",
@@ -68,7 +74,7 @@ BERT = Architecture(
                     ("transform_norm", "cls.predictions.transform.LayerNorm"),
                 ],
             ),
-            Row(
+            WeightRule(
                 f"{_LAYER}attention.qkv.{{kind}}",
                 tuple(f"{_HF_LAYER}attention.self.{part}.{{kind}}" for part in ("query", "key", "value")),
                 ConcatenatedRows(("heads", "groups", "groups")),
@@ -87,9 +93,9 @@ BERT = Architecture(
         ),
         head="cls.predictions.decoder.weight",
         embedding="bert.embeddings.word_embeddings.weight",
-        copies=((r"cls\.predictions\.decoder\.bias", "cls.predictions.bias"),),
+        duplicates=((r"cls\.predictions\.decoder\.bias", "cls.predictions.bias"),),
         buffers=(r"bert\.embeddings\.(position_ids|token_type_ids)",),
-        left_out=(r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)"),
-        renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+        ignored=(r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)"),
+        renames=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
     ),
 )

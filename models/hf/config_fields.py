@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from ..config.families import FamilyKeys
 
-LARGEST = 1 << 24
+MAX_SIZE = 1 << 24
 """Upper bound of all sizes, against overflow in later computations."""
 
 Kind = Literal["size", "count", "number", "share", "switch"]
@@ -29,15 +29,15 @@ class HFConfig:
         has_separate_head: the weights have an output head that differs from the token embeddings.
     """
 
-    config: Mapping[str, Any]
+    fields: Mapping[str, Any]
     has_separate_head: bool
 
     def get(self, field: str, default: Any = None) -> Any:
         """Return the value of a field, or the default."""
-        return self.config.get(field, default)
+        return self.fields.get(field, default)
 
 
-class Part(Protocol):
+class FieldMapping(Protocol):
     """Mapping of one or several related fields."""
 
     @property
@@ -67,7 +67,7 @@ REQUIRED: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class KeyField:
     """A field and the stoker key of the same meaning.
 
     Args:
@@ -86,25 +86,25 @@ class Field:
     kind: Kind
     default: Any = REQUIRED
     nullable: bool = False
-    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     write_none: bool = False
     value: Callable[[Any], Any] | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:
         """See `Part.fields`."""
-        return (self.name, *self.also)
+        return (self.name, *self.aliases)
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
         """See `Part.read`."""
-        found = [name for name in self.fields if name in config.config]
+        found = [name for name in self.fields if name in config.fields]
         if not found and self.default is REQUIRED:
             raise FieldError(f"`{self.name}` is missing")
         name = found[0] if found else self.name
         value = config.get(name, self.default)
         if value is None and self.nullable:
             return dict.fromkeys(self.keys)
-        return dict.fromkeys(self.keys, checked(name, value, self.kind))
+        return dict.fromkeys(self.keys, validate_value(name, value, self.kind))
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         """See `Part.write`."""
@@ -159,7 +159,7 @@ class RequiredValue:
         """Check the value; return no keys."""
         found = config.get(self.name, self.default if self.default is not None else self.value)
         if type(found) is not type(self.value) or found != self.value:
-            raise FieldError(f"`{self.name}` ({shown(found)}) must be {shown(self.value)}: {self.why}")
+            raise FieldError(f"`{self.name}` ({format_value(found)}) must be {format_value(self.value)}: {self.why}")
         return {}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
@@ -185,7 +185,7 @@ _PLAIN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
+class ActivationField:
     """The activation function of the MLP.
 
     Args:
@@ -208,7 +208,7 @@ class Activation:
         name = config.get(self.name, self.default)
         known = _GATED if self.gated else _PLAIN
         if not isinstance(name, str) or name not in known:
-            raise FieldError(f"`{self.name}` ({shown(name)}) must be one of {', '.join(known)}")
+            raise FieldError(f"`{self.name}` ({format_value(name)}) must be one of {', '.join(known)}")
         activation, tanh = known[name]
         return {"activation": activation, "openai_gelu": tanh}
 
@@ -240,7 +240,7 @@ class TiedHeadField:
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
         """Return the key; the weights must agree."""
-        tied = checked("tie_word_embeddings", config.get("tie_word_embeddings", self.default), "switch")
+        tied = validate_value("tie_word_embeddings", config.get("tie_word_embeddings", self.default), "switch")
         if tied and config.has_separate_head:
             raise FieldError(
                 "`tie_word_embeddings` (true) contradicts the weights, whose output head differs from the embeddings; "
@@ -253,7 +253,7 @@ class TiedHeadField:
         return {"tie_word_embeddings": get_key(keys, self.key)}
 
 
-COMMON = frozenset(
+IGNORED_FIELDS = frozenset(
     (
         # names, versions, precision and training
         *("_name_or_path", "architectures", "model_type", "transformers_version", "tokenizer_class", "prefix"),
@@ -279,7 +279,7 @@ COMMON = frozenset(
 )
 """Fields of any config.json that do not change the logits of a language model."""
 
-REQUIRED_VALUES: tuple[Part, ...] = (
+REQUIRED_VALUES: tuple[FieldMapping, ...] = (
     RequiredValue("is_encoder_decoder", False, "it is not an encoder-decoder architecture", default=False),
     RequiredValue("is_decoder", False, "decoders of encoder-decoder models are not supported", default=False),
     RequiredValue("add_cross_attention", False, "cross-attention is not supported", default=False),
@@ -296,7 +296,7 @@ REQUIRED_VALUES: tuple[Part, ...] = (
 """Fields of any config.json that change results and are supported with one value only."""
 
 
-def checked(name: str, value: Any, kind: Kind) -> Any:
+def validate_value(name: str, value: Any, kind: Kind) -> Any:
     """Validate a value of a field and return it; see `Field` for the kinds.
 
     Raises:
@@ -306,28 +306,28 @@ def checked(name: str, value: Any, kind: Kind) -> Any:
         case "switch":
             if isinstance(value, bool):
                 return value
-            raise FieldError(f"`{name}` ({shown(value)}) must be true or false")
+            raise FieldError(f"`{name}` ({format_value(value)}) must be true or false")
         case "size" | "count":
             lowest = 1 if kind == "size" else 0
-            if type(value) is int and lowest <= value <= LARGEST:
+            if type(value) is int and lowest <= value <= MAX_SIZE:
                 return value
-            raise FieldError(f"`{name}` ({shown(value)}) must be a whole number from {lowest} to {LARGEST:,}")
+            raise FieldError(f"`{name}` ({format_value(value)}) must be a whole number from {lowest} to {MAX_SIZE:,}")
         case _:
             number = float(value) if type(value) in (int, float) and abs(value) < 1e30 else math.nan
             if kind == "share":
                 if 0 <= number < 1:
                     return number
-                raise FieldError(f"`{name}` ({shown(value)}) must be a number from 0 to below 1")
+                raise FieldError(f"`{name}` ({format_value(value)}) must be a number from 0 to below 1")
             if number > 0:
                 return number
-            raise FieldError(f"`{name}` ({shown(value)}) must be a number above 0")
+            raise FieldError(f"`{name}` ({format_value(value)}) must be a number above 0")
 
 
-def shown(value: Any, most: int = 60) -> str:
+def format_value(value: Any, max_length: int = 60) -> str:
     """Format an untrusted value or name for a message: on one line, printable, at most `most` characters."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else " ".join(str(value).split())
     text = "".join(char if char.isprintable() else "?" for char in text)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def get_key(keys: FamilyKeys, path: str) -> Any:
@@ -339,7 +339,7 @@ def get_key(keys: FamilyKeys, path: str) -> Any:
 
 
 def read_fields(
-    mappings: Sequence[Part], config: HFConfig, ignored_fields: Collection[str]
+    mappings: Sequence[FieldMapping], config: HFConfig, ignored_fields: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Convert a config.json to stoker keys; return them and all problems found.
 
@@ -356,10 +356,11 @@ def read_fields(
         except FieldError as error:
             problems.append(str(error))
     known = {field for part in mappings for field in part.fields} | set(ignored_fields)
-    for field in config.config:
+    for field in config.fields:
         if field not in known:
             problems.append(
-                f"`{shown(field)}` ({shown(config.config[field])}) is not supported and may change the results; use "
+                f"`{format_value(field)}` ({format_value(config.fields[field])}) is not supported and may "
+                "change the results; use "
                 "--ignore-field if you know that it does not"
             )
     return keys, problems

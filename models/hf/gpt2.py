@@ -8,10 +8,19 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .config_fields import Activation, Field, FixedKeys, HFConfig, RequiredValue, TiedHeadField, checked, get_key
-from .llama import longest
+from .config_fields import (
+    ActivationField,
+    FixedKeys,
+    HFConfig,
+    KeyField,
+    RequiredValue,
+    TiedHeadField,
+    get_key,
+    validate_value,
+)
+from .llama import max_sequence_length
 from .weight_layout import PaddedVocabulary, Transposed
-from .weight_map import Row, WeightMap, weight_and_bias_rules
+from .weight_map import WeightMap, WeightRule, weight_and_bias_rules
 
 _LAYER, _HF_LAYER = "decoder.layers.{n}.", "transformer.h.{n}."
 _MATRICES = (
@@ -31,8 +40,8 @@ class _Inner:
     def read(self, config: HFConfig) -> Mapping[str, Any]:
         width = config.get("n_inner")
         if width is None:
-            width = 4 * checked("n_embd", config.get("n_embd", config.get("hidden_size")), "size")
-        return {"ffn_hidden_size": checked("n_inner", width, "size")}
+            width = 4 * validate_value("n_embd", config.get("n_embd", config.get("hidden_size")), "size")
+        return {"ffn_hidden_size": validate_value("n_inner", width, "size")}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         return {"n_inner": get_key(keys, "ffn_hidden_size")}
@@ -41,9 +50,9 @@ class _Inner:
 GPT2 = Architecture(
     model_type="gpt2",
     name="GPT2LMHeadModel",
-    also=("GPT2Model",),
+    aliases=("GPT2Model",),
     family="gpt",
-    parts=(
+    field_mappings=(
         FixedKeys(
             {
                 "normalization": "layernorm",
@@ -52,31 +61,31 @@ GPT2 = Architecture(
                 "ffn_dropout": 0.0,
             }
         ),
-        Field("vocab_size", ("override_vocab_size",), "size"),
-        Field(
+        KeyField("vocab_size", ("override_vocab_size",), "size"),
+        KeyField(
             "n_positions",
             ("encoder_seq_length", "max_position_embeddings"),
             "size",
             1024,
-            also=("max_position_embeddings",),
-            value=longest,
+            aliases=("max_position_embeddings",),
+            value=max_sequence_length,
         ),
-        Field("n_embd", ("hidden_size",), "size", also=("hidden_size",)),
+        KeyField("n_embd", ("hidden_size",), "size", aliases=("hidden_size",)),
         _Inner(),
-        Field("n_layer", ("num_layers",), "size", also=("num_hidden_layers",)),
-        Field("n_head", ("num_attention_heads",), "size", also=("num_attention_heads",)),
-        Field("layer_norm_epsilon", ("layernorm_epsilon",), "number", 1e-5),
-        Field("resid_pdrop", ("hidden_dropout",), "share", 0.1),
-        Field(
+        KeyField("n_layer", ("num_layers",), "size", aliases=("num_hidden_layers",)),
+        KeyField("n_head", ("num_attention_heads",), "size", aliases=("num_attention_heads",)),
+        KeyField("layer_norm_epsilon", ("layernorm_epsilon",), "number", 1e-5),
+        KeyField("resid_pdrop", ("hidden_dropout",), "share", 0.1),
+        KeyField(
             "embd_pdrop",
             ("embedding_dropout",),
             "share",
             0.1,
             value=lambda keys: keys.hidden_dropout if keys.embedding_dropout is None else keys.embedding_dropout,
         ),
-        Field("attn_pdrop", ("attention_dropout",), "share", 0.1),
-        Field("scale_attn_weights", ("normalize_attention_scores",), "switch", True),
-        Activation("activation_function", gated=False, default="gelu_new"),
+        KeyField("attn_pdrop", ("attention_dropout",), "share", 0.1),
+        KeyField("scale_attn_weights", ("normalize_attention_scores",), "switch", True),
+        ActivationField("activation_function", gated=False, default="gelu_new"),
         TiedHeadField("share_embeddings_and_output_weights", default=True),
         RequiredValue(
             "scale_attn_by_inverse_layer_idx",
@@ -86,19 +95,19 @@ GPT2 = Architecture(
         ),
     ),
     weights=WeightMap(
-        rows=(
-            Row("token_embedding.weight", ("transformer.wte.weight",), PaddedVocabulary()),
-            Row("position_embedding.weight", ("transformer.wpe.weight",)),
-            Row("head.weight", ("lm_head.weight",), PaddedVocabulary()),
+        rules=(
+            WeightRule("token_embedding.weight", ("transformer.wte.weight",), PaddedVocabulary()),
+            WeightRule("position_embedding.weight", ("transformer.wpe.weight",)),
+            WeightRule("head.weight", ("lm_head.weight",), PaddedVocabulary()),
             *weight_and_bias_rules("decoder.", "transformer.", [("final_norm", "ln_f")]),
             *weight_and_bias_rules(_LAYER, _HF_LAYER, [("attention_norm", "ln_1"), ("mlp_norm", "ln_2")]),
-            *(Row(f"{_LAYER}{a}.weight", (f"{_HF_LAYER}{b}.weight",), Transposed()) for a, b in _MATRICES),
-            *(Row(f"{_LAYER}{a}.bias", (f"{_HF_LAYER}{b}.bias",)) for a, b in _MATRICES),
+            *(WeightRule(f"{_LAYER}{a}.weight", (f"{_HF_LAYER}{b}.weight",), Transposed()) for a, b in _MATRICES),
+            *(WeightRule(f"{_LAYER}{a}.bias", (f"{_HF_LAYER}{b}.bias",)) for a, b in _MATRICES),
         ),
         head="lm_head.weight",
         embedding="transformer.wte.weight",
         buffers=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
-        renamed=((r"^(?=(wte|wpe|ln_f|h\.\d+)\.)", "transformer."),),
+        renames=((r"^(?=(wte|wpe|ln_f|h\.\d+)\.)", "transformer."),),
     ),
     ignored_fields=frozenset({"reorder_and_upcast_attn"}),  # affects rounding only
 )

@@ -8,11 +8,20 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .config_fields import Activation, Field, FixedKeys, HFConfig, RequiredValue, TiedHeadField, checked, get_key
-from .llama import longest
+from .config_fields import (
+    ActivationField,
+    FixedKeys,
+    HFConfig,
+    KeyField,
+    RequiredValue,
+    TiedHeadField,
+    get_key,
+    validate_value,
+)
+from .llama import max_sequence_length
 from .rope_fields import RotaryFields
 from .weight_layout import PaddedVocabulary, QKVInterleavedByHead
-from .weight_map import Row, WeightMap, weight_and_bias_rules
+from .weight_map import WeightMap, WeightRule, weight_and_bias_rules
 
 _LAYER, _HF_LAYER = "decoder.layers.{n}.", "gpt_neox.layers.{n}."
 
@@ -24,7 +33,7 @@ class _Block:
     fields = ("use_parallel_residual",)
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
-        parallel = checked("use_parallel_residual", config.get("use_parallel_residual", True), "switch")
+        parallel = validate_value("use_parallel_residual", config.get("use_parallel_residual", True), "switch")
         return {"transformer_block_type": "parallel_ln" if parallel else "pre_ln"}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
@@ -35,21 +44,25 @@ GPT_NEOX = Architecture(
     model_type="gpt_neox",
     name="GPTNeoXForCausalLM",
     family="gpt",
-    parts=(
+    field_mappings=(
         FixedKeys({"normalization": "layernorm", "bias": True, "ffn_dropout": 0.0, "embedding_dropout": None}),
-        Field("vocab_size", ("override_vocab_size",), "size"),
-        Field("hidden_size", ("hidden_size",), "size"),
-        Field("intermediate_size", ("ffn_hidden_size",), "size"),
-        Field("num_hidden_layers", ("num_layers",), "size"),
-        Field("num_attention_heads", ("num_attention_heads",), "size"),
-        Field(
-            "max_position_embeddings", ("encoder_seq_length", "max_position_embeddings"), "size", 2048, value=longest
+        KeyField("vocab_size", ("override_vocab_size",), "size"),
+        KeyField("hidden_size", ("hidden_size",), "size"),
+        KeyField("intermediate_size", ("ffn_hidden_size",), "size"),
+        KeyField("num_hidden_layers", ("num_layers",), "size"),
+        KeyField("num_attention_heads", ("num_attention_heads",), "size"),
+        KeyField(
+            "max_position_embeddings",
+            ("encoder_seq_length", "max_position_embeddings"),
+            "size",
+            2048,
+            value=max_sequence_length,
         ),
-        Field("layer_norm_eps", ("layernorm_epsilon",), "number", 1e-5),
-        Field("hidden_dropout", ("hidden_dropout",), "share", 0.0),
-        Field("attention_dropout", ("attention_dropout",), "share", 0.0),
-        Activation("hidden_act", gated=False, default="gelu"),
-        RotaryFields(base="rotary_emb_base", part="rotary_pct", default_fraction=0.25),
+        KeyField("layer_norm_eps", ("layernorm_epsilon",), "number", 1e-5),
+        KeyField("hidden_dropout", ("hidden_dropout",), "share", 0.0),
+        KeyField("attention_dropout", ("attention_dropout",), "share", 0.0),
+        ActivationField("hidden_act", gated=False, default="gelu"),
+        RotaryFields(base="rotary_emb_base", fraction="rotary_pct", default_fraction=0.25),
         TiedHeadField("share_embeddings_and_output_weights", default=False),
         RequiredValue(
             "attention_bias",
@@ -61,11 +74,11 @@ GPT_NEOX = Architecture(
         _Block(),
     ),
     weights=WeightMap(
-        rows=(
-            Row("token_embedding.weight", ("gpt_neox.embed_in.weight",), PaddedVocabulary()),
-            Row("head.weight", ("embed_out.weight",), PaddedVocabulary()),
+        rules=(
+            WeightRule("token_embedding.weight", ("gpt_neox.embed_in.weight",), PaddedVocabulary()),
+            WeightRule("head.weight", ("embed_out.weight",), PaddedVocabulary()),
             *weight_and_bias_rules("decoder.", "gpt_neox.", [("final_norm", "final_layer_norm")]),
-            Row(
+            WeightRule(
                 f"{_LAYER}attention.qkv.{{kind}}",
                 (f"{_HF_LAYER}attention.query_key_value.{{kind}}",),
                 QKVInterleavedByHead(),

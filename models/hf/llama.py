@@ -9,41 +9,41 @@ from typing import Any
 from ..config.families import FamilyKeys
 from .architecture import Architecture
 from .config_fields import (
-    Activation,
-    Field,
+    ActivationField,
     FieldError,
+    FieldMapping,
     FixedKeys,
     HFConfig,
-    Part,
+    KeyField,
     RequiredValue,
     TiedHeadField,
-    checked,
+    format_value,
     get_key,
-    shown,
+    validate_value,
 )
 from .rope_fields import RotaryFields
 from .weight_layout import ConcatenatedRows, PaddedVocabulary, PerExpert
-from .weight_map import Row, WeightMap, weight_and_bias_rules
+from .weight_map import WeightMap, WeightRule, weight_and_bias_rules
 
 _LAYER, _HF_LAYER = "decoder.layers.{n}.", "model.layers.{n}."
 
 _ATTENTION = (
-    Row("token_embedding.weight", ("model.embed_tokens.weight",), PaddedVocabulary()),
-    Row("head.weight", ("lm_head.weight",), PaddedVocabulary()),
-    Row("decoder.final_norm.weight", ("model.norm.weight",)),
-    Row(f"{_LAYER}attention_norm.weight", (f"{_HF_LAYER}input_layernorm.weight",)),
-    Row(f"{_LAYER}mlp_norm.weight", (f"{_HF_LAYER}post_attention_layernorm.weight",)),
-    Row(
+    WeightRule("token_embedding.weight", ("model.embed_tokens.weight",), PaddedVocabulary()),
+    WeightRule("head.weight", ("lm_head.weight",), PaddedVocabulary()),
+    WeightRule("decoder.final_norm.weight", ("model.norm.weight",)),
+    WeightRule(f"{_LAYER}attention_norm.weight", (f"{_HF_LAYER}input_layernorm.weight",)),
+    WeightRule(f"{_LAYER}mlp_norm.weight", (f"{_HF_LAYER}post_attention_layernorm.weight",)),
+    WeightRule(
         f"{_LAYER}attention.qkv.{{kind}}",
         tuple(f"{_HF_LAYER}self_attn.{part}_proj.{{kind}}" for part in "qkv"),
         ConcatenatedRows(("heads", "groups", "groups")),
     ),
     *weight_and_bias_rules(_LAYER, _HF_LAYER, [("attention.output", "self_attn.o_proj")]),
-    Row(f"{_LAYER}attention.query_norm.weight", (f"{_HF_LAYER}self_attn.q_norm.weight",)),
-    Row(f"{_LAYER}attention.key_norm.weight", (f"{_HF_LAYER}self_attn.k_norm.weight",)),
+    WeightRule(f"{_LAYER}attention.query_norm.weight", (f"{_HF_LAYER}self_attn.q_norm.weight",)),
+    WeightRule(f"{_LAYER}attention.key_norm.weight", (f"{_HF_LAYER}self_attn.k_norm.weight",)),
 )
 _MLP = (
-    Row(
+    WeightRule(
         f"{_LAYER}mlp.up.{{kind}}",
         (f"{_HF_LAYER}mlp.gate_proj.{{kind}}", f"{_HF_LAYER}mlp.up_proj.{{kind}}"),
         ConcatenatedRows(),
@@ -52,19 +52,19 @@ _MLP = (
 )
 _SPARSE = f"{_HF_LAYER}block_sparse_moe."
 _EXPERTS = (
-    Row(f"{_LAYER}mlp.router.weight", (f"{_SPARSE}gate.weight",)),
-    Row(
+    WeightRule(f"{_LAYER}mlp.router.weight", (f"{_SPARSE}gate.weight",)),
+    WeightRule(
         f"{_LAYER}mlp.experts.up",
         (f"{_SPARSE}experts.{{e}}.w1.weight", f"{_SPARSE}experts.{{e}}.w3.weight"),
         PerExpert(2),
     ),
-    Row(f"{_LAYER}mlp.experts.down", (f"{_SPARSE}experts.{{e}}.w2.weight",), PerExpert()),
+    WeightRule(f"{_LAYER}mlp.experts.down", (f"{_SPARSE}experts.{{e}}.w2.weight",), PerExpert()),
 )
 
 
-def _weights(*rows: Row) -> WeightMap:
+def _weights(*rows: WeightRule) -> WeightMap:
     return WeightMap(
-        rows=_ATTENTION + rows,
+        rules=_ATTENTION + rows,
         head="lm_head.weight",
         embedding="model.embed_tokens.weight",
         buffers=(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq",),
@@ -78,10 +78,11 @@ class _Biases:
     fields = ("attention_bias", "mlp_bias")
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
-        attention, mlp = (checked(name, config.get(name, False), "switch") for name in self.fields)
+        attention, mlp = (validate_value(name, config.get(name, False), "switch") for name in self.fields)
         if attention != mlp:
             raise FieldError(
-                f"`attention_bias` ({shown(attention)}) and `mlp_bias` ({shown(mlp)}) must be equal: `model.bias` "
+                f"`attention_bias` ({format_value(attention)}) and `mlp_bias` ({format_value(mlp)}) must be "
+                "equal: `model.bias` "
                 "applies to both"
             )
         return {"bias": attention}
@@ -103,7 +104,7 @@ class _Window:
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
         width = config.get("sliding_window", self.default)
-        return {"window_size": None if width is None else [checked("sliding_window", width, "size") - 1, 0]}
+        return {"window_size": None if width is None else [validate_value("sliding_window", width, "size") - 1, 0]}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         left = (get_key(keys, "window_size") or [-1])[0]
@@ -117,16 +118,18 @@ class _LayerWindows:
     fields = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
-        layers = checked("num_hidden_layers", config.get("num_hidden_layers"), "size")
+        layers = validate_value("num_hidden_layers", config.get("num_hidden_layers"), "size")
         windowed: Any = 0
-        if checked("use_sliding_window", config.get("use_sliding_window", False), "switch"):
+        if validate_value("use_sliding_window", config.get("use_sliding_window", False), "switch"):
             width = config.get("sliding_window", 4096)
-            full = checked("max_window_layers", config.get("max_window_layers", 28), "count")
+            full = validate_value("max_window_layers", config.get("max_window_layers", 28), "count")
             windowed = 0 if width is None else max(0, layers - full)
         kinds = config.get("layer_types")
         if kinds is not None:
             if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
-                raise FieldError(f"`layer_types` ({shown(kinds)}) must hold full_attention and sliding_attention only")
+                raise FieldError(
+                    f"`layer_types` ({format_value(kinds)}) must hold full_attention and sliding_attention only"
+                )
             windowed = kinds.count("sliding_attention")
         if windowed == 0:
             return {"window_size": None}
@@ -134,7 +137,7 @@ class _LayerWindows:
             raise FieldError(
                 f"`sliding_window` applies to {windowed} of {layers} layers; it must apply to all of them or none"
             )
-        return {"window_size": [checked("sliding_window", config.get("sliding_window", 4096), "size") - 1, 0]}
+        return {"window_size": [validate_value("sliding_window", config.get("sliding_window", 4096), "size") - 1, 0]}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         left, layers = (get_key(keys, "window_size") or [-1])[0], get_key(keys, "num_layers")
@@ -151,34 +154,34 @@ def _head_width(keys: Any) -> int:
     return keys.kv_channels or keys.hidden_size // keys.num_attention_heads
 
 
-def longest(keys: Any) -> int:
+def max_sequence_length(keys: Any) -> int:
     """Return the maximal sequence length: that of the samples or of the position embedding."""
     return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
 
 
 def _parts(
     *, groups: int | None = None, head_width: int | None = None, positions: int, epsilon: float, base: float = 10000.0
-) -> tuple[Part, ...]:
+) -> tuple[FieldMapping, ...]:
     """Return the field mappings common to all these architectures; the arguments are the defaults of absent fields."""
     return (
         FixedKeys({"normalization": "rmsnorm", "hidden_dropout": 0.0, "ffn_dropout": 0.0, "embedding_dropout": None}),
-        Field("vocab_size", ("override_vocab_size",), "size"),
-        Field("hidden_size", ("hidden_size",), "size"),
-        Field("intermediate_size", ("ffn_hidden_size",), "size"),
-        Field("num_hidden_layers", ("num_layers",), "size"),
-        Field("num_attention_heads", ("num_attention_heads",), "size"),
-        Field("num_key_value_heads", ("num_query_groups",), "size", groups, nullable=True, value=_groups),
-        Field("head_dim", ("kv_channels",), "size", head_width, nullable=True, value=_head_width),
-        Field(
+        KeyField("vocab_size", ("override_vocab_size",), "size"),
+        KeyField("hidden_size", ("hidden_size",), "size"),
+        KeyField("intermediate_size", ("ffn_hidden_size",), "size"),
+        KeyField("num_hidden_layers", ("num_layers",), "size"),
+        KeyField("num_attention_heads", ("num_attention_heads",), "size"),
+        KeyField("num_key_value_heads", ("num_query_groups",), "size", groups, nullable=True, value=_groups),
+        KeyField("head_dim", ("kv_channels",), "size", head_width, nullable=True, value=_head_width),
+        KeyField(
             "max_position_embeddings",
             ("encoder_seq_length", "max_position_embeddings"),
             "size",
             positions,
-            value=longest,
+            value=max_sequence_length,
         ),
-        Field("rms_norm_eps", ("layernorm_epsilon",), "number", epsilon),
-        Field("attention_dropout", ("attention_dropout",), "share", 0.0),
-        Activation("hidden_act", gated=True, default="silu"),
+        KeyField("rms_norm_eps", ("layernorm_epsilon",), "number", epsilon),
+        KeyField("attention_dropout", ("attention_dropout",), "share", 0.0),
+        ActivationField("hidden_act", gated=True, default="silu"),
         RotaryFields(default_base=base),
         TiedHeadField("share_embeddings_and_output_weights", default=False),
     )
@@ -188,14 +191,14 @@ LLAMA = Architecture(
     model_type="llama",
     name="LlamaForCausalLM",
     family="gpt",
-    parts=(*_parts(positions=2048, epsilon=1e-6), _Biases()),
+    field_mappings=(*_parts(positions=2048, epsilon=1e-6), _Biases()),
     weights=_weights(*_MLP),
 )
 MISTRAL = Architecture(
     model_type="mistral",
     name="MistralForCausalLM",
     family="gpt",
-    parts=(
+    field_mappings=(
         *_parts(groups=8, positions=131072, epsilon=1e-6),
         FixedKeys({"bias": False}),
         _Window(4096),
@@ -207,7 +210,7 @@ QWEN2 = Architecture(
     model_type="qwen2",
     name="Qwen2ForCausalLM",
     family="gpt",
-    parts=(
+    field_mappings=(
         *_parts(groups=32, positions=32768, epsilon=1e-6),
         FixedKeys({"bias": False, "qkv_bias": True}),
         _LayerWindows(),
@@ -219,7 +222,7 @@ QWEN3 = Architecture(
     model_type="qwen3",
     name="Qwen3ForCausalLM",
     family="gpt",
-    parts=(
+    field_mappings=(
         *_parts(groups=32, head_width=128, positions=32768, epsilon=1e-6),
         FixedKeys({"bias": False, "qk_layernorm": True}),
         _LayerWindows(),
@@ -237,13 +240,13 @@ MIXTRAL = Architecture(
     model_type="mixtral",
     name="MixtralForCausalLM",
     family="gpt",
-    parts=(
+    field_mappings=(
         *_parts(groups=8, positions=131072, epsilon=1e-5, base=1e6),
         FixedKeys({"bias": False, "moe_router_load_balancing_type": "aux_loss", "moe_router_pre_softmax": False}),
         _Window(),
-        Field("num_local_experts", ("num_moe_experts",), "size", 8),
-        Field("num_experts_per_tok", ("moe_router_topk",), "size", 2, value=lambda keys: keys.moe_router_topk or 2),
-        Field("router_aux_loss_coef", ("moe_aux_loss_coeff",), "share", 0.001),
+        KeyField("num_local_experts", ("num_moe_experts",), "size", 8),
+        KeyField("num_experts_per_tok", ("moe_router_topk",), "size", 2, value=lambda keys: keys.moe_router_topk or 2),
+        KeyField("router_aux_loss_coef", ("moe_aux_loss_coeff",), "share", 0.001),
     ),
     weights=_weights(*_EXPERTS),
     ignored_fields=frozenset({"output_router_logits", "router_jitter_noise"}),  # used in training only

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.families import FamilyKeys
-from .config_fields import FieldError, HFConfig, checked, get_key, shown
+from .config_fields import FieldError, HFConfig, format_value, get_key, validate_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class RotaryFields:
     """
 
     base: str = "rope_theta"
-    part: str | None = None
+    fraction: str | None = None
     default_fraction: float = 1.0
     default_base: float = 10000.0
 
     @property
     def fields(self) -> tuple[str, ...]:
         """See `Part.fields`."""
-        return (self.base, "rope_scaling", "rope_parameters", *([self.part] if self.part else []))
+        return (self.base, "rope_scaling", "rope_parameters", *([self.fraction] if self.fraction else []))
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
         """See `Part.read`."""
@@ -38,7 +38,7 @@ class RotaryFields:
         for field in ("rope_scaling", "rope_parameters"):
             value = config.get(field)
             if value is not None and not isinstance(value, dict):
-                raise FieldError(f"`{field}` ({shown(value)}) must be an object")
+                raise FieldError(f"`{field}` ({format_value(value)}) must be an object")
             read = {("rope_type" if name == "type" else name): part for name, part in (value or {}).items()}
             if any(parameters[name] != read[name] for name in parameters.keys() & read.keys()):
                 raise FieldError("`rope_scaling` and `rope_parameters` contradict each other")
@@ -47,19 +47,19 @@ class RotaryFields:
         keys: dict[str, Any] = {
             "position_embedding_type": "rope",
             "rotary_interleaved": False,
-            "rotary_base": checked(self.base, base, "number"),
+            "rotary_base": validate_value(self.base, base, "number"),
         }
         part = parameters.pop(
-            "partial_rotary_factor", config.get(self.part, self.default_fraction) if self.part else 1.0
+            "partial_rotary_factor", config.get(self.fraction, self.default_fraction) if self.fraction else 1.0
         )
-        keys["rotary_percentage"] = checked(self.part or "partial_rotary_factor", part, "number")
+        keys["rotary_percentage"] = validate_value(self.fraction or "partial_rotary_factor", part, "number")
         return keys | self._read_scaling(parameters.pop("rope_type", "default"), parameters, config)
 
     def _read_scaling(self, kind: Any, parameters: dict[str, Any], config: HFConfig) -> dict[str, Any]:
         """Convert frequency scaling to keys; consumes the known entries of `parameters`."""
 
         def pop(name: str, default: Any = None) -> Any:
-            return checked(f"rope_scaling.{name}", parameters.pop(name, default), "number")
+            return validate_value(f"rope_scaling.{name}", parameters.pop(name, default), "number")
 
         longest = config.get("max_position_embeddings")
         keys: dict[str, Any] = {}
@@ -72,22 +72,25 @@ class RotaryFields:
                 keys["rotary_scaling"] = kind
                 keys["rotary_scaling_factor"] = factor = pop("factor")
                 length = parameters.pop("original_max_position_embeddings", longest)
-                keys["rotary_original_length"] = checked("original_max_position_embeddings", length, "size")
+                keys["rotary_original_length"] = validate_value("original_max_position_embeddings", length, "size")
                 low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
                 keys["rotary_low_turns"] = pop(low, 1.0)
                 keys["rotary_high_turns"] = pop(high, 4.0 if kind == "llama3" else 32.0)
                 if kind == "yarn":
                     amplitude = parameters.pop("attention_factor", None)
                     if amplitude is not None and not math.isclose(
-                        checked("rope_scaling.attention_factor", amplitude, "number"), 0.1 * math.log(factor) + 1
+                        validate_value("rope_scaling.attention_factor", amplitude, "number"), 0.1 * math.log(factor) + 1
                     ):
                         raise FieldError(
-                            f"`rope_scaling.attention_factor` ({shown(amplitude)}) must be 0.1 ln(factor) + 1, or null"
+                            f"`rope_scaling.attention_factor` ({format_value(amplitude)}) must be 0.1 "
+                            "ln(factor) + 1, or null"
                         )
                     if parameters.pop("truncate", True) is not True:
                         raise FieldError("`rope_scaling.truncate` (false) must be true")
             case _:
-                raise FieldError(f"`rope_scaling.rope_type` ({shown(kind)}) must be default, linear, llama3 or yarn")
+                raise FieldError(
+                    f"`rope_scaling.rope_type` ({format_value(kind)}) must be default, linear, llama3 or yarn"
+                )
         if parameters and kind != "default":
             raise FieldError(f"`rope_scaling.{next(iter(parameters))}` is not supported and may change the results")
         return keys
@@ -115,6 +118,6 @@ class RotaryFields:
         scaling = None if parameters["rope_type"] == "default" else dict(parameters)
         parameters["rope_theta"] = get_key(keys, "rotary_base")
         written: dict[str, Any] = {self.base: parameters["rope_theta"], "rope_scaling": scaling}
-        if self.part:
-            parameters["partial_rotary_factor"] = written[self.part] = get_key(keys, "rotary_percentage")
+        if self.fraction:
+            parameters["partial_rotary_factor"] = written[self.fraction] = get_key(keys, "rotary_percentage")
         return written | {"rope_parameters": parameters}

@@ -9,69 +9,69 @@ from typing import Any
 from ..config.families import FamilyKeys
 from .architecture import Architecture
 from .config_fields import (
-    Activation,
-    Field,
+    ActivationField,
     FieldError,
+    FieldMapping,
     FixedKeys,
     HFConfig,
-    Part,
+    KeyField,
     RequiredValue,
-    checked,
+    format_value,
     get_key,
-    shown,
+    validate_value,
 )
 from .weight_layout import ConcatenatedRows, PaddedVocabulary
-from .weight_map import Row, WeightMap
+from .weight_map import WeightMap, WeightRule
 
 _STACKS = ("encoder", "decoder")
 
 
-def _stack_rows(stack: str) -> tuple[Row, ...]:
+def _stack_rows(stack: str) -> tuple[WeightRule, ...]:
     prefix, hf_prefix = f"{stack}.layers.{{n}}.", f"{stack}.block.{{n}}.layer."
     mlp = f"{hf_prefix}{1 if stack == 'encoder' else 2}."
     attention, cross = f"{hf_prefix}0.SelfAttention.", f"{hf_prefix}1.EncDecAttention."
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     rows = (
-        Row(f"{stack}.final_norm.weight", (f"{stack}.final_layer_norm.weight",)),
-        Row(f"{stack}.score_positions.table", (table,)),
-        Row(f"{prefix}attention_norm.weight", (f"{hf_prefix}0.layer_norm.weight",)),
-        Row(
+        WeightRule(f"{stack}.final_norm.weight", (f"{stack}.final_layer_norm.weight",)),
+        WeightRule(f"{stack}.score_positions.table", (table,)),
+        WeightRule(f"{prefix}attention_norm.weight", (f"{hf_prefix}0.layer_norm.weight",)),
+        WeightRule(
             f"{prefix}attention.qkv.weight",
             tuple(f"{attention}{part}.weight" for part in "qkv"),
             ConcatenatedRows(("heads", "groups", "groups")),
         ),
-        Row(f"{prefix}attention.output.weight", (f"{attention}o.weight",)),
-        Row(f"{prefix}mlp_norm.weight", (f"{mlp}layer_norm.weight",)),
-        Row(f"{prefix}mlp.down.weight", (f"{mlp}DenseReluDense.wo.weight",)),
+        WeightRule(f"{prefix}attention.output.weight", (f"{attention}o.weight",)),
+        WeightRule(f"{prefix}mlp_norm.weight", (f"{mlp}layer_norm.weight",)),
+        WeightRule(f"{prefix}mlp.down.weight", (f"{mlp}DenseReluDense.wo.weight",)),
     )
     if stack == "encoder":
         return rows
     return (
         *rows,
-        Row(f"{prefix}cross_attention_norm.weight", (f"{hf_prefix}1.layer_norm.weight",)),
-        Row(f"{prefix}cross_attention.query.weight", (f"{cross}q.weight",)),
-        Row(f"{prefix}cross_attention.kv.weight", (f"{cross}k.weight", f"{cross}v.weight"), ConcatenatedRows()),
-        Row(f"{prefix}cross_attention.output.weight", (f"{cross}o.weight",)),
+        WeightRule(f"{prefix}cross_attention_norm.weight", (f"{hf_prefix}1.layer_norm.weight",)),
+        WeightRule(f"{prefix}cross_attention.query.weight", (f"{cross}q.weight",)),
+        WeightRule(f"{prefix}cross_attention.kv.weight", (f"{cross}k.weight", f"{cross}v.weight"), ConcatenatedRows()),
+        WeightRule(f"{prefix}cross_attention.output.weight", (f"{cross}o.weight",)),
     )
 
 
-def _up_row(stack: str, names: tuple[str, ...]) -> Row:
+def _up_row(stack: str, names: tuple[str, ...]) -> WeightRule:
     hf_prefix = f"{stack}.block.{{n}}.layer.{1 if stack == 'encoder' else 2}.DenseReluDense."
-    return Row(
+    return WeightRule(
         f"{stack}.layers.{{n}}.mlp.up.weight", tuple(f"{hf_prefix}{name}.weight" for name in names), ConcatenatedRows()
     )
 
 
 def _weights(up: tuple[str, ...]) -> WeightMap:
     return WeightMap(
-        rows=(
-            Row("token_embedding.weight", ("shared.weight",), PaddedVocabulary()),
-            Row("head.weight", ("lm_head.weight",), PaddedVocabulary()),
+        rules=(
+            WeightRule("token_embedding.weight", ("shared.weight",), PaddedVocabulary()),
+            WeightRule("head.weight", ("lm_head.weight",), PaddedVocabulary()),
             *(row for stack in _STACKS for row in (*_stack_rows(stack), _up_row(stack, up))),
         ),
         head="lm_head.weight",
         embedding="shared.weight",
-        copies=((r"(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),),
+        duplicates=((r"(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),),
         # The T5 v1.0 checkpoints contain an unused relative position bias of the cross-attention.
         buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     )
@@ -98,17 +98,19 @@ class _FeedForward:
         value = config.get("feed_forward_proj", self.default)
         name = value.removeprefix("gated-") if isinstance(value, str) else value
         if (isinstance(value, str) and value.startswith("gated-")) != self.gated:
-            raise FieldError(f"`feed_forward_proj` ({shown(value)}) contradicts the weights of the MLP")
+            raise FieldError(f"`feed_forward_proj` ({format_value(value)}) contradicts the weights of the MLP")
         if value == "gated-gelu":
             name = "gelu_new"
         if config.get("dense_act_fn", name) != name or config.get("is_gated_act", self.gated) is not self.gated:
-            raise FieldError(f"`dense_act_fn` and `is_gated_act` must be those of `feed_forward_proj` ({shown(value)})")
-        activation = Activation("feed_forward_proj", gated=self.gated, default="")
+            raise FieldError(
+                f"`dense_act_fn` and `is_gated_act` must be those of `feed_forward_proj` ({format_value(value)})"
+            )
+        activation = ActivationField("feed_forward_proj", gated=self.gated, default="")
         keys = activation.read(HFConfig({"feed_forward_proj": name}, has_separate_head=False))
         return {f"{stack}.{key}": value for key, value in keys.items() for stack in _STACKS}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        activation = Activation("feed_forward_proj", gated=self.gated, default="")
+        activation = ActivationField("feed_forward_proj", gated=self.gated, default="")
         name = activation.write(get_key(keys, "encoder"))["feed_forward_proj"]
         if not self.gated:
             return {"feed_forward_proj": name}
@@ -131,14 +133,14 @@ class _Head:
     fields = ("tie_word_embeddings", "scale_decoder_outputs")
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
-        field = checked("tie_word_embeddings", config.get("tie_word_embeddings", True), "switch")
+        field = validate_value("tie_word_embeddings", config.get("tie_word_embeddings", True), "switch")
         tied = field and not config.has_separate_head
         if tied and not self.tied_is_scaled:
             raise FieldError(
                 "`tie_word_embeddings` (true): the weights have no separate output head, and versions of transformers "
                 "disagree on the scale of a tied one"
             )
-        scaled = checked("scale_decoder_outputs", config.get("scale_decoder_outputs", tied), "switch")
+        scaled = validate_value("scale_decoder_outputs", config.get("scale_decoder_outputs", tied), "switch")
         if scaled and not tied:
             raise FieldError("`scale_decoder_outputs` (true) must be false: the head is not tied to the embeddings")
         return {"share_decoder_tokens_head_embeddings": tied, "scale_tied_logits": scaled}
@@ -149,7 +151,7 @@ class _Head:
         return {"tie_word_embeddings": tied, **unscaled}
 
 
-def _parts(default: str, *, gated: bool, head: _Head) -> tuple[Part, ...]:
+def _parts(default: str, *, gated: bool, head: _Head) -> tuple[FieldMapping, ...]:
     return (
         FixedKeys(
             {
@@ -161,17 +163,17 @@ def _parts(default: str, *, gated: bool, head: _Head) -> tuple[Part, ...]:
                 "embedding_dropout": None,
             }
         ),
-        Field("vocab_size", ("override_vocab_size",), "size"),
-        Field("d_model", _both("hidden_size"), "size", also=("hidden_size",)),
-        Field("d_kv", _both("kv_channels"), "size", 64, also=("head_dim",), value=_width),
-        Field("d_ff", _both("ffn_hidden_size"), "size"),
-        Field("num_layers", ("encoder.num_layers",), "size", also=("num_hidden_layers",)),
+        KeyField("vocab_size", ("override_vocab_size",), "size"),
+        KeyField("d_model", _both("hidden_size"), "size", aliases=("hidden_size",)),
+        KeyField("d_kv", _both("kv_channels"), "size", 64, aliases=("head_dim",), value=_width),
+        KeyField("d_ff", _both("ffn_hidden_size"), "size"),
+        KeyField("num_layers", ("encoder.num_layers",), "size", aliases=("num_hidden_layers",)),
         _DecoderLayers(),
-        Field("num_heads", _both("num_attention_heads"), "size", also=("num_attention_heads",)),
-        Field("relative_attention_num_buckets", _both("relative_attention_num_buckets"), "size", 32),
-        Field("relative_attention_max_distance", _both("relative_attention_max_distance"), "size", 128),
-        Field("dropout_rate", _both("hidden_dropout", "attention_dropout", "ffn_dropout"), "share", 0.1),
-        Field("layer_norm_epsilon", _both("layernorm_epsilon"), "number", 1e-6),
+        KeyField("num_heads", _both("num_attention_heads"), "size", aliases=("num_attention_heads",)),
+        KeyField("relative_attention_num_buckets", _both("relative_attention_num_buckets"), "size", 32),
+        KeyField("relative_attention_max_distance", _both("relative_attention_max_distance"), "size", 128),
+        KeyField("dropout_rate", _both("hidden_dropout", "attention_dropout", "ffn_dropout"), "share", 0.1),
+        KeyField("layer_norm_epsilon", _both("layernorm_epsilon"), "number", 1e-6),
         _FeedForward(default, gated),
         head,
         RequiredValue(
@@ -193,7 +195,7 @@ class _DecoderLayers:
     def read(self, config: HFConfig) -> Mapping[str, Any]:
         layers = config.get("num_decoder_layers")
         layers = config.get("num_layers", config.get("num_hidden_layers")) if layers is None else layers
-        return {"decoder.num_layers": checked("num_decoder_layers", layers, "size")}
+        return {"decoder.num_layers": validate_value("num_decoder_layers", layers, "size")}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         return {"num_decoder_layers": get_key(keys, "decoder.num_layers")}
@@ -205,18 +207,18 @@ _NAME, _OLD = "T5ForConditionalGeneration", ("T5WithLMHeadModel", "T5Model")
 T5 = Architecture(
     model_type="t5",
     name=_NAME,
-    also=_OLD,
+    aliases=_OLD,
     family="t5",
-    parts=_parts("relu", gated=False, head=_Head()),
+    field_mappings=_parts("relu", gated=False, head=_Head()),
     weights=_weights(("wi",)),
     ignored_fields=_HARMLESS,
 )
 T5_GATED = Architecture(
     model_type="t5",
     name=_NAME,
-    also=_OLD,
+    aliases=_OLD,
     family="t5",
-    parts=_parts("relu", gated=True, head=_Head()),
+    field_mappings=_parts("relu", gated=True, head=_Head()),
     weights=_weights(("wi_0", "wi_1")),
     ignored_fields=_HARMLESS,
 )
@@ -224,7 +226,7 @@ MT5 = Architecture(
     model_type="mt5",
     name="MT5ForConditionalGeneration",
     family="t5",
-    parts=_parts("gated-gelu", gated=True, head=_Head(tied_is_scaled=False)),
+    field_mappings=_parts("gated-gelu", gated=True, head=_Head(tied_is_scaled=False)),
     weights=_weights(("wi_0", "wi_1")),
     ignored_fields=_HARMLESS,
 )

@@ -45,7 +45,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Equal:
+class Identity:
     """Identical tensor."""
 
     def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
@@ -105,7 +105,7 @@ class ConcatenatedRows:
         shares: proportions of the rows, as attributes of `Geometry` (`heads`, `groups`); empty for equal parts.
     """
 
-    shares: tuple[str, ...] = ()
+    proportions: tuple[str, ...] = ()
 
     def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
         """See `Layout`."""
@@ -121,7 +121,7 @@ class ConcatenatedRows:
         return list(parameter.split(self._rows(len(parameter), count, geometry) or [len(parameter)]))
 
     def _rows(self, total: int, count: int, geometry: Geometry) -> list[int] | None:
-        weights = [getattr(geometry, share) for share in self.shares] or [1] * count
+        weights = [getattr(geometry, share) for share in self.proportions] or [1] * count
         unit, remainder = divmod(total, sum(weights))
         return None if remainder or len(weights) != count else [unit * weight for weight in weights]
 
@@ -155,13 +155,13 @@ class PerExpert:
         parts: number of matrices per expert, concatenated along the rows in equal parts.
     """
 
-    parts: int = 1
+    matrices_per_expert: int = 1
 
     def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
         """See `Layout`."""
-        if count != shape[0] * self.parts or shape[1] % self.parts:
+        if count != shape[0] * self.matrices_per_expert or shape[1] % self.matrices_per_expert:
             return None
-        return [(shape[1] // self.parts, *shape[2:])] * count
+        return [(shape[1] // self.matrices_per_expert, *shape[2:])] * count
 
     def join(self, tensors: Sequence[Tensor], shape: Shape, geometry: Geometry) -> Tensor:
         """See `Layout`."""
@@ -175,7 +175,7 @@ class PerExpert:
         return self._views(parameter)
 
     def _views(self, stacked: Tensor) -> list[Tensor]:
-        return [view for expert in stacked.unbind() for view in expert.chunk(self.parts)]
+        return [view for expert in stacked.unbind() for view in expert.chunk(self.matrices_per_expert)]
 
 
 def num_elements(shape: Shape) -> int:

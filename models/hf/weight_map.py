@@ -10,13 +10,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .weight_layout import Equal, Geometry, Layout, Shape
+from .weight_layout import Geometry, Identity, Layout, Shape
 
 _PLACEHOLDERS = {"n": r"\d+", "kind": "weight|bias"}
 
 
 @dataclass(frozen=True)
-class Row:
+class WeightRule:
     """One row of the table.
 
     Names have placeholders: `{n}` is the index of a layer, `{kind}` is `weight` or `bias`, and `{e}` (in `hf_names`
@@ -30,7 +30,7 @@ class Row:
 
     parameter: str
     hf_names: tuple[str, ...]
-    layout: Layout = Equal()  # noqa: RUF009  frozen
+    layout: Layout = Identity()  # noqa: RUF009  frozen
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -57,9 +57,9 @@ class ParameterMapping:
         layout: layout of the parameter as these tensors.
     """
 
-    ours: str
+    parameter: str
     shape: Shape
-    theirs: tuple[tuple[str, Shape], ...]
+    hf_tensors: tuple[tuple[str, Shape], ...]
     layout: Layout
 
     def join(self, tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
@@ -70,12 +70,12 @@ class ParameterMapping:
             geometry: sizes of the model.
         """
         joined = self.layout.join(tensors, self.shape, geometry).contiguous()
-        assert joined.shape == torch.Size(self.shape), self.ours
+        assert joined.shape == torch.Size(self.shape), self.parameter
         return joined
 
-    def part(self, number: int, tensor: Tensor, geometry: Geometry) -> Tensor:
+    def hf_tensor(self, number: int, tensor: Tensor, geometry: Geometry) -> Tensor:
         """Return tensor `number` of `theirs`, contiguous, from the parameter."""
-        return self.layout.split(tensor, len(self.theirs), geometry)[number].contiguous()
+        return self.layout.split(tensor, len(self.hf_tensors), geometry)[number].contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +92,17 @@ class WeightMap:
         renamed: patterns and replacements for names of other versions.
     """
 
-    rows: tuple[Row, ...]
+    rules: tuple[WeightRule, ...]
     head: str
     embedding: str
-    copies: tuple[tuple[str, str], ...] = ()
+    duplicates: tuple[tuple[str, str], ...] = ()
     buffers: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
 
-    def canonical(self, name: str) -> str:
+    def canonical_name(self, name: str) -> str:
         """Convert a tensor name of any version to that of the table."""
-        for pattern, replacement in self.renamed:
+        for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
         return name
 
@@ -112,7 +112,7 @@ class WeightMap:
 
     def is_ignored(self, name: str) -> bool:
         """Return True for a weight that is ignored, since it belongs to a head for another task."""
-        return any(re.fullmatch(pattern, name) for pattern in self.left_out)
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def original_name(self, name: str, *, tied: bool) -> str | None:
         """Return the tensor that `name` duplicates, or None.
@@ -123,12 +123,14 @@ class WeightMap:
         """
         if name == self.head:
             return self.embedding if tied else None
-        for pattern, original in self.copies:
+        for pattern, original in self.duplicates:
             if re.fullmatch(pattern, name):
                 return original
         return None
 
-    def place(self, parameters: Mapping[str, Shape], geometry: Geometry) -> tuple[list[ParameterMapping], list[str]]:
+    def map_parameters(
+        self, parameters: Mapping[str, Shape], geometry: Geometry
+    ) -> tuple[list[ParameterMapping], list[str]]:
         """Map each parameter of a model to its tensors.
 
         Args:
@@ -149,7 +151,7 @@ class WeightMap:
         return placed, unmapped
 
     def _place(self, name: str, shape: Shape, geometry: Geometry) -> ParameterMapping | None:
-        for row in self.rows:
+        for row in self.rules:
             match = row.pattern.fullmatch(name)
             if match is None:
                 continue
@@ -164,8 +166,8 @@ def weight_and_bias_rules(
     prefix: str,
     hf_prefix: str,
     names: Iterable[tuple[str, str]],
-    layout: Layout = Equal(),  # noqa: B008  frozen
-) -> tuple[Row, ...]:
+    layout: Layout = Identity(),  # noqa: B008  frozen
+) -> tuple[WeightRule, ...]:
     """Return a row for weight and bias of each pair of modules.
 
     Args:
@@ -174,4 +176,4 @@ def weight_and_bias_rules(
         names: stoker and Hugging Face names of the modules.
         layout: layout of all of them.
     """
-    return tuple(Row(f"{prefix}{a}.{{kind}}", (f"{hf_prefix}{b}.{{kind}}",), layout) for a, b in names)
+    return tuple(WeightRule(f"{prefix}{a}.{{kind}}", (f"{hf_prefix}{b}.{{kind}}",), layout) for a, b in names)

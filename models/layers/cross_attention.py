@@ -13,7 +13,7 @@ from ...kernels.attention.decode import decode_attention
 from ...kernels.attention.packed_sequences import PackedSequences
 from ..dispatch.attention_calls import CallKind
 from ..kv_cache import CrossAttentionCache
-from .fused_linear import added_to, norm_linear
+from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm
 
 
@@ -132,7 +132,7 @@ class CrossAttention(nn.Module):
             )
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
-        return added_to(residual, self.output, context.flatten(2))
+        return linear_add_residual(residual, self.output, context.flatten(2))
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Project an encoder output (batch, tokens, hidden_size) to K and V, each (batch, tokens, groups, head_dim)."""

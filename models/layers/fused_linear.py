@@ -11,11 +11,11 @@ from .norm import LayerNorm, RMSNorm
 class FusedLinear(nn.Linear):
     """Linear layer that can save the input of a preceding norm instead of its output, and fuse a residual add."""
 
-    def add_to_residual(self, stream: Tensor, hidden: Tensor) -> Tensor:
+    def add_to_residual(self, residual: Tensor, hidden: Tensor) -> Tensor:
         """Return `stream + linear(hidden)`, with `stream` (..., out) the residual and `hidden` (..., in)."""
         raise NotImplementedError
 
-    def spares(self, norm: LayerNorm | RMSNorm) -> bool:
+    def can_skip_norm_output(self, norm: LayerNorm | RMSNorm) -> bool:
         """Return True if `forward_with_norm` saves only per-row statistics of this norm for the backward, not its
         output.
         """
@@ -26,16 +26,16 @@ class FusedLinear(nn.Linear):
         raise NotImplementedError
 
 
-def spares(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
+def can_skip_norm_output(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
     """Return True if the backward of `linear` needs no norm output and nothing has to be recomputed for it."""
-    return isinstance(linear, FusedLinear) and linear.spares(norm)
+    return isinstance(linear, FusedLinear) and linear.can_skip_norm_output(norm)
 
 
-def added_to(stream: Tensor | None, linear: nn.Linear, hidden: Tensor) -> Tensor:
+def linear_add_residual(residual: Tensor | None, linear: nn.Linear, hidden: Tensor) -> Tensor:
     """Return `stream + linear(hidden)`, or `linear(hidden)` if the residual `stream` is None."""
-    if stream is None:
+    if residual is None:
         return linear(hidden)
-    return linear.add_to_residual(stream, hidden) if isinstance(linear, FusedLinear) else stream + linear(hidden)
+    return linear.add_to_residual(residual, hidden) if isinstance(linear, FusedLinear) else residual + linear(hidden)
 
 
 def norm_linear(
@@ -55,7 +55,7 @@ def norm_linear(
         The projection (..., out), and the residual stream to use from here on: a fused kernel returns its own, so that
         one backward kernel accumulates both gradients.
     """
-    if isinstance(linear, FusedLinear) and linear.spares(norm):
+    if isinstance(linear, FusedLinear) and linear.can_skip_norm_output(norm):
         return linear.forward_with_norm(norm, hidden), residual
     fusable = residual is hidden and type(linear) is nn.Linear
     if fusable and isinstance(norm, RMSNorm) and norm.can_fuse_projection(hidden):

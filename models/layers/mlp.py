@@ -9,8 +9,8 @@ from ...kernels.activations import NONLINEARITIES
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
-from ..memory.activation_checkpoint import recomputes, run_with_recomputed_input
-from .fused_linear import added_to, norm_linear
+from ..memory.activation_checkpoint import run_with_recomputed_input, should_recompute
+from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm
 
 
@@ -66,8 +66,8 @@ class MLP(nn.Module):
             projected = self.up(hidden)
         else:
             projected, residual = norm_linear(norm, self.up, hidden, residual)
-        if not (self.recompute and recomputes(self)):
-            return added_to(residual, self.down, self._inner(projected))
+        if not (self.recompute and should_recompute(self)):
+            return linear_add_residual(residual, self.down, self._inner(projected))
         fusable = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
         if self.gated and fusable and triton_runs_on(projected):
             output = gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)

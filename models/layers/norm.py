@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.norm_functions import NormFactors, layer_norm, rms_norm, rms_norm_factors
-from ...kernels.rms_norm_residual import forked_rms_norm, forks, rms_norm_residual_linear
+from ...kernels.rms_norm_residual import can_fuse_residual, rms_norm_residual, rms_norm_residual_linear
 
 
-class Read(NamedTuple):
+class BranchInput(NamedTuple):
     """Residual stream and input of a residual branch.
 
     Attributes:
@@ -22,8 +22,8 @@ class Read(NamedTuple):
         norm: norm that the branch applies itself, so that its output is not saved; None if it has been applied.
     """
 
-    stream: Tensor
-    normed: Tensor
+    residual: Tensor
+    hidden: Tensor
     second_hidden: Tensor | None = None
     norm: LayerNorm | RMSNorm | None = None
 
@@ -64,35 +64,37 @@ class RMSNorm(nn.Module):
             inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered, training=self.training
         )
 
-    def forward_with_residual(self, stream: Tensor, twice: bool) -> Read:
+    def forward_with_residual(self, residual: Tensor, two_outputs: bool) -> BranchInput:
         """Return the residual stream and its norm, whose fused backward sums the gradients of both.
 
         Args:
             stream: residual stream (..., hidden_size).
             twice: return the norm for a second reader too. Every returned tensor must be used in the loss.
         """
-        if not forks(stream, self.weight):
-            return Read(stream, self(stream))
+        if not can_fuse_residual(residual, self.weight):
+            return BranchInput(residual, self(residual))
         epsilon, centred = self.epsilon, self.zero_centered
-        return Read(*forked_rms_norm(stream, self.weight, epsilon=epsilon, zero_centered=centred, twice=twice))
+        return BranchInput(
+            *rms_norm_residual(residual, self.weight, epsilon=epsilon, zero_centered=centred, two_outputs=two_outputs)
+        )
 
-    def can_fuse_projection(self, stream: Tensor) -> bool:
+    def can_fuse_projection(self, residual: Tensor) -> bool:
         """Return True if `fused_projection` is supported and saves memory.
 
         Under autocast it does not: the residual stream is a wide sum that nothing else saves.
         """
-        return forks(stream, self.weight) and not torch.is_autocast_enabled(stream.device.type)
+        return can_fuse_residual(residual, self.weight) and not torch.is_autocast_enabled(residual.device.type)
 
-    def fused_projection(self, stream: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def fused_projection(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream and a projection of its norm; the backward recomputes the norm.
 
         Both must be used in the loss.
         """
         return rms_norm_residual_linear(
-            stream, self.weight, weight, bias, epsilon=self.epsilon, zero_centered=self.zero_centered
+            residual, self.weight, weight, bias, epsilon=self.epsilon, zero_centered=self.zero_centered
         )
 
-    def parts(self, inputs: Tensor) -> NormFactors:
+    def factors(self, inputs: Tensor) -> NormFactors:
         """Return the factors of the norm: input, reciprocal RMS of each row, and weight."""
         return rms_norm_factors(inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered)
 

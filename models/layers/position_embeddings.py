@@ -51,7 +51,7 @@ class RotaryEmbedding(ComputedTable):
     def __init__(
         self,
         dim: int,
-        positions: int,
+        max_positions: int,
         *,
         base: float,
         position_scale: float,
@@ -59,11 +59,11 @@ class RotaryEmbedding(ComputedTable):
     ) -> None:
         super().__init__()
         self.dim = dim
-        self.positions = positions
+        self.max_positions = max_positions
         self.base = base
         self.position_scale = position_scale
         self.scaling = scaling
-        empty = torch.empty(positions, dim // 2)
+        empty = torch.empty(max_positions, dim // 2)
         self.register_buffer("cosine", empty, persistent=False)
         self.register_buffer("sine", empty.clone(), persistent=False)
         self._fill()
@@ -74,7 +74,7 @@ class RotaryEmbedding(ComputedTable):
             return
         dtype = torch.promote_types(self.cosine.dtype, torch.float32)
         self.cosine, self.sine = rotary_table(
-            self.positions,
+            self.max_positions,
             self.dim,
             base=self.base,
             position_scale=self.position_scale,
@@ -98,7 +98,7 @@ class RotaryEmbedding(ComputedTable):
 
     def extra_repr(self) -> str:
         """Return the settings shown by `print(model)`."""
-        return f"dim={self.dim}, positions={self.positions}, base={self.base}"
+        return f"dim={self.dim}, positions={self.max_positions}, base={self.base}"
 
 
 class XPosEmbedding(ComputedTable):
@@ -111,17 +111,17 @@ class XPosEmbedding(ComputedTable):
 
     tables: Tensor
 
-    def __init__(self, dim: int, positions: int) -> None:
+    def __init__(self, dim: int, max_positions: int) -> None:
         super().__init__()
         self.dim = dim
-        self.positions = positions
-        self.register_buffer("tables", torch.empty(4, positions, dim // 2), persistent=False)
+        self.max_positions = max_positions
+        self.register_buffer("tables", torch.empty(4, max_positions, dim // 2), persistent=False)
         self._fill()
 
     def _fill(self) -> None:
         if not self.tables.is_meta:
             dtype = torch.promote_types(self.tables.dtype, torch.float32)
-            self.tables = torch.stack(xpos_table(self.positions, self.dim, dtype=dtype, device=self.tables.device))
+            self.tables = torch.stack(xpos_table(self.max_positions, self.dim, dtype=dtype, device=self.tables.device))
 
     def forward(self, positions: int | Tensor) -> RotaryTables:
         """Return the cosine and sine for queries and for keys; positions as in `RotaryEmbedding`."""
@@ -131,7 +131,7 @@ class XPosEmbedding(ComputedTable):
 
     def extra_repr(self) -> str:
         """Return the settings shown by `print(model)`."""
-        return f"dim={self.dim}, positions={self.positions}"
+        return f"dim={self.dim}, positions={self.max_positions}"
 
 
 class SamplePositionEmbedding(nn.Module):

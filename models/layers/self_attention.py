@@ -11,12 +11,12 @@ from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
 from ...kernels.attention.packed_sequences import PackedSequences
-from ...kernels.fused_qkv_rope import rotary_split
+from ...kernels.fused_qkv_rope import fused_qkv_rope
 from ...kernels.rope import apply_rotary
 from ..dispatch.attention_calls import CallKind
 from ..kv_cache import LayerKVCache
 from .attention_bias import ScoreBias
-from .fused_linear import added_to, norm_linear
+from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm
 from .position_embeddings import RotaryTables
 
@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
             return self._project_output(self._decode(projected[:, 0], rotary, terms, cache)[:, None], residual)
         query, key, value = self._split_and_rotate(projected, rotary)
         if cache is not None:
-            cache.begin(key, value)
+            cache.prefill(key, value)
         context = self.backends[kind](
             query,
             key,
@@ -143,7 +143,7 @@ class SelfAttention(nn.Module):
         """Scale the heads of (batch, tokens, heads, head_dim), project them, and add the residual if given."""
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
-        return added_to(residual, self.output, context.flatten(2))
+        return linear_add_residual(residual, self.output, context.flatten(2))
 
     def _decode(
         self, projected: Tensor, rotary: RotaryTables | None, terms: ScoreBias | None, cache: LayerKVCache
@@ -175,7 +175,7 @@ class SelfAttention(nn.Module):
         """Split (batch, tokens, heads + 2 groups, head_dim) into normed and rotated queries, keys, and values."""
         interleaved = self.rotary_interleaved
         if rotary is not None and rotary.key_cosine is None and self.query_norm is None:
-            return rotary_split(projected, rotary.cosine, rotary.sine, self.groups, interleaved=interleaved)
+            return fused_qkv_rope(projected, rotary.cosine, rotary.sine, self.groups, interleaved=interleaved)
         query, key, value = projected.split((self.heads, self.groups, self.groups), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

@@ -18,12 +18,12 @@ Inputs = ParamSpec("Inputs")
 Output = TypeVar("Output")
 
 
-def recomputes(module: nn.Module) -> bool:
+def should_recompute(module: nn.Module) -> bool:
     """Return True if a backward will follow (training mode and gradients enabled), so that recompute saves memory."""
     return module.training and torch.is_grad_enabled()
 
 
-def draws(module: nn.Module) -> bool:
+def uses_rng(module: nn.Module) -> bool:
     """Return True if the module or a submodule uses the RNG in training, marked by an attribute `uses_rng`."""
     return any(getattr(part, "uses_rng", False) for part in module.modules())
 
@@ -58,5 +58,5 @@ def run_with_recomputed_input(
     if torch.compiler.is_compiling():  # a checkpointed matmul would be recomputed for every user of its output
         return product(run_with_recompute(part, part_uses_rng, inputs))
     # Early stop: the recomputation ends as soon as the matmul has saved its argument, before the matmul itself runs.
-    product_uses_rng = isinstance(product, nn.Module) and draws(product)
+    product_uses_rng = isinstance(product, nn.Module) and uses_rng(product)
     return run_with_recompute(lambda given: product(part(given)), part_uses_rng or product_uses_rng, inputs)

@@ -35,11 +35,11 @@ class CopyEngine(Protocol):
         """Bytes of host memory allocated so far; never returned to the system."""
         ...
 
-    def begin(self) -> None:
+    def use_current_stream(self) -> None:
         """Overlap copies with the work submitted from now on: use the current stream as the compute stream."""
         ...
 
-    def host(self, size: int) -> Tensor:
+    def allocate_host(self, size: int) -> Tensor:
         """Allocate a host buffer, uint8 (size,).
 
         Raises:
@@ -47,11 +47,11 @@ class CopyEngine(Protocol):
         """
         ...
 
-    def give_back(self, host: Tensor) -> None:
+    def release_host(self, host: Tensor) -> None:
         """Release a host buffer; all copies to and from it must have been waited for."""
         ...
 
-    def new(self, size: int) -> Tensor:
+    def allocate_device(self, size: int) -> Tensor:
         """Allocate device memory, uint8 (size,)."""
         ...
 
@@ -59,7 +59,7 @@ class CopyEngine(Protocol):
         """Free the memory of a storage (size 0) or allocate it again, in order with the compute stream."""
         ...
 
-    def send(self, memory: Tensor, host: Tensor) -> Any:
+    def copy_to_host(self, memory: Tensor, host: Tensor) -> Any:
         """Start a copy to the host after the work so far; keep `memory` alive until the event is waited for."""
         ...
 
@@ -67,7 +67,7 @@ class CopyEngine(Protocol):
         """Start a copy to the device after the work so far; keep `memory` alive until the event is waited for."""
         ...
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, event: Any) -> None:
         """Make work submitted from now on wait for the copy of this event."""
         ...
 
@@ -95,19 +95,19 @@ class CudaCopyEngine:
         """See `CopyEngine`."""
         return self._pool.size
 
-    def begin(self) -> None:
+    def use_current_stream(self) -> None:
         """See `CopyEngine`."""
         self._work = torch.cuda.current_stream(self.device)
 
-    def host(self, size: int) -> Tensor:
+    def allocate_host(self, size: int) -> Tensor:
         """See `CopyEngine`."""
-        return self._pool.take(size)
+        return self._pool.allocate(size)
 
-    def give_back(self, host: Tensor) -> None:
+    def release_host(self, host: Tensor) -> None:
         """See `CopyEngine`."""
-        self._pool.give_back(host)
+        self._pool.release(host)
 
-    def new(self, size: int) -> Tensor:
+    def allocate_device(self, size: int) -> Tensor:
         """See `CopyEngine`."""
         with torch.cuda.stream(self._work):
             return torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -117,7 +117,7 @@ class CudaCopyEngine:
         with torch.cuda.stream(self._work):
             storage.resize_(size)
 
-    def send(self, memory: Tensor, host: Tensor) -> torch.Event:
+    def copy_to_host(self, memory: Tensor, host: Tensor) -> torch.Event:
         """See `CopyEngine`."""
         return self._copy(self._out, memory, host)
 
@@ -125,9 +125,9 @@ class CudaCopyEngine:
         """See `CopyEngine`."""
         return self._copy(self._back, host, memory)
 
-    def wait(self, mark: torch.Event) -> None:
+    def wait(self, event: torch.Event) -> None:
         """See `CopyEngine`."""
-        self._work.wait_event(mark)
+        self._work.wait_event(event)
 
     def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> torch.Event:
         stream.wait_stream(self._work)
@@ -166,7 +166,7 @@ class PinnedMemoryPool:
         self._released: deque[_Block] = deque()
         self.size = 0
 
-    def take(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         """Allocate a buffer of `size` bytes, uint8.
 
         Raises:
@@ -181,7 +181,7 @@ class PinnedMemoryPool:
         self._free[index : index + 1] = [_Block(slab, start + needed, stop)] if start + needed < stop else []
         return self._slabs[slab][start : start + size]
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """Release a buffer of `take`."""
         # Merged by the next `take`: the garbage collector may call this on another thread, or in the middle of one.
         start = int(buffer.storage_offset())

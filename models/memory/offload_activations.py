@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .host_copies import CopyEngine, bytes_of
 
-LEAST_SIZE = 1 << 20
+MIN_OFFLOAD_BYTES = 1 << 20
 """Minimal bytes of an offloaded tensor."""
 
 
@@ -43,13 +43,13 @@ class ActivationOffload:
         sent_bytes: bytes copied to the host in the last forward.
     """
 
-    def __init__(self, copies: CopyEngine, layers: int, *, least_size: int = LEAST_SIZE) -> None:
+    def __init__(self, copies: CopyEngine, num_layers: int, *, least_size: int = MIN_OFFLOAD_BYTES) -> None:
         self.copies = copies
-        self.layers = layers
+        self.num_layers = num_layers
         self._least_size = least_size
         self.sent_bytes = 0
 
-    def begin_forward(self, layers: int, shared: object) -> ForwardPass:
+    def begin_forward(self, num_layers: int, shared: object) -> ForwardPass:
         """Begin a forward through all layers.
 
         Args:
@@ -57,8 +57,8 @@ class ActivationOffload:
             shared: nested tuples of tensors shared by all layers, which are not offloaded.
         """
         self.sent_bytes = 0
-        self.copies.begin()
-        return ForwardPass(self, self.copies, self.layers, layers, shared, self._least_size)
+        self.copies.use_current_stream()
+        return ForwardPass(self, self.copies, self.num_layers, num_layers, shared, self._least_size)
 
 
 class ForwardPass:
@@ -78,7 +78,7 @@ class ForwardPass:
         self._num_freed = 0
 
     @contextmanager
-    def layers(self, numbers: range, modules: Iterable[nn.Module]) -> Iterator[None]:
+    def offload_saved_tensors(self, indices: range, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Context manager that offloads the tensors saved by these layers.
 
         Args:
@@ -86,16 +86,16 @@ class ForwardPass:
             modules: the layers, whose parameters are not offloaded.
         """
         # With chunks, the nearest saved input to prefetch is that of the chunk before.
-        self._prefetch_distance = max(self._prefetch_distance, len(numbers))
-        num_freed = min(numbers.start, numbers.stop - self._resident)
+        self._prefetch_distance = max(self._prefetch_distance, len(indices))
+        num_freed = min(indices.start, indices.stop - self._resident)
         for group in self._groups[self._num_freed : max(num_freed, 0)]:
             for stored in group.values():
                 stored.free()
         self._num_freed = max(self._num_freed, num_freed)
-        if numbers.start >= len(self._groups):
+        if indices.start >= len(self._groups):
             yield
             return
-        group = self._groups[numbers.start]
+        group = self._groups[indices.start]
         group |= self._carried
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
@@ -104,16 +104,16 @@ class ForwardPass:
         with saved_tensors_hooks(pack, _unpack):
             yield
 
-    def after(self, numbers: range, hidden: Tensor) -> None:
+    def post_forward(self, indices: range, hidden: Tensor) -> None:
         """Register the prefetch for the backward; call after these layers returned `hidden`."""
         self._carried = {}
-        if numbers.start < len(self._groups):
+        if indices.start < len(self._groups):
             # `hidden` is the input of the next layer: offloaded with that layer, or not at all if that one is not.
-            group, address = self._groups[numbers.start], _address(hidden)
+            group, address = self._groups[indices.start], _address(hidden)
             self._carried = {key: stored for key, stored in group.items() if key.address == address}
             for key in self._carried:
                 del group[key]
-        first, last = (max(number - self._prefetch_distance, 0) for number in (numbers.start, numbers.stop))
+        first, last = (max(number - self._prefetch_distance, 0) for number in (indices.start, indices.stop))
         groups = [group for group in self._groups[first:last] if group]
         if groups and hidden.requires_grad:
             hidden.register_hook(_prefetch_hook(groups))
@@ -155,8 +155,8 @@ class _Stored:
         self._memory: Tensor | None = memory
         self._pending_copy: Any = None
         self._host: Tensor | None = None  # for `__del__`, if the allocation below fails
-        self._host = copies.host(memory.numel())
-        self._pending_copy = copies.send(memory, self._host)
+        self._host = copies.allocate_host(memory.numel())
+        self._pending_copy = copies.copy_to_host(memory, self._host)
 
     def free(self) -> None:
         """Free the device memory, after the copy."""
@@ -167,7 +167,7 @@ class _Stored:
         """Start copying back to the device, unless the value is there."""
         if self._memory is None:
             assert self._host is not None
-            self._memory = self._copies.new(self._host.numel())
+            self._memory = self._copies.allocate_device(self._host.numel())
             self._pending_copy = self._copies.copy_to_device(self._host, self._memory)
 
     def read(self) -> Tensor:
@@ -185,7 +185,7 @@ class _Stored:
     def __del__(self) -> None:
         self._wait()  # the memory and the buffer may be reused only after the copy
         if self._host is not None:
-            self._copies.give_back(self._host)
+            self._copies.release_host(self._host)
 
 
 class _Saved(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .host_copies import CopyEngine, bytes_of
-from .offload_activations import LEAST_SIZE
+from .offload_activations import MIN_OFFLOAD_BYTES
 
 
 class WeightOffload:
@@ -40,7 +40,12 @@ class WeightOffload:
     """
 
     def __init__(
-        self, copies: CopyEngine, layers: Sequence[nn.Module], offloaded: int, *, least_size: int = LEAST_SIZE
+        self,
+        copies: CopyEngine,
+        layers: Sequence[nn.Module],
+        num_offloaded: int,
+        *,
+        least_size: int = MIN_OFFLOAD_BYTES,
     ) -> None:
         if any(type(parameter) is not nn.Parameter for layer in layers for parameter in layer.parameters()):
             raise ValueError(
@@ -50,30 +55,32 @@ class WeightOffload:
         self.copies = copies
         self._layers = [
             [_Weight(parameter, copies) for parameter in layer.parameters() if parameter.nbytes >= least_size]
-            for layer in layers[:offloaded]
+            for layer in layers[:num_offloaded]
         ]
-        self._delay = max(2, len(layers) - offloaded)  # layers between the forward of a layer and freeing its weights
+        self._delay = max(
+            2, len(layers) - num_offloaded
+        )  # layers between the forward of a layer and freeing its weights
         self._num_freed = 0
         self.sent_bytes = sum(weight.size for layer in self._layers for weight in layer)
 
-    def before(self, numbers: range) -> None:
+    def pre_forward(self, indices: range) -> None:
         """Make the weights of these layers, counted from 0, available on the device; call before their forward."""
-        if numbers.start == 0:
-            self.copies.begin()
+        if indices.start == 0:
+            self.copies.use_current_stream()
             self._num_freed = 0
-        for weight in self._weights(numbers):
+        for weight in self._weights(indices):
             weight.ensure_on_device()
 
-    def after(self, numbers: range, hidden: Tensor) -> None:
+    def post_forward(self, indices: range, hidden: Tensor) -> None:
         """Start copying the weights of these layers to the host; call after their forward returned `hidden`."""
-        for weight in self._weights(numbers):
+        for weight in self._weights(indices):
             weight.copy_to_host()
-        num_freed = max(self._num_freed, min(numbers.start, numbers.stop - self._delay + 1))
+        num_freed = max(self._num_freed, min(indices.start, indices.stop - self._delay + 1))
         for weight in self._weights(range(self._num_freed, num_freed)):
             weight.free()
         self._num_freed = num_freed
-        if hidden.requires_grad and numbers.start - len(numbers) < len(self._layers):
-            hidden.register_hook(self._backward_hook(numbers))
+        if hidden.requires_grad and indices.start - len(indices) < len(self._layers):
+            hidden.register_hook(self._backward_hook(indices))
 
     def to_device(self) -> None:
         """Make all weights available on the device, also those that no backward has fetched."""
@@ -118,8 +125,8 @@ class _Weight:
     def copy_to_host(self) -> None:
         """Start copying the current value to the host."""
         if self._host is None:
-            self._host = self._copies.host(self.size)
-        self._pending_copy = self._copies.send(self._memory, self._host)
+            self._host = self._copies.allocate_host(self.size)
+        self._pending_copy = self._copies.copy_to_host(self._memory, self._host)
 
     def free(self) -> None:
         """Free the device memory, after the copy."""

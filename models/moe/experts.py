@@ -58,11 +58,11 @@ class Experts(nn.Module):
         """Map (tokens, hidden_size) to the same shape; the output of a token dropped by all experts is 0."""
         return self._mlp(tokens, routed, None)
 
-    def added_to(self, stream: Tensor, tokens: Tensor, routed: Routing) -> Tensor:
+    def add_to_residual(self, residual: Tensor, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the residual `stream` (tokens, hidden_size) plus the expert outputs; fused kernels include the add."""
         if type(self) is not Experts:  # a subclass with its own forward
-            return stream + self(tokens, routed)
-        return self._mlp(tokens, routed, stream)
+            return residual + self(tokens, routing)
+        return self._mlp(tokens, routing, residual)
 
     def _mlp(self, tokens: Tensor, routed: Routing, residual: Tensor | None) -> Tensor:
         weights = (self.up, self.down, self.up_bias, self.down_bias)
@@ -75,17 +75,17 @@ class Experts(nn.Module):
         assert down is not None
         return expert_mlp(
             tokens,
-            routed.choice.experts,
-            routed.choice.gates,
+            routed.assignment.experts,
+            routed.assignment.gates,
             up,
             down,
             nonlinearity=self.nonlinearity,
             gated=self.gated,
             up_bias=up_bias,
             down_bias=down_bias,
-            kept=routed.kept,
+            kept=routed.keep_mask,
             capacity=routed.capacity if self.pad_to_capacity else None,
             dropout=self.dropout if self.training else 0.0,
             implementation="padded" if self.pad_to_capacity and routed.capacity is not None else self.implementation,
-            onto=residual,
+            residual=residual,
         )

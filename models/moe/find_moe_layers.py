@@ -7,6 +7,6 @@ from torch import nn
 from .moe_layer import MoE
 
 
-def moe_layers(model: nn.Module) -> dict[str, MoE]:
+def find_moe_layers(model: nn.Module) -> dict[str, MoE]:
     """Return the MoE modules by name (`decoder.layers.3.mlp`), in forward order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.mlp import MLP
-from ..memory.activation_checkpoint import recomputes, run_with_recompute
+from ..memory.activation_checkpoint import run_with_recompute, should_recompute
 from .experts import Experts
 from .router import STATISTIC_NAMES, Router
 
@@ -63,12 +63,12 @@ class MoE(nn.Module):
 
     def forward(self, hidden: Tensor, padding: Tensor | None = None) -> Tensor:
         """Return the output of `run`, and `count` its statistics in training."""
-        output, sums = self.run(hidden, padding)
+        output, sums = self.forward_with_statistics(hidden, padding)
         if self.training:
-            self.count(sums)
+            self.update_statistics(sums)
         return output
 
-    def run(
+    def forward_with_statistics(
         self,
         hidden: Tensor,
         padding: Tensor | None = None,
@@ -95,17 +95,17 @@ class MoE(nn.Module):
             (batch, tokens, hidden_size), and the router statistics for `count`.
         """
         real = None if padding is None else padding.flatten()
-        if self.recompute and recomputes(self):
+        if self.recompute and should_recompute(self):
             output, sums = run_with_recompute(self._run, self.preserve_rng_state, hidden, real, norm, use_capacity)
             return (output if residual is None else residual + output), sums
         return self._run(hidden, real, norm, use_capacity, router_input, residual)
 
-    def count(self, sums: Tensor) -> None:
+    def update_statistics(self, statistics: Tensor) -> None:
         """Accumulate the router statistics of one training forward."""
         with torch.no_grad():
-            self.statistics.add_(sums)
+            self.statistics.add_(statistics)
             if self.step_counts is not None:
-                self.step_counts.add_(sums[: len(self.step_counts)])
+                self.step_counts.add_(statistics[: len(self.step_counts)])
 
     def _run(
         self,
@@ -120,7 +120,7 @@ class MoE(nn.Module):
         router_tokens = tokens if router_input is None else router_input.flatten(0, 1)
         routed = self.router(router_tokens, self.expert_bias, self.loss_share, real, use_capacity=use_capacity)
         if residual is not None and self.shared is None:
-            return self.experts.added_to(residual.flatten(0, 1), tokens, routed).view_as(hidden), routed.sums
+            return self.experts.add_to_residual(residual.flatten(0, 1), tokens, routed).view_as(hidden), routed.sums
         output = self.experts(tokens, routed)
         if self.shared is not None:
             output = output + self.shared(tokens)

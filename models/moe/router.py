@@ -40,10 +40,10 @@ class Routing(NamedTuple):
         sums: fp32 (experts + 6): tokens assigned to each expert, then the entries named by `SUMS`.
     """
 
-    choice: RoutingResult
-    kept: Tensor | None
+    assignment: RoutingResult
+    keep_mask: Tensor | None
     capacity: int | None
-    sums: Tensor
+    statistics: Tensor
 
 
 class Router(nn.Module):
@@ -131,13 +131,13 @@ class Router(nn.Module):
                 inputs = inputs.to(dtype)
                 inputs = inputs * (1.0 + self.jitter * (2.0 * torch.rand_like(inputs) - 1.0))
             logits = router_logits(inputs, self.weight, dtype)
-            logits_loss = z_loss(logits, real=real)
+            logits_loss = z_loss(logits, token_mask=real)
             if self.training and self.z_loss:
                 logits = attach_auxiliary_loss(logits, self.z_loss * logits_loss, loss_share)
             choice = self._choose(logits, expert_bias, real)
             probabilities = router_probabilities(logits, self.score)
-            counts = tokens_per_expert(choice.experts, number, real=real)
-            balance = load_balancing_loss(probabilities, counts, self.topk, real=real)
+            counts = tokens_per_expert(choice.experts, number, token_mask=real)
+            balance = load_balancing_loss(probabilities, counts, self.topk, token_mask=real)
             if self.training and self.aux_loss:
                 choice = RoutingResult(
                     choice.experts, attach_auxiliary_loss(choice.gates, self.aux_loss * balance, loss_share)
@@ -145,9 +145,9 @@ class Router(nn.Module):
             capacity, kept = None, None if real is None else real[:, None].expand_as(choice.experts)
             if self.capacity_factor is not None and use_capacity:
                 capacity = expert_capacity(len(tokens), number, self.topk, self.capacity_factor)
-                kept = capacity_mask(choice, number, capacity, self.drop_policy, real=real)
+                kept = capacity_mask(choice, number, capacity, self.drop_policy, token_mask=real)
             with torch.no_grad():
-                entropy = router_entropy(probabilities, real=real)
+                entropy = router_entropy(probabilities, token_mask=real)
                 assignments = counts.sum()
                 dropped = assignments - kept.sum() if kept is not None else torch.zeros_like(assignments)
                 values = (balance, logits_loss, entropy, dropped, assignments, torch.ones_like(assignments))
@@ -156,7 +156,7 @@ class Router(nn.Module):
 
     def _choose(self, logits: Tensor, expert_bias: Tensor | None, real: Tensor | None) -> RoutingResult:
         if self.balancing == "sinkhorn":
-            return sinkhorn_routing(logits, self.topk, training=self.training, real=real)
+            return sinkhorn_routing(logits, self.topk, training=self.training, token_mask=real)
         return topk_routing(
             logits,
             self.topk,

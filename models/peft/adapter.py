@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from ..config.peft_slice import AdapterSlice
 from ..layers.norm import LayerNorm
-from .added_parameters import Added, drawn
+from .added_parameters import PeftModule, init_matrix
 
 _EPSILON = 1e-5
 
 
-class BottleneckAdapter(Added):
+class BottleneckAdapter(PeftModule):
     """Adapter y + dropout(up(silu(down(norm(y))))); with norm position `post`, the norm is on the output of `up`.
 
     Args:
@@ -46,4 +46,4 @@ class BottleneckAdapter(Added):
             return torch.ones(shape)
         if name == "norm.bias":
             return torch.zeros(shape)
-        return drawn(self.adapter.column_init if name == "down" else self.adapter.row_init, shape, generator)
+        return init_matrix(self.adapter.column_init if name == "down" else self.adapter.row_init, shape, generator)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..config.peft import InitMethod
 
 
-class Added(nn.Module):
+class PeftModule(nn.Module):
     """Module with trainable parameters that the base model does not have.
 
     Attributes:
@@ -26,7 +26,7 @@ class Added(nn.Module):
         """Return the initial value of the PEFT parameter `name` of this module, in fp32 on the CPU."""
         raise NotImplementedError
 
-    def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    def merge(self, name: str, weight: Tensor, peft_parameters: Mapping[str, Tensor]) -> Tensor:
         """Return a frozen parameter of the module with the PEFT parameters merged into it.
 
         Args:
@@ -37,7 +37,7 @@ class Added(nn.Module):
         raise NotImplementedError
 
 
-def added_parameters(model: nn.Module) -> list[str]:
+def peft_parameter_names(model: nn.Module) -> list[str]:
     """Return the names of the PEFT parameters of a model."""
     return [f"{prefix}.{name}" for prefix, _, name in _named_peft_parameters(model)]
 
@@ -45,22 +45,22 @@ def added_parameters(model: nn.Module) -> list[str]:
 def peft_initializers(model: nn.Module) -> dict[str, Callable[[str, torch.Size, torch.Generator], Tensor]]:
     """Return the initializers of all PEFT parameters by name, for `init.InitRules.initializers`."""
 
-    def value(module: Added, short_name: str, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def value(module: PeftModule, short_name: str, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         return module.initial_parameter(short_name, shape, generator)
 
     return {f"{prefix}.{name}": partial(value, module, name) for prefix, module, name in _named_peft_parameters(model)}
 
 
-def _named_peft_parameters(model: nn.Module) -> Iterator[tuple[str, Added, str]]:
+def _named_peft_parameters(model: nn.Module) -> Iterator[tuple[str, PeftModule, str]]:
     """Yield module name, module, and parameter name in the module."""
     for prefix, module in model.named_modules():
-        if isinstance(module, Added):
+        if isinstance(module, PeftModule):
             for name, _ in module.named_parameters(recurse=not module.peft_parameters):
                 if not module.peft_parameters or name in module.peft_parameters:
                     yield prefix, module, name
 
 
-def drawn(method: InitMethod, shape: torch.Size, generator: torch.Generator, parts: int = 1) -> Tensor:
+def init_matrix(method: InitMethod, shape: torch.Size, generator: torch.Generator, parts: int = 1) -> Tensor:
     """Initialize a matrix (..., rows, columns) with one of NeMo's methods.
 
     Args:

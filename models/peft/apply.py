@@ -10,7 +10,7 @@ from ..layers.mlp import MLP
 from ..moe.moe_layer import MoE
 from ..stack import Layer, Stack
 from .adapter import BottleneckAdapter
-from .added_parameters import added_parameters
+from .added_parameters import peft_parameter_names
 from .ia3 import IA3InputLinear, IA3OutputLinear
 from .lora import LoRAExperts, LoRALinear
 from .lora_mlp import LoRAMLP
@@ -45,7 +45,7 @@ def apply_peft(model: nn.Module, stacks: tuple[Stack, ...], model_slice: FamilyS
                     pass
     if isinstance(peft, PromptSlice):
         model.prompt = PromptEncoder(model_slice.stacks[0].hidden_size, peft)
-    trainable = set(added_parameters(model))
+    trainable = set(peft_parameter_names(model))
     if isinstance(peft, SelectiveSlice):
         trainable = {name for name, _ in model.named_parameters() if any(part in name for part in peft.names)}
         unmatched = [part for part in peft.names if not any(part in name for name in trainable)]
@@ -89,9 +89,9 @@ def _add_lora(layer: Layer, lora: LoRASlice, mlp_is_one_operation: bool) -> None
         if lora.targets & {"mlp_fc1", "mlp_fc2"}:
             mlp.experts = LoRAExperts(mlp.experts, lora)
             if mlp.shared is not None:
-                mlp.shared = LoRAMLP(mlp.shared, lora, is_one_operation=mlp_is_one_operation)
+                mlp.shared = LoRAMLP(mlp.shared, lora, fused=mlp_is_one_operation)
     elif lora.targets & {"mlp_fc1", "mlp_fc2"}:
-        layer.mlp = LoRAMLP(mlp, lora, is_one_operation=mlp_is_one_operation)
+        layer.mlp = LoRAMLP(mlp, lora, fused=mlp_is_one_operation)
 
 
 def _add_ia3(layer: Layer) -> None:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .added_parameters import Added
+from .added_parameters import PeftModule
 
 
-class IA3OutputLinear(nn.Linear, Added):
+class IA3OutputLinear(nn.Linear, PeftModule):
     """Frozen linear layer with learned scales of its last outputs: keys and values of a fused projection.
 
     Args:
@@ -37,14 +37,14 @@ class IA3OutputLinear(nn.Linear, Added):
         """Initialize the scales to 1."""
         return torch.ones(shape)
 
-    def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    def merge(self, name: str, weight: Tensor, peft_parameters: Mapping[str, Tensor]) -> Tensor:
         """Multiply the rows of weight and bias by their scales."""
-        scales = added["ia3"].to(weight)
+        scales = peft_parameters["ia3"].to(weight)
         row_scales = torch.cat([scales.new_ones(len(weight) - len(scales)), scales])
         return weight * (row_scales if weight.ndim == 1 else row_scales[:, None])
 
 
-class IA3InputLinear(nn.Linear, Added):
+class IA3InputLinear(nn.Linear, PeftModule):
     """Frozen linear layer with a learned scale of each input: the inner activations of an MLP.
 
     Args:
@@ -66,6 +66,6 @@ class IA3InputLinear(nn.Linear, Added):
         """Initialize the scales to 1."""
         return torch.ones(shape)
 
-    def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    def merge(self, name: str, weight: Tensor, peft_parameters: Mapping[str, Tensor]) -> Tensor:
         """Multiply the columns of the weight by their scales."""
-        return weight * added["ia3"].to(weight) if name == "weight" else weight
+        return weight * peft_parameters["ia3"].to(weight) if name == "weight" else weight

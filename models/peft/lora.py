@@ -16,10 +16,10 @@ from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..moe.experts import Experts
 from ..moe.router import Routing
-from .added_parameters import Added, drawn
+from .added_parameters import PeftModule, init_matrix
 
 
-class LoRALinear(FusedLinear, Added):
+class LoRALinear(FusedLinear, PeftModule):
     """Frozen linear layer with a LoRA update, x W^T + b + scale (x A^T) B^T.
 
     A fused weight has a LoRA pair for each of its projections: the rows of `lora_a`, (parts * rank, in), are those of
@@ -46,7 +46,7 @@ class LoRALinear(FusedLinear, Added):
         """Map (..., in) to (..., out)."""
         return self._linear(input, None)
 
-    def spares(self, norm: LayerNorm | RMSNorm) -> bool:
+    def can_skip_norm_output(self, norm: LayerNorm | RMSNorm) -> bool:
         """Return True for RMSNorm in compiled layers without LoRA dropout.
 
         The output of an RMSNorm can be recomputed from its input and a factor per row. With dropout, the masked input
@@ -57,11 +57,11 @@ class LoRALinear(FusedLinear, Added):
     def forward_with_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
         """See `FusedLinear`."""
         assert isinstance(norm, RMSNorm)
-        return self._linear(norm(hidden), norm.parts(hidden))
+        return self._linear(norm(hidden), norm.factors(hidden))
 
-    def add_to_residual(self, stream: Tensor, hidden: Tensor) -> Tensor:
+    def add_to_residual(self, residual: Tensor, hidden: Tensor) -> Tensor:
         """See `FusedLinear`."""
-        return self._linear(hidden, None, stream)
+        return self._linear(hidden, None, residual)
 
     def _linear(self, inputs: Tensor, norm: NormFactors | None, residual: Tensor | None = None) -> Tensor:
         return lora_linear(
@@ -74,23 +74,25 @@ class LoRALinear(FusedLinear, Added):
             parts=self.parts,
             dropout=self.lora.dropout if self.training else 0.0,
             norm=norm,
-            onto=residual,
+            residual=residual,
         )
 
     def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize A and B by the configured methods."""
         if name == "lora_a":
-            return drawn(self.lora.column_init, shape, generator, len(self.parts))
-        return drawn(self.lora.row_init, shape, generator)
+            return init_matrix(self.lora.column_init, shape, generator, len(self.parts))
+        return init_matrix(self.lora.row_init, shape, generator)
 
-    def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    def merge(self, name: str, weight: Tensor, peft_parameters: Mapping[str, Tensor]) -> Tensor:
         """Return W + scale B A."""
         if name != "weight":
             return weight
-        return weight + self.lora.scale * _update(added["lora_a"], added["lora_b"], self.parts).to(weight)
+        return weight + self.lora.scale * _update(peft_parameters["lora_a"], peft_parameters["lora_b"], self.parts).to(
+            weight
+        )
 
 
-class LoRAExperts(Experts, Added):
+class LoRAExperts(Experts, PeftModule):
     """Frozen experts, each with LoRA updates of its projections.
 
     Shapes are as in `LoRALinear`, with a leading expert dimension.
@@ -143,8 +145,8 @@ class LoRAExperts(Experts, Added):
             down_lora = LoRAMatrices(self.down_lora_a, self.down_lora_b, (self.down.shape[1],), *scale_and_dropout)
         return lora_expert_mlp(
             tokens,
-            routed.choice.experts,
-            routed.choice.gates,
+            routed.assignment.experts,
+            routed.assignment.gates,
             self.up,
             self.down,
             up_lora,
@@ -153,24 +155,24 @@ class LoRAExperts(Experts, Added):
             gated=self.gated,
             up_bias=self.up_bias,
             down_bias=self.down_bias,
-            kept=routed.kept,
+            kept=routed.keep_mask,
             capacity=routed.capacity if self.pad_to_capacity else None,
             dropout=self.dropout if training else 0.0,
-            one_by_one=self.implementation == "sequential",
+            sequential=self.implementation == "sequential",
         )
 
     def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize A and B by the configured methods."""
         if name.endswith("lora_a"):
-            return drawn(self.lora.column_init, shape, generator, len(self.parts) if name.startswith("up") else 1)
-        return drawn(self.lora.row_init, shape, generator)
+            return init_matrix(self.lora.column_init, shape, generator, len(self.parts) if name.startswith("up") else 1)
+        return init_matrix(self.lora.row_init, shape, generator)
 
-    def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    def merge(self, name: str, weight: Tensor, peft_parameters: Mapping[str, Tensor]) -> Tensor:
         """Return W + scale B A of every expert."""
-        if f"{name}_lora_a" not in added:
+        if f"{name}_lora_a" not in peft_parameters:
             return weight
         parts = self.parts if name == "up" else (weight.shape[1],)
-        update = _update(added[f"{name}_lora_a"], added[f"{name}_lora_b"], parts)
+        update = _update(peft_parameters[f"{name}_lora_a"], peft_parameters[f"{name}_lora_b"], parts)
         return weight + self.lora.scale * update.to(weight)
 
 

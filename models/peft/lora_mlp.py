@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ...kernels.lora.lora_gated_mlp import WIDEST_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
+from ...kernels.lora.lora_gated_mlp import MAX_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
 from ...kernels.norm_functions import NormFactors
 from ..config.peft_slice import LoRASlice, PeftSlice
 from ..config.slices import StackSlice
-from ..layers.fused_linear import spares
+from ..layers.fused_linear import can_skip_norm_output
 from ..layers.mlp import MLP
 from ..layers.norm import LayerNorm, RMSNorm
-from ..memory.activation_checkpoint import recomputes, run_with_recomputed_input
+from ..memory.activation_checkpoint import run_with_recomputed_input, should_recompute
 from .lora import LoRALinear
 
 
-def is_one_operation(peft: PeftSlice | None, stack: StackSlice, device: str, dtype: str) -> bool:
+def is_lora_mlp_fused(peft: PeftSlice | None, stack: StackSlice, device: str, dtype: str) -> bool:
     """Return True if the MLPs of all layers are fused in training, so that they do not save the activation output."""
-    if not isinstance(peft, LoRASlice) or peft.layers.numbers is not None or peft.rank > WIDEST_RANK:
+    if not isinstance(peft, LoRASlice) or peft.layers.numbers is not None or peft.rank > MAX_RANK:
         return False
     return device == "cuda" and dtype != "fp64" and peft.can_fuse_mlp(stack)
 
@@ -32,12 +32,12 @@ class LoRAMLP(MLP):
             and elsewhere, run the projections separately.
     """
 
-    def __init__(self, base: MLP, lora: LoRASlice, *, is_one_operation: bool) -> None:
+    def __init__(self, base: MLP, lora: LoRASlice, *, fused: bool) -> None:
         nn.Module.__init__(self)  # the modules of an MLP are those of `base`
         self.nonlinearity, self.gated, self.dropout = base.nonlinearity, base.gated, base.dropout
         self.uses_rng, self.recompute = base.uses_rng, base.recompute
         self.up, self.inner_norm, self.down = base.up, base.inner_norm, base.down
-        self.rank, self.is_one_operation = lora.rank, is_one_operation
+        self.rank, self.fused = lora.rank, fused
         if "mlp_fc1" in lora.targets:
             width = base.down.in_features
             self.up = LoRALinear(base.up, lora, (width, width) if base.gated else (width,))
@@ -48,11 +48,11 @@ class LoRAMLP(MLP):
         self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """See `MLP.forward`."""
-        if self.is_one_operation and recomputes(self) and lora_gated_mlp_runs_on(hidden, self.rank):
+        if self.fused and should_recompute(self) and lora_gated_mlp_runs_on(hidden, self.rank):
             if norm is None:
                 return self._run_fused(hidden, None, residual)
-            if isinstance(norm, RMSNorm) and spares(self.up, norm):
-                return self._run_fused(norm(hidden), norm.parts(hidden), residual)
+            if isinstance(norm, RMSNorm) and can_skip_norm_output(self.up, norm):
+                return self._run_fused(norm(hidden), norm.factors(hidden), residual)
             output = run_with_recomputed_input(norm, self._run_fused, False, hidden)
             return output if residual is None else residual + output
         return super().forward(hidden, norm, residual)
@@ -62,4 +62,6 @@ class LoRAMLP(MLP):
         assert isinstance(up, LoRALinear)
         assert isinstance(down, LoRALinear)
         matrices = up.weight, up.lora_a, up.lora_b, down.weight, down.lora_a, down.lora_b
-        return lora_gated_mlp(hidden, *matrices, scale=up.lora.scale, kind=self.nonlinearity, norm=norm, onto=residual)
+        return lora_gated_mlp(
+            hidden, *matrices, scale=up.lora.scale, kind=self.nonlinearity, norm=norm, residual=residual
+        )

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config.peft_slice import PromptSlice
-from .added_parameters import Added
+from .added_parameters import PeftModule
 
 
-class PromptEncoder(Added):
+class PromptEncoder(PeftModule):
     """Prompt encoder: embeddings of virtual tokens, second(gelu(first(embedding))), prepended to every sequence.
 
     Args:
@@ -40,7 +40,7 @@ class PromptEncoder(Added):
         vectors = virtual_token_embeddings(self.embedding, self.first, self.first_bias, self.second, self.second_bias)
         return torch.cat([vectors.to(embedded.dtype).expand(len(embedded), -1, -1), embedded], dim=1)
 
-    def pad(self, padding: Tensor | None) -> Tensor | None:
+    def extend_padding_mask(self, padding: Tensor | None) -> Tensor | None:
         """Extend the mask of real tokens, bool (batch, tokens), by the virtual tokens; None stays None."""
         return None if padding is None else F.pad(padding, (len(self), 0), value=True)
 

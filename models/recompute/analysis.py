@@ -13,7 +13,7 @@ from ..config.memory_slice import RecomputeSlice
 from ..config.peft_slice import LoRASlice, PeftSlice, peft_dropout
 from ..config.slices import MLPSlice, StackSlice
 from ..config.t5_slice import T5Slice
-from ..peft.lora_mlp import is_one_operation
+from ..peft.lora_mlp import is_lora_mlp_fused
 
 _CHEAP_FIRST: tuple[RecomputeModule, ...] = ("norm", "mlp_activation", "core_attention", "moe")
 
@@ -113,10 +113,10 @@ def _idle(
 ) -> frozenset[RecomputeModule]:
     """Return modules whose recompute saves nothing: LoRA does not save their output, or as much is saved instead."""
     found: set[RecomputeModule] = set()
-    if isinstance(peft, LoRASlice) and peft.spares_norms(stack):
+    if isinstance(peft, LoRASlice) and peft.can_skip_norm_output(stack):
         found.add("norm")
     saves_nothing = activation_recompute_saves_nothing(stack, peft, compiled=compiled)
-    if saves_nothing or is_one_operation(peft, stack, call.device, call.dtype):
+    if saves_nothing or is_lora_mlp_fused(peft, stack, call.device, call.dtype):
         found.add("mlp_activation")
     return frozenset(found)
 
@@ -136,12 +136,19 @@ def recomputed_for_offload(
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
         chosen = [decisions[label] for label in labels if label in decisions]
         layers = range(stack.offload.layers if stack.offload is not None else 0)
-        modules = frozenset[RecomputeModule]().union(*(stack.made_again(number, offloads=True) for number in layers))
+        modules = frozenset[RecomputeModule]().union(
+            *(stack.recomputed_modules(number, offloading=True) for number in layers)
+        )
         if not any(decision.saves_scores for decision in chosen):
             modules -= {"core_attention"}
-        if compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack) and peft.updates_all_norm_consumers:
+        if (
+            compiled
+            and isinstance(peft, LoRASlice)
+            and peft.can_skip_norm_output(stack)
+            and peft.updates_all_norm_consumers
+        ):
             modules -= {"norm"}
-        if chosen and is_one_operation(peft, stack, chosen[0].call.device, chosen[0].call.dtype):
+        if chosen and is_lora_mlp_fused(peft, stack, chosen[0].call.device, chosen[0].call.dtype):
             modules -= {"mlp_activation"}
         found.append(modules)
     return tuple(found)
@@ -196,7 +203,7 @@ def _suggested_modules(
 ) -> list[RecomputeModule]:
     """Return `modules` and more that save memory: the cheap ones, or else the experts; [] if there are no more."""
     first = 0 if stack.recompute is None else stack.recompute.layers
-    available = stack.acting_modules(range(first, stack.num_layers)) - idle
+    available = stack.effective_modules(range(first, stack.num_layers)) - idle
     steps: tuple[frozenset[RecomputeModule], ...] = (frozenset({"norm", "mlp_activation"}), frozenset({"moe"}))
     for step in steps:
         if new := (step & available) - modules:

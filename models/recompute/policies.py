@@ -13,11 +13,11 @@ from torch import Tensor
 from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.backends.unfused import UnfusedAttention
 from ...kernels.attention.dispatch import BackendSelection
-from ...kernels.attention.recompute_scores import attention_recompute_scores, serves
+from ...kernels.attention.recompute_scores import attention_recompute_scores, supports
 from ..config.memory import RecomputeModule
 from ..config.slices import StackSlice
 from ..layers.mlp import MLP
-from ..memory.activation_checkpoint import draws, run_with_recompute
+from ..memory.activation_checkpoint import run_with_recompute, uses_rng
 from ..moe.moe_layer import MoE
 from ..stack import Layer, Stack
 
@@ -38,16 +38,16 @@ class FullRecompute:
     recomputation into the backward and drops what is not needed, above all the last matmul.
     """
 
-    number: int
-    chunk: int
+    num_layers: int
+    chunk_size: int
 
     def apply(self, stack: Stack) -> None:
         """See `RecomputePolicy`; chunks cover all layers of the stack."""
-        if self.chunk > 1:
-            stack.recompute_chunk, stack.preserve_rng_state = self.chunk, draws(stack)
+        if self.chunk_size > 1:
+            stack.recompute_chunk, stack.preserve_rng_state = self.chunk_size, uses_rng(stack)
             return
-        for layer in _layers(stack, range(self.number)):
-            layer.recompute, layer.preserve_rng_state = True, draws(layer)
+        for layer in _layers(stack, range(self.num_layers)):
+            layer.recompute, layer.preserve_rng_state = True, uses_rng(layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class MoERecompute:
         """See `RecomputePolicy`."""
         for layer in _layers(stack, self.numbers):
             if isinstance(layer.mlp, MoE):
-                layer.mlp.recompute, layer.mlp.preserve_rng_state = True, draws(layer.mlp)
+                layer.mlp.recompute, layer.mlp.preserve_rng_state = True, uses_rng(layer.mlp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,16 @@ class CoreAttentionRecompute:
     """
 
     numbers: Sequence[int]
-    own: bool
-    cross: bool
+    self_attention: bool
+    cross_attention: bool
 
     def apply(self, stack: Stack) -> None:
         """See `RecomputePolicy`."""
         for layer in _layers(stack, self.numbers):
-            for attention, wanted in ((layer.attention, self.own), (layer.cross_attention, self.cross)):
+            for attention, wanted in (
+                (layer.attention, self.self_attention),
+                (layer.cross_attention, self.cross_attention),
+            ):
                 if attention is not None and wanted and "training" in attention.backends:
                     attention.backends["training"] = RecomputedAttention(attention.backends["training"])
 
@@ -130,20 +133,20 @@ class RecomputedAttention:
         if not torch.is_grad_enabled():
             return function(query, key, value, dropout=dropout, **options)
         fused_softmax = isinstance(function, UnfusedAttention) and function.masked_softmax_fusion
-        if fused_softmax and serves(query, dropout=dropout, **options):
+        if fused_softmax and supports(query, dropout=dropout, **options):
             return attention_recompute_scores(query, key, value, scale=options["scale"], causal=options["causal"])
         if torch.compiler.is_compiling() and isinstance(function, UnfusedAttention):
             weights = run_with_recompute(function.weights, uses_rng, query, key, dropout=dropout, **options)
-            return function.product(weights, value)
+            return function.weighted_sum(weights, value)
         # Early stop: the recomputation ends once the last matmul has saved its arguments.
         return run_with_recompute(function, uses_rng, query, key, value, dropout=dropout, **options)
 
 
 def recompute_policies(
-    described: StackSlice,
+    stack_slice: StackSlice,
     decisions: Mapping[str, BackendSelection],
-    own: str,
-    cross: str | None = None,
+    self_attention: str,
+    cross_attention: str | None = None,
     *,
     offloads: bool,
 ) -> Iterator[RecomputePolicy]:
@@ -156,16 +159,22 @@ def recompute_policies(
         cross: label of its cross-attention in training; None without.
         offloads: CPU offloading is active, which requires a GPU.
     """
-    recompute = described.recompute
+    recompute = stack_slice.recompute
     if recompute is not None and recompute.layers:
         yield FullRecompute(recompute.layers, recompute.chunk)
-    recomputed = [described.made_again(number, offloads=offloads) for number in range(described.num_layers)]
+    recomputed = [
+        stack_slice.recomputed_modules(number, offloading=offloads) for number in range(stack_slice.num_layers)
+    ]
     saves_scores = {label for label, decision in decisions.items() if decision.saves_scores}
     policies: dict[RecomputeModule, Callable[[Sequence[int]], RecomputePolicy]] = {
         "norm": NormRecompute,
         "mlp_activation": MLPActivationRecompute,
         "moe": MoERecompute,
-        "core_attention": partial(CoreAttentionRecompute, own=own in saves_scores, cross=cross in saves_scores),
+        "core_attention": partial(
+            CoreAttentionRecompute,
+            self_attention=self_attention in saves_scores,
+            cross_attention=cross_attention in saves_scores,
+        ),
     }
     for name, policy in policies.items():
         if numbers := [number for number, modules in enumerate(recomputed) if name in modules]:

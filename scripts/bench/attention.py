@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attention_peers import FORWARD_ONLY, IGNORES_BIAS, PEERS, WRITES_BIAS_OUT, Shape
+from attention_peers import FORWARD_ONLY, IGNORES_BIAS, NEEDS_DENSE_BIAS, PEERS, Shape
 from attention_report import SECTIONS, Row, report
 from torch import Tensor
 
@@ -161,7 +161,7 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
         if name in broken:
             refused[name] = broken[name]
             continue
-        if table is not None and name in WRITES_BIAS_OUT and shape.tokens > MAX_DENSE_BIAS_TOKENS:
+        if table is not None and name in NEEDS_DENSE_BIAS and shape.tokens > MAX_DENSE_BIAS_TOKENS:
             gib = shape.heads * shape.tokens**2 * 2 / 2**30
             refused[name] = f"not tried: the dense bias takes {gib:.0f} GiB"
             continue

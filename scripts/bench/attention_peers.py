@@ -216,4 +216,4 @@ PEERS: dict[str, Callable[[Shape], Attend]] = {
 }
 FORWARD_ONLY = ("lse_first stage 1",)
 IGNORES_BIAS = ("ours, no bias", "SDPA FA2", "SDPA cuDNN")  # measured without the bias, for comparison
-WRITES_BIAS_OUT = ("SDPA efficient", "TransformerEngine")  # need the bias as a dense tensor
+NEEDS_DENSE_BIAS = ("SDPA efficient", "TransformerEngine")  # need the bias as a dense tensor

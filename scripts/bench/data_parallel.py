@@ -108,11 +108,11 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
 
 def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
     """Run all rounds on one rank."""
-    from stoker.trainer.distributed.process_group import DistributedContext, join, shutdown_distributed
+    from stoker.trainer.distributed.process_group import DistributedContext, init_distributed, shutdown_distributed
 
     torch.cuda.set_device(rank)
     store = TCPStore("127.0.0.1", arguments.port, devices, is_master=rank == 0)
-    ranks = join(rank, devices, rank, store=store, timeout=300)
+    ranks = init_distributed(rank, devices, rank, store=store, timeout=300)
     done = 0
     if arguments.results.exists():
         done = max(json.loads(line)["round"] for line in arguments.results.read_text().splitlines())
@@ -122,7 +122,7 @@ def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
         for name in arguments.only:
             ranks.barrier()
             row = train(name, DistributedContext() if name == "alone" else ranks)
-            gathered = [json.loads(text) for text in ranks.gather(json.dumps(row))]
+            gathered = [json.loads(text) for text in ranks.all_gather_text(json.dumps(row))]
             rows.append(
                 {
                     "layout": name,

@@ -25,10 +25,10 @@ from rounds import (
     Row,
     add_arguments,
     deadline,
+    environment_line,
+    failures,
     print_row,
-    ran_on,
     read_rows,
-    refusals,
     result,
     run_rounds,
     time_windows,
@@ -74,14 +74,14 @@ def stoker(batch: int, *, compiled: bool) -> Generate:
         GPTDecoder(model, batch, PROMPT + NEW),
         SamplingParams(),
         NEW,
-        vocabulary=Shape.vocab,
+        vocab_size=Shape.vocab,
         device=device,
-        within=nullcontext,
-        recorded=True,
+        autocast=nullcontext,
+        cuda_graph=True,
     )
 
     def generate(prompts: torch.Tensor) -> int:
-        return sum(1 for _ in loop.run(prompts.tolist(), [0] * batch))
+        return sum(1 for _ in loop.generate(prompts.tolist(), [0] * batch))
 
     return generate
 
@@ -163,9 +163,9 @@ def measure(name: str, batch: int) -> Row:
 
 def table(rows: list[Row]) -> str:
     """Return the report: one table for each batch size, contenders from fastest to slowest."""
-    lines = [f"{ran_on([row for row in rows if 'refused' not in row])}.", ""]
+    lines = [f"{environment_line([row for row in rows if 'refused' not in row])}.", ""]
     for batch in sorted({row["batch"] for row in rows}):
-        refused = refusals(row for row in rows if row["batch"] == batch)
+        refused = failures(row for row in rows if row["batch"] == batch)
         succeeded = [row for row in rows if row["batch"] == batch and "refused" not in row]
         speed = {
             name: statistics.median(row["tokens_per_second"] for row in succeeded if row["peer"] == name)

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rounds import Row, append_row, deadline, machine, print_row, ran_on, read_rows, run_alone
+from rounds import Row, append_row, deadline, environment_line, machine, print_row, read_rows, run_in_process
 
 GIB = 2**30
 GRAIN = 1024
@@ -87,13 +87,13 @@ def measure(mode: str, tokens: int, memory: int | None) -> Row:
     import torch
 
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.state_memory import CONTEXT
+    from stoker.trainer.plan.state_memory import CUDA_CONTEXT_BYTES
     from stoker.trainer.train import run_training
 
     plan = planned(mode, tokens, None, memory)
     if memory:
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((memory - CONTEXT) / total, 0)
+        torch.cuda.set_per_process_memory_fraction((memory - CUDA_CONTEXT_BYTES) / total, 0)
     with tempfile.TemporaryDirectory() as directory:
         keys = [*overrides(mode, tokens), f"exp_manager.explicit_log_dir={directory}/r"]
         run_training(load_run_config(None, None, keys))
@@ -117,7 +117,7 @@ def search(mode: str, gib: float | None, results: Path, until: float | None) -> 
     while True:
         if tokens not in trained:
             limit = ["--memory", str(gib)] if gib else []
-            row = run_alone([__file__, "--one", mode, "--tokens", str(tokens), *limit], until)
+            row = run_in_process([__file__, "--one", mode, "--tokens", str(tokens), *limit], until)
             if row is None:
                 print(f"{mode}: {tokens:,} tokens: no time left", flush=True)
                 return
@@ -145,7 +145,7 @@ def table(rows: Iterable[Row], gib: float | None) -> str:
     if not ran:
         return "nothing trained\n"
     lines = [
-        f"{ran_on(ran)}{f'; limited to {gib:g} GiB' if gib else ''}.",
+        f"{environment_line(ran)}{f'; limited to {gib:g} GiB' if gib else ''}.",
         "",
         "| mode | longest as planned | trains | out of memory | peak GiB | planned GiB | reserved GiB | s/step |",
         "|---|---|---|---|---|---|---|---|",

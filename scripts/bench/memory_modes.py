@@ -31,9 +31,9 @@ from rounds import (
     Row,
     add_arguments,
     deadline,
+    environment_line,
+    failures,
     print_row,
-    ran_on,
-    refusals,
     result,
     run_rounds,
     stoker_result,
@@ -243,14 +243,14 @@ def table(rows: list[Row], shape: Shape) -> str:
     """Return the report: memory and speed of each mode and of its base, with ratios taken within each round."""
     modes = modes_of(shape)
     titles = {name: mode.title for name, mode in modes.items()} | {name: peer[0] for name, peer in PEERS.items()}
-    refused = refusals(rows)
+    refused = failures(rows)
     rows = [row for row in rows if "refused" not in row]
     bases = {name: mode.base for name, mode in modes.items()} | {name: peer[2] for name, peer in PEERS.items()}
     bases = {name: base.replace("_all", f"_{shape.layers - 1}") for name, base in bases.items()}
     speed = {(row["round"], row["peer"]): row["tokens_per_second"] for row in rows}
     rounds = sorted({row["round"] for row in rows})
     lines = [
-        f"{ran_on(rows)}; {len(rounds)} rounds.",
+        f"{environment_line(rows)}; {len(rounds)} rounds.",
         "",
         "| run | tokens/s | peak GiB | planned | reserved | recorded | base | speed over the base | saved, GiB |",
         "|---|---|---|---|---|---|---|---|---|",

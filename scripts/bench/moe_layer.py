@@ -52,7 +52,7 @@ from stoker.kernels.moe.grouped_matmul import (
     torch_grouped_mm,
     triton_grouped_matmul,
     triton_grouped_outer,
-    why_not,
+    unsupported_reason,
 )
 from stoker.kernels.moe.tile_map import Tiles
 
@@ -354,7 +354,7 @@ def matmul_row(shape: Shape, what: str, rounds: int) -> Row:
     for name, function in product.calls.items():
         actual, reason = try_run(name, function)
         if name == "torch" and DEVICE.type == "cuda":
-            reason = why_not("torch", torch.empty(0, device=DEVICE, dtype=torch.bfloat16)) or reason
+            reason = unsupported_reason("torch", torch.empty(0, device=DEVICE, dtype=torch.bfloat16)) or reason
         if reason is None and name != "dense":
             expected = actual if expected is None else expected
             error = difference((actual,), (expected,))

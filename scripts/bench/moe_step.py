@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peers import optimizer_of
-from rounds import Length, Row, main_of_one_shape, result, stoker_result, time_windows
+from peers import build_optimizer
+from rounds import Length, Row, result, run_single_shape, stoker_result, time_windows
 from torch import nn
 
 MICRO_BATCH, SEQUENCE, VOCAB = 4, 4096, 32000
@@ -54,7 +54,7 @@ def hf_mixtral(*, experts: str, compiled: bool) -> Step:
     if compiled:
         for layer in model.model.layers:
             layer.compile()
-    optimizer = optimizer_of(model)
+    optimizer = build_optimizer(model)
     generator = torch.Generator(device="cuda").manual_seed(0)
 
     def step() -> object:
@@ -93,4 +93,4 @@ def measure(name: str) -> Row:
 
 
 if __name__ == "__main__":
-    main_of_one_shape(__file__, __doc__, TITLES, measure, TOKENS)
+    run_single_shape(__file__, __doc__, TITLES, measure, TOKENS)

@@ -32,7 +32,7 @@ class Shape:
     micro_batch: int = 4
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -41,7 +41,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def autocast_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module) -> Step:
     """Train step with fp32 weights under bf16 autocast, the common setup with Hugging Face and Lightning."""
-    optimizer = optimizer_of(model)
+    optimizer = build_optimizer(model)
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):

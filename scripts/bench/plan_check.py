@@ -28,7 +28,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rounds import Row, append_row, deadline, machine, print_row, ran_on, read_rows, run_alone, was_recorded
+from rounds import (
+    Row,
+    append_row,
+    deadline,
+    environment_line,
+    machine,
+    print_row,
+    read_rows,
+    run_in_process,
+    used_cuda_graph,
+)
 
 GIB = 2**30
 STEPS = 6
@@ -184,7 +194,7 @@ def measure(sampled: SampledRun) -> Row:
         plan = make_plan(config.root, _target(config.root, None), vocab_size=config.root.model.override_vocab_size)
         run_training(config)
         rows = [json.loads(line) for line in (Path(directory) / "r" / "metrics.jsonl").read_text().splitlines()]
-        recorded = was_recorded(Path(directory) / "r")
+        recorded = used_cuda_graph(Path(directory) / "r")
     seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
     return {
         "planned": plan.allocated,
@@ -242,11 +252,11 @@ def check(seed: int, count: int, together: int, results: Path, until: float | No
     def run(number: int, sampled: SampledRun, plan: Any) -> None:
         command = [__file__, "--one", json.dumps(sampled)]
         with budget.reserve(plan.needed):
-            row = run_alone(command, until)
+            row = run_in_process(command, until)
         # it may have failed for memory that another run used: repeat it alone
         if together > 1 and row and ("refused" in row or row["recorded"] != plan.facts.uses_cuda_graph):
             with budget.reserve(budget.size):
-                row = run_alone(command, until)
+                row = run_in_process(command, until)
         if row is None:
             print(f"{number}: {sampled.name}: no time left", flush=True)
             return
@@ -275,7 +285,7 @@ def table(rows: list[Row]) -> str:
     if not ran:
         return "nothing ran\n"
     lines = [
-        f"{ran_on(ran)}; seed {ran[0]['seed']}.",
+        f"{environment_line(ran)}; seed {ran[0]['seed']}.",
         "",
         "| run | planned GiB | allocated GiB | error | reserved GiB | recorded | planned ms | ms | peak at |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -69,12 +69,12 @@ def stoker_result(name: str, overrides: list[str], length: Length, tokens: int) 
         ]
         run_training(load_run_config(None, None, [*overrides, *more]))
         rows = [json.loads(line) for line in (Path(directory) / "r" / "metrics.jsonl").read_text().splitlines()]
-        recorded = was_recorded(Path(directory) / "r")
+        recorded = used_cuda_graph(Path(directory) / "r")
     seconds = [row["step_seconds"] for row in rows if row["step"] > length.warm_up and "step_seconds" in row]
     return result(name, seconds, tokens) | {"recorded": recorded}
 
 
-def was_recorded(run: Path) -> bool:
+def used_cuda_graph(run: Path) -> bool:
     """Return True if the run's log says that micro batches ran as a CUDA graph, captured without failure."""
     # fragments of the messages in trainer/core/run_summary.py and trainer/lightning/cuda_graph.py
     log = (run / "run.log").read_text()
@@ -124,7 +124,7 @@ def _reason(error: BaseException) -> str:
     return "out of memory" if "out of memory" in text.lower() else text[:200].replace("|", "/")
 
 
-def run_alone(command: list[str], until: float | None) -> Row | None:
+def run_in_process(command: list[str], until: float | None) -> Row | None:
     """Run a command in its own process and return the row it prints; None if it is not done by `until`.
 
     Args:
@@ -184,7 +184,7 @@ def run_rounds(
             shortest = min((row.get("took", 0.0) for row in done if row["peer"] == name), default=0.0)
             row = None
             if until is None or time.monotonic() + shortest < until:
-                row = run_alone([script, "--one", name, *more], until)
+                row = run_in_process([script, "--one", name, *more], until)
             if row is None:
                 print(f"round {number}: {name}: no time left", flush=True)
                 continue
@@ -196,7 +196,7 @@ def run_rounds(
     return done
 
 
-def refusals(rows: Iterable[Row]) -> dict[str, str]:
+def failures(rows: Iterable[Row]) -> dict[str, str]:
     """Return the failure of each contender that has no successful run."""
     rows = list(rows)
     ran = {row["peer"] for row in rows if "refused" not in row}
@@ -205,14 +205,14 @@ def refusals(rows: Iterable[Row]) -> dict[str, str]:
 
 def table(rows: list[Row], titles: Mapping[str, str], tokens: int, base: str = STOKER) -> str:
     """Return the report: contenders from fastest to slowest, with speed ratios to `base` taken within each round."""
-    refused = refusals(rows)
+    refused = failures(rows)
     rows = [row for row in rows if "refused" not in row]
     rounds = sorted({row["round"] for row in rows})
     speed = {(row["round"], row["peer"]): row["tokens_per_second"] for row in rows}
     names = {row["peer"] for row in rows}
     median = {n: statistics.median(speed[r, n] for r in rounds if (r, n) in speed) for n in names}
     lines = [
-        f"{ran_on(rows)}; {len(rounds)} rounds.",
+        f"{environment_line(rows)}; {len(rounds)} rounds.",
         "",
         "| run | tokens/s | ms/step | peak GiB | `stoker train` is faster by |",
         "|---|---|---|---|---|",
@@ -227,7 +227,7 @@ def table(rows: list[Row], titles: Mapping[str, str], tokens: int, base: str = S
     return "\n".join(lines) + "\n"
 
 
-def ran_on(rows: list[Row]) -> str:
+def environment_line(rows: list[Row]) -> str:
     """Return the line above a table: GPU, versions and date."""
     if not rows:
         return "Nothing ran"
@@ -254,7 +254,7 @@ def deadline(seconds: float | None) -> float | None:
     return None if seconds is None else time.monotonic() + seconds
 
 
-def main_of_one_shape(
+def run_single_shape(
     script: str, description: str | None, titles: Mapping[str, str], measure: Callable[[str], Row], tokens: int
 ) -> None:
     """Command line of a benchmark of one shape: run the rounds and print the table.

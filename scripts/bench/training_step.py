@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from peers import PEERS, Shape, Step
-from rounds import Length, Row, main_of_one_shape, result, stoker_result, time_windows
+from rounds import Length, Row, result, run_single_shape, stoker_result, time_windows
 
 OVERRIDES = ["experiment=llama_1b_bench"]
 TITLES = {
@@ -80,4 +80,4 @@ def measure(name: str) -> Row:
 
 
 if __name__ == "__main__":
-    main_of_one_shape(__file__, __doc__, TITLES, measure, TOKENS)
+    run_single_shape(__file__, __doc__, TITLES, measure, TOKENS)

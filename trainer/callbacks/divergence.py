@@ -10,7 +10,7 @@ import math
 from collections import deque
 
 from ..checkpoint.loop_state import LoopState
-from .loss_spike import NUM_RECENT_LOSSES, REFERENCE, loss_deviation
+from .loss_spike import NUM_RECENT_LOSSES, NUM_REFERENCE_LOSSES, loss_deviation
 
 _SPIKE_INTERVAL = 5
 """Steps between two spike tests, each a few medians."""
@@ -38,12 +38,12 @@ class LossMonitor:
         self._spike_threshold = spike_threshold
         self._loss_sum = state.loss_sum
         self._loss_steps = state.loss_steps
-        self._recent_losses = deque(state.recent_losses, maxlen=REFERENCE + NUM_RECENT_LOSSES)
+        self._recent_losses = deque(state.recent_losses, maxlen=NUM_REFERENCE_LOSSES + NUM_RECENT_LOSSES)
         self._in_spike = state.in_spike
         self.skipped_steps = state.skipped_steps
-        self.skipped_in_a_row = state.skipped_in_a_row
+        self.consecutive_skipped_steps = state.skipped_in_a_row
 
-    def read(self, first: int, values: list[tuple[float, float]]) -> list[str]:
+    def update(self, first_step: int, values: list[tuple[float, float]]) -> list[str]:
         """Process the metrics of the steps since the last call.
 
         Args:
@@ -58,22 +58,22 @@ class LossMonitor:
         """
         warnings: list[str] = []
         skipped: list[int] = []
-        for step, (loss, grad_norm) in enumerate(values, first):
+        for step, (loss, grad_norm) in enumerate(values, first_step):
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 skipped.append(step)
                 self.skipped_steps += 1
-                self.skipped_in_a_row += 1
-                if self.skipped_in_a_row > self._max_skipped_steps:
+                self.consecutive_skipped_steps += 1
+                if self.consecutive_skipped_steps > self._max_skipped_steps:
                     raise DivergedError(self._diverged(step, loss, grad_norm))
                 continue
-            self.skipped_in_a_row = 0
+            self.consecutive_skipped_steps = 0
             self._loss_sum += loss
             self._loss_steps += 1
             self._recent_losses.append(loss)
             if step % _SPIKE_INTERVAL == 0 and (warning := self._check_spike(step)):
                 warnings.append(warning)
         if skipped:
-            loss, grad_norm = values[skipped[0] - first]
+            loss, grad_norm = values[skipped[0] - first_step]
             steps = f"step {skipped[0]} was" if len(skipped) == 1 else f"{len(skipped)} steps from {skipped[0]} on were"
             warnings.insert(0, f"{steps} skipped: loss {loss}, gradient norm {grad_norm}")
         return warnings
@@ -96,13 +96,13 @@ class LossMonitor:
             loss_sum=self._loss_sum,
             loss_steps=self._loss_steps,
             skipped_steps=self.skipped_steps,
-            skipped_in_a_row=self.skipped_in_a_row,
+            skipped_in_a_row=self.consecutive_skipped_steps,
             recent_losses=tuple(self._recent_losses),
             in_spike=self._in_spike,
         )
 
     def _diverged(self, step: int, loss: float, grad_norm: float) -> str:
-        in_a_row = f", number {self.skipped_in_a_row} in a row" if self._max_skipped_steps else ""
+        in_a_row = f", number {self.consecutive_skipped_steps} in a row" if self._max_skipped_steps else ""
         return f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}{in_a_row}"
 
     def _check_spike(self, step: int) -> str | None:

@@ -57,16 +57,16 @@ class EarlyStopping:
             self.state = EarlyStoppingState(best=best, last=None, waited=waited + 1)
             if self._params.check_finite:
                 return f"{self.metric} is {value}", f"{self.metric} is {value}"
-            return self.reason, f"{self.metric} is {value}: {self._waiting()}"
+            return self.stop_reason, f"{self.metric} is {value}: {self._waiting()}"
         if best is None or self._improves(value, best):
             self.state = EarlyStoppingState(best=value, last=value, waited=0)
             better = "" if best is None else f", {abs(value - best):.4g} better than before"
-            return self.reason, f"{self.metric} {value:.4f} is the best so far{better}"
+            return self.stop_reason, f"{self.metric} {value:.4f} is the best so far{better}"
         self.state = EarlyStoppingState(best=best, last=value, waited=waited + 1)
-        return self.reason, f"{self.metric} {value:.4f} is no better than {best:.4f}: {self._waiting()}"
+        return self.stop_reason, f"{self.metric} {value:.4f} is no better than {best:.4f}: {self._waiting()}"
 
     @property
-    def reason(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Reason to stop in this state, or None; a finished run that is started again thus stops immediately."""
         params, state = self._params, self.state
         if state.last is not None:

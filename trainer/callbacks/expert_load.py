@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ...models.build import LanguageModel
-from ...models.moe.find_moe_layers import moe_layers
+from ...models.moe.find_moe_layers import find_moe_layers
 from ...models.moe.moe_layer import MoE
 from ...models.moe.router import STATISTIC_NAMES
 from ..config.schema.root import RootBlock
 from ..distributed.process_group import DistributedContext
 from ..lightning.expert_balance import stack_keys_of
-from ..loggers.expert_load_map import ExpertLoadHistory, can_draw, coefficient_of_variation
+from ..loggers.expert_load_map import ExpertLoadHistory, coefficient_of_variation, has_matplotlib
 from ..utils.async_host_copy import AsyncHostCopy
 from ..utils.errors import EXIT_IO, UserError
 
@@ -58,20 +58,20 @@ class ExpertLoadMetrics:
         per_layer: Collection[str] = (),
         load_map: ExpertLoadHistory | None = None,
         state: Sums = (),
-        say: Callable[[str], None] = lambda line: None,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._layers = layers
         self._ranks = ranks
         self._experts = [len(layer.router.weight) for layer in layers.values()]
         self._load_map = load_map
-        self._say = say
-        self._can_plot = load_map is not None and can_draw()
+        self._say = report
+        self._can_plot = load_map is not None and has_matplotlib()
         self._next_plot = 0.0
         self._logged = {index: _label(name, layers) for index, name in enumerate(layers) if name in per_layer}
         sizes = [experts + len(STATISTIC_NAMES) for experts in self._experts]
         self.sums: Sums = state if [len(sums) for sums in state] == sizes else ()
 
-    def take(self, step: int, *, restart: bool) -> Callable[[], dict[str, float]]:
+    def collect(self, step: int, *, restart: bool) -> Callable[[], dict[str, float]]:
         """Start an asynchronous copy of the statistics to the host and reset them.
 
         Args:
@@ -85,7 +85,7 @@ class ExpertLoadMetrics:
         counted = self._send()
         return lambda: self._add(counted.get(), step, restart=restart)
 
-    def keep(self, *, plot: bool, last: bool = False) -> None:
+    def save(self, *, plot: bool, last: bool = False) -> None:
         """Write the load history file and plot.
 
         Args:
@@ -101,7 +101,7 @@ class ExpertLoadMetrics:
             self._load_map.write()
             begin = time.monotonic()
             if plot and self._can_plot and (last or begin >= self._next_plot):
-                self._load_map.draw()
+                self._load_map.write_png()
                 self._next_plot = begin + (time.monotonic() - begin) / _MAX_PLOT_FRACTION
         except OSError as error:
             where = f"{error.filename or ''} {error.strerror or error}".strip()
@@ -197,7 +197,7 @@ def build_expert_load_metrics(
     *,
     resumed_at: int,
     state: Sums,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> ExpertLoadMetrics | None:
     """Build the `ExpertLoadMetrics` of a model, or None without MoE layers.
 
@@ -210,14 +210,14 @@ def build_expert_load_metrics(
         state: `ExpertLoadMetrics.sums` at that step.
         say: prints a message.
     """
-    layers = moe_layers(model)
+    layers = find_moe_layers(model)
     if not layers:
         return None
     load_map = None
     if ranks.is_rank_zero:
         experts = {name: len(layer.router.weight) for name, layer in layers.items()}
         load_map = ExpertLoadHistory(directory / "expert_load.json", experts, resumed_at=resumed_at)
-        if not can_draw():
-            say("expert_load.json will hold the expert load; to plot it, pip install 'stoker[plots]'")
+        if not has_matplotlib():
+            report("expert_load.json will hold the expert load; to plot it, pip install 'stoker[plots]'")
     per_layer = {name for name in layers if stack_keys_of(root.model, name).moe_per_layer_logging}
-    return ExpertLoadMetrics(layers, ranks=ranks, per_layer=per_layer, load_map=load_map, state=state, say=say)
+    return ExpertLoadMetrics(layers, ranks=ranks, per_layer=per_layer, load_map=load_map, state=state, report=report)

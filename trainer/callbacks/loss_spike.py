@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 NUM_RECENT_LOSSES = 10
 """Number of latest losses whose median is tested: one bad batch is noise, a loss that stays high is not."""
-REFERENCE = 128
+NUM_REFERENCE_LOSSES = 128
 """Number of reference losses before those."""
 MIN_REFERENCE_LOSSES = 64
 """Fewest reference losses for a test."""
@@ -31,7 +31,10 @@ def loss_deviation(losses: Sequence[float]) -> tuple[float, float, float] | None
         The deviations (negative if below), the median of the latest losses and that of the reference; None while there
         are too few losses.
     """
-    recent, reference = losses[-NUM_RECENT_LOSSES:], losses[-NUM_RECENT_LOSSES - REFERENCE : -NUM_RECENT_LOSSES]
+    recent, reference = (
+        losses[-NUM_RECENT_LOSSES:],
+        losses[-NUM_RECENT_LOSSES - NUM_REFERENCE_LOSSES : -NUM_RECENT_LOSSES],
+    )
     if len(reference) < MIN_REFERENCE_LOSSES:
         return None
     baseline, current = statistics.median(reference), statistics.median(recent)

@@ -44,7 +44,7 @@ _SIGNALS = {StopFlag.TERMINATED: signal.SIGTERM, StopFlag.INTERRUPTED: signal.SI
 _LIMITS = {StopFlag.MAX_TIME: "trainer.max_time", StopFlag.MAX_TIME_PER_RUN: "exp_manager.max_time_per_run"}
 
 
-def alone(flags: int) -> int:
+def local_flags(flags: int) -> int:
     """Return the flags as is: `Agree` for a single process."""
     return flags
 
@@ -71,7 +71,7 @@ class StopHandler:
     def __enter__(self) -> StopHandler:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.getsignal(number) for number in _EXIT_CODES}
-        self.install()
+        self.install_signal_handlers()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -79,7 +79,7 @@ class StopHandler:
             signal.signal(number, handler)
         self._previous = {}
 
-    def install(self) -> None:
+    def install_signal_handlers(self) -> None:
         """Install the signal handlers; to be called again in a fit, as Lightning replaces them."""
         for number in self._previous:
             signal.signal(number, self._handle)

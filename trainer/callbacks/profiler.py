@@ -33,13 +33,13 @@ class Profiler(Protocol):
         aside: total profiling overhead in seconds, such as writing a trace, to be excluded from step times.
     """
 
-    aside: float
+    overhead_seconds: float
 
-    def before(self, number: int) -> None:
+    def on_step_start(self, step: int) -> None:
         """Called before step `number` of this process."""
         ...
 
-    def after(self, number: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Called after step `number` of this process has been launched; the device may still run it."""
         ...
 
@@ -61,23 +61,23 @@ class ProfilerList:
         say: logs a line.
     """
 
-    def __init__(self, observers: Sequence[Profiler], say: LogFunction) -> None:
-        self._observers = list(observers)
-        self._say = say
+    def __init__(self, profilers: Sequence[Profiler], log: LogFunction) -> None:
+        self._observers = list(profilers)
+        self._say = log
         self._aside = 0.0
 
     @property
-    def aside(self) -> float:
+    def overhead_seconds(self) -> float:
         """Total profiling overhead in seconds, to be excluded from step times."""
-        return self._aside + sum(observer.aside for observer in self._observers)
+        return self._aside + sum(observer.overhead_seconds for observer in self._observers)
 
-    def before(self, number: int) -> None:
+    def on_step_start(self, step: int) -> None:
         """Call before step `number` of this process."""
-        self._each(lambda observer: observer.before(number))
+        self._each(lambda observer: observer.on_step_start(step))
 
-    def after(self, number: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Call after step `number` of this process."""
-        self._each(lambda observer: observer.after(number))
+        self._each(lambda observer: observer.on_step_end(step))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -90,7 +90,7 @@ class ProfilerList:
     def close(self) -> None:
         """Close all profilers; a second call does nothing."""
         self._each(lambda observer: observer.close())
-        self._aside = self.aside
+        self._aside = self.overhead_seconds
         self._observers = []
 
     def _each(self, call: Callable[[Profiler], None]) -> None:
@@ -99,7 +99,7 @@ class ProfilerList:
                 call(observer)
             except OSError as error:
                 self._observers.remove(observer)
-                self._aside += observer.aside
+                self._aside += observer.overhead_seconds
                 self._say(f"warning: cannot write the profile: {error}; the run continues without it")
 
 
@@ -117,7 +117,7 @@ def check_profiling(root: RootBlock, device: torch.device) -> None:
 
 
 def build_profilers(
-    root: RootBlock, directory: Path, device: torch.device, say: LogFunction, rank: int = 0, steps_before: int = 0
+    root: RootBlock, directory: Path, device: torch.device, log: LogFunction, rank: int = 0, steps_before: int = 0
 ) -> ProfilerList:
     """Build the enabled profilers of one process.
 
@@ -133,16 +133,16 @@ def build_profilers(
     profile, memory = directory / "profile", root.model.memory_profile
     if root.trainer.profiler == "pytorch" and rank == 0:
         first, last = root.trainer.profile_steps
-        observers.append(TraceProfiler(profile, first, last, device, say, steps_before))
+        observers.append(TraceProfiler(profile, first, last, device, log, steps_before))
     elif root.trainer.profiler == "simple" and rank == 0:
-        observers.append(PhaseTimer(profile, say))
+        observers.append(PhaseTimer(profile, log))
     if memory.enabled and memory.rank == rank:
         key = "model.memory_profile.output_path"
         place = user_path(memory.output_path, key).absolute() if memory.output_path else profile
         observers.append(
-            MemorySnapshotRecorder(place, memory.start_step, memory.end_step, device, say, rank, steps_before)
+            MemorySnapshotRecorder(place, memory.start_step, memory.end_step, device, log, rank, steps_before)
         )
-    return ProfilerList(observers, say)
+    return ProfilerList(observers, log)
 
 
 class _StepRange:
@@ -154,19 +154,19 @@ class _StepRange:
         self._device = device
         self._current = 0
         self._running = False
-        self.aside = 0.0
+        self.overhead_seconds = 0.0
 
-    def before(self, number: int) -> None:
+    def on_step_start(self, step: int) -> None:
         """Start at the first step of the range."""
-        if number == self._first:
+        if step == self._first:
             self._running = True
             with self._aside():
                 self.start()
 
-    def after(self, number: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Finish after the last step of the range."""
-        self._current = number
-        if self._running and number >= self._last:
+        self._current = step
+        if self._running and step >= self._last:
             self.close()
 
     @contextmanager
@@ -190,7 +190,7 @@ class _StepRange:
         try:
             yield
         finally:
-            self.aside += time.perf_counter() - start
+            self.overhead_seconds += time.perf_counter() - start
 
     def start(self) -> None:
         raise NotImplementedError
@@ -212,11 +212,11 @@ class TraceProfiler(_StepRange):
     """
 
     def __init__(
-        self, directory: Path, first: int, last: int, device: torch.device, say: LogFunction, steps_before: int = 0
+        self, directory: Path, first: int, last: int, device: torch.device, log: LogFunction, steps_before: int = 0
     ) -> None:
         super().__init__(first, last, steps_before, device)
         self._directory = directory
-        self._say = say
+        self._say = log
         self._profile: Any = None
 
     def start(self) -> None:
@@ -275,23 +275,23 @@ class PhaseTimer:
         clock: returns the time in seconds.
     """
 
-    def __init__(self, directory: Path, say: LogFunction, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.aside = 0.0
+    def __init__(self, directory: Path, log: LogFunction, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.overhead_seconds = 0.0
         self._directory = directory
-        self._say = say
+        self._say = log
         self._clock = clock
         self._start: float | None = None
         self._step_start = 0.0
         self._seconds: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
-    def before(self, number: int) -> None:
+    def on_step_start(self, step: int) -> None:
         """Start the time of a step."""
         self._step_start = self._clock()
         if self._start is None:
             self._start = self._step_start
 
-    def after(self, number: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Add the time of a step."""
         self._add("training step", self._clock() - self._step_start)
 
@@ -348,13 +348,13 @@ class MemorySnapshotRecorder(_StepRange):
         first: int,
         last: int,
         device: torch.device,
-        say: LogFunction,
+        log: LogFunction,
         rank: int = 0,
         steps_before: int = 0,
     ) -> None:
         super().__init__(first, last, steps_before, device)
         self._directory = directory
-        self._say = say
+        self._say = log
         self._rank = rank
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..lightning.lightning_module import LanguageModule
-from ..loggers.run_logger import Journal, peak_memory_gib
+from ..loggers.run_logger import RunLogger, peak_memory_gib
 from ..loggers.step_report import StepReport
 from ..utils.async_host_copy import DeviceTimestamp
 from .divergence import LossMonitor
@@ -69,18 +69,18 @@ class StepReporter:
 
     def __init__(
         self,
-        journal: Journal,
-        policy: LossMonitor,
-        rates: ThroughputFactors,
+        logger: RunLogger,
+        monitor: LossMonitor,
+        throughput: ThroughputFactors,
         consumed_samples: Callable[[int], int],
-        observers: ProfilerList,
+        profilers: ProfilerList,
         expert_load: ExpertLoadMetrics | None,
     ) -> None:
-        self._journal = journal
-        self._policy = policy
-        self._rates = rates
+        self._journal = logger
+        self._policy = monitor
+        self._rates = throughput
         self._consumed_samples = consumed_samples
-        self._observers = observers
+        self._observers = profilers
         self._expert_load = expert_load
         self._window: _Window | None = None
         self._pending: _PendingReport | None = None
@@ -106,7 +106,7 @@ class StepReporter:
         self.restart_clock(module)
         return metrics
 
-    def begin(self, module: LanguageModule, *, restart: bool) -> None:
+    def start(self, module: LanguageModule, *, restart: bool) -> None:
         """Begin the report of this step without a host sync; `finish` must be called before the next one."""
         assert self._pending is None
         with self._observers.phase("report begun"):
@@ -127,7 +127,7 @@ class StepReporter:
 
     def restart_clock(self, module: LanguageModule) -> None:
         """Restart the timed window, after work that is not part of a step."""
-        self._window = _Window(module.step, DeviceTimestamp(module.device, self._observers.aside))
+        self._window = _Window(module.step, DeviceTimestamp(module.device, self._observers.overhead_seconds))
 
     def _begin(self, module: LanguageModule, *, restart: bool) -> _PendingReport:
         return _PendingReport(
@@ -135,16 +135,16 @@ class StepReporter:
             restart=restart,
             lr=module.lr,
             memory_gib=peak_memory_gib(module.device),
-            values=module.take_unread(),
-            experts=self._expert_load.take(module.step, restart=restart) if self._expert_load is not None else dict,
-            timestamp=DeviceTimestamp(module.device, self._observers.aside),
+            values=module.read_metrics_async(),
+            experts=self._expert_load.collect(module.step, restart=restart) if self._expert_load is not None else dict,
+            timestamp=DeviceTimestamp(module.device, self._observers.overhead_seconds),
         )
 
     def _finish(self, pending: _PendingReport) -> dict[str, float]:
         """Wait for the values of the steps since the last report and log them."""
         step, values = pending.step, pending.values()
-        for warning in self._policy.read(step - len(values) + 1, values):
-            self._journal.say(f"warning: {warning}")
+        for warning in self._policy.update(step - len(values) + 1, values):
+            self._journal.log(f"warning: {warning}")
         loss, grad_norm = self._policy.mean_loss(restart=pending.restart), values[-1][1]
         seconds, tokens_per_second = None, None
         if self._window is not None:
@@ -153,7 +153,7 @@ class StepReporter:
             samples = self._consumed_samples(step) - self._consumed_samples(self._window.step)
             tokens_per_second = samples * self._rates.tokens_per_sample / elapsed
         peak = self._rates.peak_flops
-        self._journal.report(
+        self._journal.log_step(
             StepReport(
                 step=step,
                 loss=loss,

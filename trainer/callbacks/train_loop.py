@@ -21,19 +21,19 @@ import torch
 from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import checkpoint_paths
 from ..config.schema.root import RootBlock
-from ..evaluation.held_out_loss import EvaluationResult, StoppedError
+from ..evaluation.held_out_loss import EvaluationInterruptedError, EvaluationResult
 from ..lightning.lightning_imports import pl
 from ..lightning.lightning_module import LanguageModule
-from ..loggers.run_logger import Journal
+from ..loggers.run_logger import RunLogger
 from ..optim.ema import EMA
-from ..utils.async_host_copy import runs_behind
+from ..utils.async_host_copy import is_async
 from ..utils.errors import UserError
 from ..utils.local_shard import local_tensor
-from ..utils.text import counted, parse_duration
+from ..utils.text import parse_duration, pluralize
 from .divergence import DivergedError, LossMonitor
 from .early_stopping import STOP_REASON_PREFIX, EarlyStopping
 from .expert_load import ExpertLoadMetrics
-from .preemption import SIGNAL_FLAGS, AllReduceFlags, StopFlag, StopHandler, alone
+from .preemption import SIGNAL_FLAGS, AllReduceFlags, StopFlag, StopHandler, local_flags
 from .profiler import ProfilerList
 from .reporting import StepReporter, ThroughputFactors
 
@@ -75,20 +75,20 @@ class TrainLoopCallback(pl.Callback):
     def __init__(
         self,
         root: RootBlock,
-        journal: Journal,
-        stop: StopHandler,
-        rates: ThroughputFactors,
+        logger: RunLogger,
+        stop_handler: StopHandler,
+        throughput: ThroughputFactors,
         *,
         validate: ValidateFunction | None,
         save: SaveFunction | None,
-        checkpoints: Path,
+        checkpoint_directory: Path,
         consumed_samples: Callable[[int], int],
         state: LoopState | None = None,
-        metrics: Mapping[str, float] | None = None,
-        agree: AllReduceFlags = alone,
-        answers_late: bool = False,
-        average: EMA | None = None,
-        observers: ProfilerList | None = None,
+        resumed_metrics: Mapping[str, float] | None = None,
+        all_reduce_flags: AllReduceFlags = local_flags,
+        flags_are_async: bool = False,
+        ema: EMA | None = None,
+        profilers: ProfilerList | None = None,
         expert_load: ExpertLoadMetrics | None = None,
     ) -> None:
         keys, manager = root.trainer, root.exp_manager
@@ -96,19 +96,19 @@ class TrainLoopCallback(pl.Callback):
         self._keys = keys
         self._params = manager.checkpoint_callback_params
         self._interval = self._params.train_time_interval
-        self._journal = journal
-        self._stop = stop
+        self._journal = logger
+        self._stop = stop_handler
         self._validate = validate
         self._save = save
-        self._checkpoints = checkpoints
-        self._agree = agree
-        self._answers_late = answers_late
-        self._average = average
-        self._validates_average = average is not None and not manager.ema.validate_original_weights
-        self._observers = observers or ProfilerList([], journal.say)
+        self._checkpoints = checkpoint_directory
+        self._agree = all_reduce_flags
+        self._answers_late = flags_are_async
+        self._average = ema
+        self._validates_average = ema is not None and not manager.ema.validate_original_weights
+        self._observers = profilers or ProfilerList([], logger.log)
         self._expert_load = expert_load
         self._policy = LossMonitor(keys.max_skipped_steps, keys.loss_spike_threshold, state)
-        self._reports = StepReporter(journal, self._policy, rates, consumed_samples, self._observers, expert_load)
+        self._reports = StepReporter(logger, self._policy, throughput, consumed_samples, self._observers, expert_load)
         self._early: EarlyStopping | None = None
         if manager.create_early_stopping_callback:
             self._early = EarlyStopping(manager.early_stopping_callback_params, state.patience)
@@ -117,42 +117,42 @@ class TrainLoopCallback(pl.Callback):
         self._saved_at = time.monotonic()
         self._saved_just_now = False
         self._first_step = 0
-        self._resumed_metrics = metrics or {}
+        self._resumed_metrics = resumed_metrics or {}
         self._pending_signals = 0
         self.validation_pending = state.validation_due and validate is not None
         self.validation: EvaluationResult | None = None
         self.checkpoint: Path | None = None
-        self.stopped_by: str | None = None
-        if self._early is not None and self._early.reason is not None:
-            self.stopped_by = f"{STOP_REASON_PREFIX} ({self._early.reason})"
+        self.stop_reason: str | None = None
+        if self._early is not None and self._early.stop_reason is not None:
+            self.stop_reason = f"{STOP_REASON_PREFIX} ({self._early.stop_reason})"
 
     def run_pending_validation(self, module: LanguageModule) -> None:
         """Run the validation that was interrupted when the run was stopped, before training resumes."""
         step = module.step
-        self._journal.say(f"running the interrupted validation of step {step:,}")
+        self._journal.log(f"running the interrupted validation of step {step:,}")
         validation = self._run_validation(step, 0)
         if validation is None:
-            self.stopped_by = self._stop.apply_flags(self._pending_signals)
+            self.stop_reason = self._stop.apply_flags(self._pending_signals)
             return
         self.validation_pending = False
         metrics = dict(self._resumed_metrics) | validation
         if self._early is not None and step % self._keys.val_check_interval == 0:
             stopping = self._check_progress(self._early, step, metrics)
             if stopping is not None and step < self._keys.max_steps:
-                self.stopped_by = f"{STOP_REASON_PREFIX} ({stopping})"
+                self.stop_reason = f"{STOP_REASON_PREFIX} ({stopping})"
         if self._save is not None:  # replace the checkpoint of this step by one with its validation metrics
             self._write(module, metrics)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reinstall the signal handlers that Lightning replaces, and run the sanity validation."""
         assert isinstance(pl_module, LanguageModule)
-        self._stop.install()
+        self._stop.install_signal_handlers()
         self._first_step = pl_module.step
         batches = self._keys.num_sanity_val_steps
         if batches and self._validate is not None:
             loss = self._evaluate(batches).loss
-            self._journal.say(
-                f"validation loss before the first step {loss:.4f} ({counted(batches, 'batch', 'batches')})"
+            self._journal.log(
+                f"validation loss before the first step {loss:.4f} ({pluralize(batches, 'batch', 'batches')})"
             )
         self._saved_at = time.monotonic()
 
@@ -161,7 +161,7 @@ class TrainLoopCallback(pl.Callback):
     ) -> None:
         """Start the step in the profilers."""
         assert isinstance(pl_module, LanguageModule)
-        self._observers.before(pl_module.step + 1 - self._first_step)
+        self._observers.on_step_start(pl_module.step + 1 - self._first_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -169,7 +169,7 @@ class TrainLoopCallback(pl.Callback):
         """Log, validate, save and stop as due after this step."""
         assert isinstance(pl_module, LanguageModule)
         step = pl_module.step
-        self._observers.after(step - self._first_step)
+        self._observers.on_step_end(step - self._first_step)
         self._finish_report()  # deferred from the previous step, so that the device already has this one to run
         if self._average is not None:
             assert pl_module.unwrapped_optimizer.grad_norm is not None
@@ -190,8 +190,8 @@ class TrainLoopCallback(pl.Callback):
         regular = step % self._keys.log_every_n_steps == 0 or checks or self._is_save_due(step)
         first = not self._reports.has_started
         needs_metrics = validates or saves or last or reason is not None or (checks and self._early is not None)
-        if regular and not (first or needs_metrics) and runs_behind(pl_module.device):
-            self._reports.begin(pl_module, restart=True)  # only logged, so the read is deferred to avoid a sync
+        if regular and not (first or needs_metrics) and is_async(pl_module.device):
+            self._reports.start(pl_module, restart=True)  # only logged, so the read is deferred to avoid a sync
         elif first or regular or saves or last:
             metrics = self._report(pl_module, restart=regular)
             if validates:
@@ -211,7 +211,7 @@ class TrainLoopCallback(pl.Callback):
             if validates or saves:
                 self._reports.restart_clock(pl_module)
         if reason is not None:
-            self.stopped_by = reason
+            self.stop_reason = reason
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -230,7 +230,7 @@ class TrainLoopCallback(pl.Callback):
             try:
                 self._reports.finish()
             except Exception as error:  # after a CUDA error nothing can be read; the original error matters more
-                self._journal.note(f"report of the previous step: {error}")
+                self._journal.log_to_file(f"report of the previous step: {error}")
 
     def _reduce_flags(self) -> int:
         """All-reduce the flags of all ranks; those of other ranks may arrive a step late."""
@@ -278,7 +278,7 @@ class TrainLoopCallback(pl.Callback):
             return None
         try:
             self.validation = self._evaluate(None, self._should_stop_validation)
-        except StoppedError:
+        except EvaluationInterruptedError:
             return None
         val_loss, bits_per_byte = self.validation.loss, self.validation.bits_per_byte
         if not math.isfinite(val_loss):
@@ -306,16 +306,16 @@ class TrainLoopCallback(pl.Callback):
             problem = f"`exp_manager.early_stopping_callback_params.monitor` ({early.metric}) was not measured"
             if self._is_strict:
                 raise UserError(f"{problem} at step {step}; monitor one of {', '.join(metrics)}")
-            self._journal.note(f"{problem} at step {step}")
+            self._journal.log_to_file(f"{problem} at step {step}")
             return None
         reason, line = early.check(value)
         if self._is_verbose:
-            self._journal.say(f"{STOP_REASON_PREFIX}: {line}")
+            self._journal.log(f"{STOP_REASON_PREFIX}: {line}")
         return reason
 
     def _write(self, module: LanguageModule, metrics: Mapping[str, float]) -> None:
         assert self._save is not None
-        if self._policy.skipped_in_a_row and not _is_finite(module):
+        if self._policy.consecutive_skipped_steps and not _is_finite(module):
             raise self._diverged(f"training diverged at step {module.step}: some weights are not finite")
         state = self._policy.state().model_copy(update={"validation_due": self.validation_pending})
         if self._early is not None:
@@ -331,7 +331,7 @@ class TrainLoopCallback(pl.Callback):
 
     def _write_load(self, *, draw: bool, last: bool = False) -> None:
         if self._expert_load is not None:
-            self._expert_load.keep(plot=draw, last=last)
+            self._expert_load.save(plot=draw, last=last)
 
     def _diverged(self, what: str) -> UserError:
         saved = checkpoint_paths(self._checkpoints)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..distributed.process_group import DistributedContext
 from ..utils.errors import EXIT_IO, UserError
-from .sharded_safetensors import on_host
+from .sharded_safetensors import copy_to_host
 from .writer import CheckpointContent, write_checkpoint
 
 
@@ -26,28 +26,33 @@ class CheckpointSaver:
     """
 
     def __init__(
-        self, directory: Path, ranks: DistributedContext, clean: Callable[[], None], *, beside: bool = False
+        self,
+        directory: Path,
+        ranks: DistributedContext,
+        apply_retention: Callable[[], None],
+        *,
+        async_save: bool = False,
     ) -> None:
         self._directory = directory
-        self._ranks = ranks.apart() if beside else ranks
-        self._clean = clean
-        self._beside = beside
+        self._ranks = ranks.with_own_group() if async_save else ranks
+        self._clean = apply_retention
+        self._beside = async_save
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def save(self, content: CheckpointContent) -> Path:
         """Save a checkpoint and return its path; an asynchronous save waits only for the copy to host memory."""
-        self.finish()
+        self.wait()
         if not self._beside:
             self._write(content)
         else:
-            tensors = {kind: on_host(shards) for kind, shards in content.tensors.items()}
+            tensors = {kind: copy_to_host(shards) for kind, shards in content.tensors.items()}
             copied = CheckpointContent(content.state, tensors, content.config_document, content.tokenizer_document)
             self._thread = threading.Thread(target=self._write_in_thread, args=(copied,), name="checkpoint")
             self._thread.start()
         return self._directory / f"step-{content.state.step}"
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for the checkpoint being written, if any."""
         if self._thread is not None:
             self._thread.join()
@@ -76,4 +81,4 @@ class CheckpointSaver:
                     ],
                     EXIT_IO,
                 )
-        self._ranks.raise_together(problem)
+        self._ranks.raise_on_all_ranks(problem)

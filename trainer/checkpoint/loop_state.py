@@ -10,12 +10,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ...models.config.key_block import Block
+from ...models.config.key_block import ConfigBlock
 
 MAX_RECENT_LOSSES = 1024
 
 
-class EarlyStoppingState(Block):
+class EarlyStoppingState(ConfigBlock):
     """State of early stopping."""
 
     best: float | None = None
@@ -26,7 +26,7 @@ class EarlyStoppingState(Block):
     """Checks since the best value."""
 
 
-class LoopState(Block):
+class LoopState(ConfigBlock):
     """State of `TrainLoopCallback` after a step."""
 
     loss_sum: float = 0.0

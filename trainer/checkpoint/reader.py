@@ -33,13 +33,13 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
-from ...models.config.key_block import Block
-from ...models.moe.find_moe_layers import moe_layers
-from ...models.peft.added_parameters import added_parameters
+from ...models.config.key_block import ConfigBlock
+from ...models.moe.find_moe_layers import find_moe_layers
+from ...models.peft.added_parameters import peft_parameter_names
 from ...models.peft.apply import trainable_parameters
 from ..optim.base_optimizer import Optimizer
 from ..utils.errors import UserError
-from ..utils.local_shard import LocalShard, piece_of
+from ..utils.local_shard import LocalShard, local_shard
 from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, verify_file
 from .loop_state import LoopState
 from .sharded_safetensors import FullTensors, OverlaidTensors, open_full_tensors, read_shards, shard_files
@@ -51,7 +51,7 @@ STATE, CONFIG, TOKENIZER, MANIFEST = "state.json", "config.json", "tokenizer.jso
 _NAME = re.compile(r"step-(\d{1,15})")
 
 
-class BaseRecord(Block):
+class BaseRecord(ConfigBlock):
     """Identity of the base weights of an adapter."""
 
     path: Annotated[str, Field(min_length=1)]
@@ -60,7 +60,7 @@ class BaseRecord(Block):
     """Digest of the names and hashes of the weight files; see `base_weights.weights_digest`."""
 
 
-class RunState(Block):
+class RunState(ConfigBlock):
     """Content of `state.json`: training progress, and the settings that must match for an exact resume."""
 
     step: int = Field(ge=0)
@@ -198,8 +198,8 @@ class Checkpoint:
             CheckpointMismatchError: the weights do not fit the model.
             UserError: they cannot be read.
         """
-        tensors = trained_of(model) if self.is_adapter else base_tensors(model)
-        pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
+        tensors = trainable_tensors(model) if self.is_adapter else base_tensors(model)
+        pieces = {name: local_shard(tensor) for name, tensor in tensors.items()}
         self._fill(ADAPTER if self.is_adapter else WEIGHTS, pieces, cast=cast)
         if self.uses_ema:
             self._fill(
@@ -212,21 +212,21 @@ class Checkpoint:
         Raises:
             UserError: the tensors do not match the optimizer; lists the differences.
         """
-        self._fill(OPTIMIZER, optimizer.pieces())
+        self._fill(OPTIMIZER, optimizer.local_shards())
         optimizer.step_count = self.state.step if self.state.updates is None else self.state.updates
 
-    def load_ema(self, average: Mapping[str, LocalShard]) -> None:
+    def load_ema(self, ema: Mapping[str, LocalShard]) -> None:
         """Load the moving average of the weights.
 
         Raises:
             UserError: the tensors do not match; lists the differences.
         """
-        self._fill(EMA_WEIGHTS, average)
+        self._fill(EMA_WEIGHTS, ema)
 
     def _averaged_names(self) -> list[str]:
         try:
             with open_full_tensors(self._average_files) as average:
-                return list(average.facts)
+                return list(average.specs)
         except DamagedFileError as error:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
 
@@ -234,7 +234,7 @@ class Checkpoint:
         paths = [self.path / name for name in shard_files(kind, self.files)]
         try:
             with torch.no_grad():
-                read_shards(paths, destination, any_dtype=cast)
+                read_shards(paths, destination, cast=cast)
         except DamagedFileError as error:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
         except ValueError as error:
@@ -252,21 +252,21 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     An expert bias has no gradient (`expert_balance`), so it is a buffer and not a parameter of the optimizer.
     """
-    biases = {f"{name}.expert_bias": layer.expert_bias for name, layer in moe_layers(model).items()}
+    biases = {f"{name}.expert_bias": layer.expert_bias for name, layer in find_moe_layers(model).items()}
     return dict(model.named_parameters()) | {name: bias for name, bias in biases.items() if bias is not None}
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return `model_tensors` without the parameters that PEFT added."""
-    added = set(added_parameters(model))
+    added = set(peft_parameter_names(model))
     return {name: tensor for name, tensor in model_tensors(model).items() if name not in added}
 
 
-def trained_of(model: nn.Module) -> dict[str, Tensor]:
+def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the trainable part of `model_tensors`: trainable parameters and the expert biases that are updated."""
     biases = {
         f"{name}.expert_bias": layer.expert_bias
-        for name, layer in moe_layers(model).items()
+        for name, layer in find_moe_layers(model).items()
         if layer.updates_expert_bias
     }
     return dict(trainable_parameters(model)) | {name: bias for name, bias in biases.items() if bias is not None}
@@ -276,7 +276,7 @@ def tensors_to_save(model: nn.Module) -> tuple[str, dict[str, Tensor]]:
     """Return (file kind, tensors by name) to save for a model; for PEFT only the trainable parameters."""
     if all(parameter.requires_grad for parameter in model.parameters()):
         return WEIGHTS, model_tensors(model)
-    return ADAPTER, trained_of(model)
+    return ADAPTER, trainable_tensors(model)
 
 
 def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = True) -> Checkpoint:

@@ -49,14 +49,14 @@ class RunDirectory:
     path: Path
     checkpoints: Path
     locks: tuple[int | None, ...] = ()
-    made: list[Path] = field(default_factory=list)
+    created: list[Path] = field(default_factory=list)
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Release the locks, and remove the directories of a run that failed to start."""
-        remove_directories(self.made, (self.path, self.checkpoints))
+        remove_directories(self.created, (self.path, self.checkpoints))
         _unlock(self.locks)
 
 
@@ -122,7 +122,7 @@ def save_run_record(
             shutil.copyfile(_file_to_copy(name), copies / Path(name).name)
     except OSError as error:
         raise _cannot_write(error, str(directory.path), config.root.exp_manager) from error
-    directory.made.clear()
+    directory.created.clear()
 
 
 def _file_to_copy(name: str) -> Path:

@@ -37,7 +37,7 @@ _VARIABLES = re.compile(
 _GIT_SECONDS = 10
 
 
-def describe_environment(device: torch.device, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+def describe_environment(device: torch.device, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return everything besides the configuration that results depend on, as a JSON object.
 
     Args:
@@ -64,7 +64,7 @@ def describe_environment(device: torch.device, variables: Mapping[str, str] | No
         "project": describe_project(Path.cwd()),
         "variables": {
             name: REDACTED if is_secret(name) else redact(value)
-            for name, value in sorted((variables or {}).items())
+            for name, value in sorted((environ or {}).items())
             if _VARIABLES.fullmatch(name)
         },
     }

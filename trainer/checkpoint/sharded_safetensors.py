@@ -46,14 +46,14 @@ def shard_files(kind: str, names: Iterable[str]) -> list[str]:
     return expected if [match[0] for match in found] == expected else []
 
 
-def write_shards(path: Path, pieces: Mapping[str, LocalShard]) -> FileRecord:
+def write_shards(path: Path, shards: Mapping[str, LocalShard]) -> FileRecord:
     """Write this rank's share of the rows of every tensor, see `Piece.share`."""
-    shares = {name: piece.part_to_save() for name, piece in pieces.items()}
-    written = {name: share for name, share in shares.items() if share.rows}
+    shares = {name: piece.part_to_save() for name, piece in shards.items()}
+    written = {name: share for name, share in shares.items() if share.num_rows}
     rows = {
-        name: [share.start, share.rows]
+        name: [share.first_row, share.num_rows]
         for name, share in written.items()
-        if share.local.ndim and share.local.shape[0] != share.rows
+        if share.local.ndim and share.local.shape[0] != share.num_rows
     }
     metadata = {"rows": json.dumps(rows, separators=(",", ":"))} if rows else None
     return write_safetensors(path, {name: share.local for name, share in written.items()}, metadata)
@@ -68,7 +68,7 @@ class _RowRange:
     count: int
 
 
-def read_shards(paths: Collection[Path], wanted: Mapping[str, LocalShard], *, any_dtype: bool = False) -> None:
+def read_shards(paths: Collection[Path], shards: Mapping[str, LocalShard], *, cast: bool = False) -> None:
     """Load every local shard in place from the files that hold its rows.
 
     Args:
@@ -82,11 +82,11 @@ def read_shards(paths: Collection[Path], wanted: Mapping[str, LocalShard], *, an
     """
     with ExitStack() as stack:
         found, described = _read_headers(paths, stack)
-        problems = _differences(described, wanted, any_dtype)
+        problems = _differences(described, shards, cast)
         if problems:
             raise ValueError("\n".join(problems))
-        for name, piece in wanted.items():
-            _check_complete(name, found[name], piece.rows)
+        for name, piece in shards.items():
+            _check_complete(name, found[name], piece.num_rows)
             _load_shard(name, piece, found[name])
 
 
@@ -99,7 +99,7 @@ class FullTensors:
 
     def __init__(self, found: Mapping[str, list[_RowRange]], facts: Mapping[str, TensorSpec]) -> None:
         self._found = found
-        self.facts = facts
+        self.specs = facts
 
     def read(self, name: str) -> Tensor:
         """Read a full tensor into host memory.
@@ -107,7 +107,7 @@ class FullTensors:
         Raises:
             DamagedFileError: rows of it are missing or duplicated.
         """
-        shape = self.facts[name].shape
+        shape = self.specs[name].shape
         parts = self._found[name]
         if shape:
             _check_complete(name, parts, shape[0])
@@ -123,13 +123,13 @@ class OverlaidTensors:
         facts: dtype and shape by name, of the tensor that is read.
     """
 
-    def __init__(self, below: FullTensors, above: FullTensors) -> None:
-        self._below, self._above = below, above
-        self.facts = {**below.facts, **above.facts}
+    def __init__(self, base: FullTensors, override: FullTensors) -> None:
+        self._below, self._above = base, override
+        self.specs = {**base.specs, **override.specs}
 
     def read(self, name: str) -> Tensor:
         """Read a full tensor into host memory; errors as in `FullTensors.read`."""
-        return (self._above if name in self._above.facts else self._below).read(name)
+        return (self._above if name in self._above.specs else self._below).read(name)
 
 
 @contextmanager
@@ -173,12 +173,12 @@ def _load_shard(name: str, piece: LocalShard, parts: list[_RowRange]) -> None:
     if not piece.local.ndim:
         piece.local.copy_(parts[0].file.get_tensor(name))
         return
-    end = piece.start + piece.local.shape[0]
+    end = piece.first_row + piece.local.shape[0]
     for part in parts:
-        first, last = max(piece.start, part.start), min(end, part.start + part.count)
+        first, last = max(piece.first_row, part.start), min(end, part.start + part.count)
         if first < last:
             rows = part.file.get_slice(name)[first - part.start : last - part.start]
-            piece.local[first - piece.start : last - piece.start].copy_(rows)
+            piece.local[first - piece.first_row : last - piece.first_row].copy_(rows)
 
 
 def _check_complete(name: str, parts: list[_RowRange], rows: int) -> None:
@@ -217,15 +217,15 @@ def _describe(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype.lower()} {list(shape)}"
 
 
-def on_host(pieces: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
+def copy_to_host(shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
     """Copy this rank's shares to host memory, for writing while training continues."""
-    shares = {name: piece.part_to_save() for name, piece in pieces.items()}
+    shares = {name: piece.part_to_save() for name, piece in shards.items()}
     copies: dict[str, LocalShard] = {}
     for name, share in shares.items():
-        if share.rows:
+        if share.num_rows:
             host = torch.empty_like(share.local, device="cpu", pin_memory=share.local.is_cuda)
             host.copy_(share.local, non_blocking=True)
-            copies[name] = share.of(host)
+            copies[name] = share.with_local(host)
     if any(share.local.is_cuda for share in shares.values()):
         torch.cuda.synchronize()
     return copies

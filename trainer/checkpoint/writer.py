@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ..distributed.process_group import DistributedContext
 from ..utils.errors import EXIT_IO, UserError
 from ..utils.local_shard import LocalShard
-from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, sync_directory, write_json
+from ..utils.safetensors_io import DamagedFileError, FileRecord, fsync_directory, read_json, write_json
 from .reader import CONFIG, FORMAT, MANIFEST, STATE, TOKENIZER, RunState, checkpoint_paths
 from .sharded_safetensors import shard_file_name, write_shards
 
@@ -76,7 +76,7 @@ def write_checkpoint(directory: Path, content: CheckpointContent, ranks: Distrib
                 EXIT_IO,
             )
         try:
-            ranks.raise_together(problem)
+            ranks.raise_on_all_ranks(problem)
         except UserError:
             if ranks.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -104,12 +104,12 @@ def write_checkpoint(directory: Path, content: CheckpointContent, ranks: Distrib
         # An existing step-N is damaged or identical: a run would have resumed from a valid one.
         replaced = _set_aside(final, _REPLACED)
         temporary.rename(final)
-        sync_directory(directory)
+        fsync_directory(directory)
         _remove(replaced)
 
     on_all_ranks(prepare)
     records = on_all_ranks(write_own) or {}
-    manifests = ranks.gather(json.dumps({name: asdict(record) for name, record in records.items()}))
+    manifests = ranks.all_gather_text(json.dumps({name: asdict(record) for name, record in records.items()}))
     on_all_ranks(complete)
     return final
 
@@ -138,7 +138,7 @@ def write_metadata(
     ):
         records[name] = asdict(write_json(directory / name, document))
     write_json(directory / MANIFEST, {"format": FORMAT, "files": records})
-    sync_directory(directory)
+    fsync_directory(directory)
 
 
 def remove_temporaries(directory: Path) -> list[Path]:

@@ -25,7 +25,7 @@ _HYDRA_OPTIONS = {
 """Options of Hydra's command line and their replacements."""
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """Parser of one subcommand; invalid arguments raise `UserError` with a suggested fix.
 
     Args:
@@ -33,9 +33,9 @@ class Parser(argparse.ArgumentParser):
         settings: arguments of `argparse.ArgumentParser`.
     """
 
-    def __init__(self, words: Sequence[str], **settings: Any) -> None:
+    def __init__(self, arguments: Sequence[str], **settings: Any) -> None:
         super().__init__(**settings)
-        self._words = tuple(words)
+        self._words = tuple(arguments)
 
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError` for an error message of argparse."""
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
     def _suggest(self, word: str = "") -> str:
         """Suggest the closest option, or the override for a key written as an option; empty if nothing is close."""
-        from ..config.nemo.key_states import is_known, suggestions
+        from ..config.nemo.key_states import is_known_key, suggest_keys
         from ..config.override_typos import quoted_override
         from ..config.suggest import closest
 
@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         key = name.lstrip("-")
         if all(action.dest != "overrides" for action in self._actions) or not re.fullmatch(r"--?[a-z_][\w.-]*", name):
             return ""
-        keys = [key] if is_known(key) else suggestions(key)
+        keys = [key] if is_known_key(key) else suggest_keys(key)
         return " or ".join(
             f"{'' if at else 'write '}{quoted_override(key, value or next_value)}" for at, key in enumerate(keys)
         )

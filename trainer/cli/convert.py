@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=dtype,
             tokenizer=args.tokenizer,
             model_type=args.model_type,
-            average=args.ema,
+            ema=args.ema,
         )
     else:
         if args.ema:
@@ -127,7 +127,7 @@ def _convert_if_adapter(source: Path, args: argparse.Namespace) -> list[str] | N
         dtype=DTYPES[args.dtype] if args.dtype else None,
         tokenizer=args.tokenizer,
         model_type=args.model_type,
-        average=args.ema,
+        ema=args.ema,
     )
 
 

@@ -6,7 +6,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..config.run_config import RunConfig
 from ..distributed.placement import Placement
-from ..distributed.process_group import join, shutdown_distributed
+from ..distributed.process_group import init_distributed, shutdown_distributed
 from ..train import run_training
 from ..utils.environment import has_rendezvous
 
@@ -16,10 +16,12 @@ def train(config: RunConfig, placement: Placement) -> int:
     timeout = config.root.trainer.process_timeout
     store = None
     if not has_rendezvous():  # srun sets ranks but no rendezvous
-        assert placement.address is not None
-        host, port = placement.address
+        assert placement.rendezvous is not None
+        host, port = placement.rendezvous
         store = TCPStore(host, port, placement.world_size, is_master=placement.rank == 0)
-    ranks = join(placement.rank or 0, placement.world_size, placement.local_rank, store=store, timeout=timeout)
+    ranks = init_distributed(
+        placement.rank or 0, placement.world_size, placement.local_rank, store=store, timeout=timeout
+    )
     result = run_training(config, ranks)
     ranks.barrier()
     shutdown_distributed()

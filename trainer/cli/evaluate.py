@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
     path = model_path(args)
     if tasks.has_tasks(args):
         return tasks.run(args, path)
-    from ..conversion.load_model import restore
+    from ..conversion.load_model import load_model
     from ..evaluation.held_out_loss import evaluate, loss_function
 
-    restored = restore(path, args.device, args.base, average=args.ema)
+    restored = load_model(path, args.device, args.base, ema=args.ema)
     held_out = _held_out(restored, args.split, args.data_path)
     name, batch_size = held_out.name, args.batch_size or restored.config.root.model.micro_batch_size
     result = evaluate(
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"perplexity     {result.perplexity:.4f}")
     if result.bits_per_byte is not None:
         print(f"bits per byte  {result.bits_per_byte:.4f} over {result.bytes:,} bytes")
-    for line in scores.lines() if scores else ():
+    for line in scores.report_lines() if scores else ():
         print(line)
     return EXIT_OK
 
@@ -124,11 +124,11 @@ def _held_out(restored: LoadedModel, split: Literal["validation", "test"], path:
         return _HeldOut(str(path), samples, token_bytes, texts.pairs["validation"])
     if path is not None and task == "sft":
         samples, token_bytes, made = evaluation_examples(path, restored.config.root, restored.tokenizer)
-        return _HeldOut(str(path), samples, token_bytes, examples=made.of("validation"))
+        return _HeldOut(str(path), samples, token_bytes, examples=made.split_examples("validation"))
     if path is not None:
         samples, token_bytes, corpus = evaluation_data(path, restored.config.root, restored.tokenizer)
-        if corpus.left_out:
-            print(f"note: --data-path {path}: {corpus.left_out}", file=sys.stderr)
+        if corpus.skipped_files:
+            print(f"note: --data-path {path}: {corpus.skipped_files}", file=sys.stderr)
         return _HeldOut(str(path), samples, token_bytes)
     data = build_data(restored.config.root, restored.tokenizer)
     trained_on = restored.state.data_fingerprint
@@ -140,7 +140,7 @@ def _held_out(restored: LoadedModel, split: Literal["validation", "test"], path:
     pairs = None if data.pairs is None else data.pairs.pairs[split]
     examples = None if data.examples is None else flatten_examples(data.examples[split])
     name = f"{split} split of {data.description.partition(':')[0]}"
-    return _HeldOut(name, samples, data.token_bytes, pairs, examples)
+    return _HeldOut(name, samples, data.token_byte_counts, pairs, examples)
 
 
 def _why_empty(restored: LoadedModel, data: Data, split: str) -> str:
@@ -149,7 +149,7 @@ def _why_empty(restored: LoadedModel, data: Data, split: str) -> str:
     why = f"`model.data.splits_string={keys.splits_string}` of the run assigns it no data"
     if isinstance(keys.data_prefix, dict):
         why = f"`model.data.data_prefix` of the run has no dataset for it (data_prefix.{split})"
-    elif data.has_own_splits:
+    elif data.has_predefined_splits:
         why = "the data of the run have separate files per split, and none for this one"
     return f"{why}; choose the other split, or give other text with --data-path"
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..device.attention_software import assumed_software, run_flags
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from ..utils.text import counted
+from ..utils.text import pluralize
 
 if TYPE_CHECKING:
     from ...kernels.attention.call_spec import AttentionCall, InstalledSoftware
-    from ...kernels.attention.dispatch import BackendSelection, Row
+    from ...kernels.attention.dispatch import BackendCandidate, BackendSelection
     from ...kernels.attention.flags import AttentionFlags
     from ..config.schema.root import RootBlock
 
@@ -33,7 +33,7 @@ ARCHITECTURES: dict[str, tuple[int, int] | None] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stoker explain`."""
-    topics = "; ".join(f"{name}: {topic.about}" for name, topic in TOPICS.items())
+    topics = "; ".join(f"{name}: {topic.summary}" for name, topic in TOPICS.items())
     parser.add_argument("topic", nargs="?", help=f"what to explain ({topics}; default: attention)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config groups and key values")
     parser.add_argument("--config-dir", type=Path, metavar="D", help="folder with your own configuration files")
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.topic is None and args.arch is None:
         for name, topic in TOPICS.items():
-            print(f"stoker explain {name:<11} {topic.about}")
+            print(f"stoker explain {name:<11} {topic.summary}")
         return EXIT_OK
     if args.topic is None or "=" in args.topic:
         args.overrides = [*([args.topic] if args.topic else []), *args.overrides]
@@ -85,7 +85,7 @@ class Answer:
     kind: str
     call: str
     backend: str | None
-    rows: tuple[Row, ...]
+    rows: tuple[BackendCandidate, ...]
     notes: tuple[str, ...]
     problem: tuple[str, ...]
 
@@ -125,15 +125,15 @@ def _layers(root: RootBlock) -> str:
 
     stacks = {name.rstrip("."): stack.num_layers for name, stack in keys_by_stack(root.model).items()}
     if len(stacks) == 1:
-        return counted(next(iter(stacks.values())), "layer")
-    return " and ".join(counted(layers, f"{name} layer") for name, layers in stacks.items())
+        return pluralize(next(iter(stacks.values())), "layer")
+    return " and ".join(pluralize(layers, f"{name} layer") for name, layers in stacks.items())
 
 
 def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str]:
     """Return device type, compute capability, installed software and a description of it."""
     import torch
 
-    from ...kernels.attention.backends.registry import installed
+    from ...kernels.attention.backends.registry import detect_installed_software
     from ..core.factory import choose_device
 
     try:
@@ -141,14 +141,14 @@ def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Install
     except UserError as error:
         raise UserError([*error.lines, "    --arch explains for a device that is not present"]) from None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    software = installed(device.type)
+    software = detect_installed_software(device.type)
     return device.type, capability, software, f"on this machine, with {_describe_software(software)}"
 
 
 def _describe_software(software: InstalledSoftware) -> str:
-    from ...kernels.attention.backend_support import dotted
+    from ...kernels.attention.backend_support import format_version
 
-    parts = [f"PyTorch {dotted(software.torch)}"]
+    parts = [f"PyTorch {format_version(software.torch)}"]
     if software.cudnn is not None:
         parts.append(f"cuDNN {software.cudnn // 10000}.{software.cudnn // 100 % 100}.{software.cudnn % 100}")
     versions = {
@@ -156,7 +156,7 @@ def _describe_software(software: InstalledSoftware) -> str:
         "TransformerEngine": software.te,
         "flash-attn": software.flash_attn,
     }
-    parts += [f"{name} {dotted(version)}" if version else f"no {name}" for name, version in versions.items()]
+    parts += [f"{name} {format_version(version)}" if version else f"no {name}" for name, version in versions.items()]
     parts += [
         name
         for name, is_installed in (("flash-attn-3", software.flash_attn_3), ("flash-attn-4", software.flash_attn_4))
@@ -173,9 +173,9 @@ def _answers(
     from ...models.config.families import family_slice
     from ...models.dispatch.attention_calls import choose_backends
     from ...models.dispatch.attention_choices import CallContext, plan_attentions
-    from ..config.batch_spec import sample_form
+    from ..config.batch_spec import batch_spec
 
-    form = sample_form(root)
+    form = batch_spec(root)
     facts: CallContext = {
         "device": device,
         "capability": capability,
@@ -184,7 +184,7 @@ def _answers(
         "deterministic": not flags.allow_nondeterministic,
     }
     answers: list[Answer] = []
-    for planned in plan_attentions(family_slice(root.model, vocab_size=1, form=form), form, facts):
+    for planned in plan_attentions(family_slice(root.model, vocab_size=1, batch_spec=form), form, facts):
         for kind, call in planned.calls.items():
             label, description = planned.label(kind), str(call)
             try:
@@ -216,7 +216,7 @@ def _dtype(root: RootBlock, device: str, capability: tuple[int, int] | None) -> 
         has_bf16 = device == "cuda" and (capability or (0, 0)) >= (8, 0)
         trainer = trainer.model_copy(update={"precision": "bf16" if has_bf16 else "32"})
     plan = plan_precision(trainer, root.model.megatron_amp_O2, torch.device(device))
-    return plan.autocast or plan.weights
+    return plan.autocast_dtype or plan.param_dtype
 
 
 def _format_answer(answer: Answer) -> str:
@@ -232,7 +232,7 @@ def _format_answer(answer: Answer) -> str:
 class Topic:
     """A topic of `stoker explain`: one-line description, and the function that explains it."""
 
-    about: str
+    summary: str
     run: Callable[[argparse.Namespace], int]
 
 

@@ -124,18 +124,18 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     environment.prepare_process()
     from ...models.t5 import T5
-    from ..conversion.load_model import restore
+    from ..conversion.load_model import load_model
     from ..data.tasks.chats import end_of_turn
     from ..data.tasks.sentinels import sentinel_ids, sentinel_name
     from ..generation.sampling import SamplingParams
     from ..generation.text_generator import Generator, StoppingCriteria
 
-    restored = restore(path, args.device, args.base, average=args.ema)
+    restored = load_model(path, args.device, args.base, ema=args.ema)
     is_t5 = isinstance(restored.model, T5)
     names: dict[int, str] = {}
     if is_t5:
         names = {int(token): sentinel_name(number) for number, token in enumerate(sentinel_ids(restored.tokenizer))}
-    generator = Generator.of(restored, names)
+    generator = Generator.from_restored(restored, names)
     read = _tokens(restored, prompts, chat=args.chat)
     _check_lengths(generator, read, args.num_beams)
     if args.compile:
@@ -160,9 +160,9 @@ def run(args: argparse.Namespace) -> int:
     for first in range(0, len(prompts), group_size):
         part = slice(first, first + group_size)
         if search is None:
-            outputs = generator.write(read[part], limits, sampling, [seed] * len(read[part]), args.batch_size)
+            outputs = generator.generate(read[part], limits, sampling, [seed] * len(read[part]), args.batch_size)
         else:
-            outputs = generator.search(read[part], limits, search, args.batch_size * search.beams)
+            outputs = generator.beam_search(read[part], limits, search, args.batch_size * search.beams)
         texts = [output.text for output in outputs]
         for number, (prompt, text) in enumerate(zip(prompts[part], texts, strict=True), first + 1):
             _print(_format_output(prompt, text, args, number, len(prompts), with_prompt=not (is_t5 or args.chat)))
@@ -261,7 +261,7 @@ def _tokens(restored: LoadedModel, prompts: Sequence[_Prompt], *, chat: bool) ->
 def encode_prompt(restored: LoadedModel, text: str) -> list[int]:
     """Encode a text for a GPT to continue; for empty text return the tokens that start a document."""
     tokenizer = restored.tokenizer
-    tokens = [*restored.text_start, *(tokenizer.encode(text).tolist() if text else [])]
+    tokens = [*restored.prompt_prefix, *(tokenizer.encode(text).tolist() if text else [])]
     if tokens:
         return tokens
     if tokenizer.eos_id is not None:
@@ -272,16 +272,16 @@ def encode_prompt(restored: LoadedModel, text: str) -> list[int]:
 def _conversations(restored: LoadedModel, prompts: Sequence[_Prompt]) -> Iterator[list[int]]:
     """Encode conversations up to the start of the assistant's answer."""
     from ..data.tasks.chat_files import get_chat_template
-    from ..data.tasks.chats import prompt_ids
+    from ..data.tasks.chats import encode_rendered_text
 
-    if restored.tokenizer.chat is None and not restored.config.root.model.data.chat:
+    if restored.tokenizer.chat_template is None and not restored.config.root.model.data.chat:
         print("note: the model has no chat template; using ChatML", file=sys.stderr)
     with get_chat_template(restored.tokenizer).start_renderer() as renderer:
         for prompt in prompts:
             messages = prompt.messages
             if messages is None:
                 messages = [{"role": "user", "content": prompt.text}]
-            yield prompt_ids(restored.tokenizer, renderer.prompt(messages))
+            yield encode_rendered_text(restored.tokenizer, renderer.render_prompt(messages))
 
 
 def _check_lengths(generator: Generator, read: Sequence[Sequence[int]], beams: int) -> None:

@@ -30,7 +30,7 @@ from ..utils.errors import (
     save_traceback,
 )
 from ..utils.redaction import redact_arguments
-from .argument_parser import Parser
+from .argument_parser import ArgumentParser
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -49,7 +49,7 @@ class Verb:
         accepts_imports: accept `--import`.
     """
 
-    about: str
+    summary: str
     composes: bool = False
     accepts_imports: bool = False
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_OVERVIEW.format(verbs="\n".join(f"  {name:<11} {verb.about}" for name, verb in VERBS.items())))
+        print(_OVERVIEW.format(verbs="\n".join(f"  {name:<11} {verb.summary}" for name, verb in VERBS.items())))
         return EXIT_OK if arguments else EXIT_BAD_INPUT
     name = arguments[0]
     if name == "--version":
@@ -117,10 +117,10 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in VERBS:
         raise UserError(_unknown_verb(name))
     verb = VERBS[name]
-    parser = Parser(
+    parser = ArgumentParser(
         arguments[1:],
         prog=f"stoker {name}",
-        description=verb.about[0].upper() + verb.about[1:] + ".",
+        description=verb.summary[0].upper() + verb.summary[1:] + ".",
         epilog=_GROUPS if verb.composes else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -138,9 +138,9 @@ def _dispatch(arguments: list[str]) -> int:
         )
     args = parser.parse_intermixed_args(arguments[1:])
     if verb.accepts_imports and args.imports:
-        from ..utils.import_modules import import_modules
+        from ..utils.import_modules import import_plugins
 
-        import_modules(args.imports)
+        import_plugins(args.imports)
     return run(args)
 
 
@@ -244,9 +244,9 @@ def _train(args: argparse.Namespace) -> int:
         )
     config = _load(args)
     _print_findings(config.findings)
-    from ..distributed.placement import place
+    from ..distributed.placement import resolve_placement
 
-    placement = place(config.root.trainer, environment.snapshot())
+    placement = resolve_placement(config.root.trainer, environment.snapshot())
     if placement.rank is not None:
         _warn_late_env_vars(args.imports, config)
         environment.prepare_process(config.root.env_vars)

@@ -26,18 +26,18 @@ from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
 from ..config.sweep_overrides import Job, expand_jobs
 from ..conversion.finetune_defaults import load_finetune_config
-from ..distributed.placement import Placement, place
+from ..distributed.placement import Placement, resolve_placement
 from ..utils import environment
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
-from ..utils.text import counted
+from ..utils.text import pluralize
 from .sweep_record import (
     RECORD_FILE,
     SweepRun,
+    format_table,
     job_label,
     mark_finished,
     read_metrics,
     read_record,
-    table_of,
     unwritable_error,
     write_record,
 )
@@ -54,7 +54,7 @@ _PER_JOB_KEYS = (
 
 RunJob = Callable[[RunConfig, Placement], int]
 """Run a job in separate processes and return its exit code; raises UserError if it failed."""
-Load = Callable[[Sequence[str]], RunConfig]
+LoadConfig = Callable[[Sequence[str]], RunConfig]
 """Compose and validate the configuration of a list of overrides; raises UserError."""
 
 
@@ -85,8 +85,8 @@ def sweep(
     config_name: str | None,
     config_dir: Path | None,
     overrides: Sequence[str],
-    start: RunJob,
-    say: Callable[[str], None],
+    run_job: RunJob,
+    log: Callable[[str], None],
     *,
     finetune: bool = False,
 ) -> int:
@@ -114,7 +114,7 @@ def sweep(
     load = load_finetune_config if finetune else load_run_config
     configs, placements = _load_jobs(jobs, lambda texts: load(config_name, config_dir, texts))
     _check_unique_directories([config.root for config in configs])
-    _print_findings(jobs, configs, say)
+    _print_findings(jobs, configs, log)
     # before the sweep directory is created, so that an error leaves none behind
     names = _job_directories(hydra_keys.subdir, jobs)
     directory = _create_directory(hydra_keys, [config.root for config in configs])
@@ -127,10 +127,10 @@ def sweep(
     ]
     runs = [mark_finished(run, known) for run, known in zip(runs, previous, strict=True)]
     write_record(directory, runs, key)
-    stopped = _run_all(runs, partial(write_record, directory, runs, key), start, say)
+    stopped = _run_all(runs, partial(write_record, directory, runs, key), run_job, log)
     write_record(directory, runs, key)
     print(
-        "\n".join(["", *table_of(runs, directory), f"{counted(len(runs), 'job')} in {directory}"]),
+        "\n".join(["", *format_table(runs, directory), f"{pluralize(len(runs), 'job')} in {directory}"]),
         flush=True,
     )
     return stopped or next((run.exit_code for run in runs if run.exit_code), EXIT_OK)
@@ -159,7 +159,7 @@ def _parse_hydra_keys(overrides: Sequence[str]) -> _HydraKeys:
 # ---------------------------------------------------------------- before the first job
 
 
-def _load_jobs(jobs: Sequence[Job], load: Load) -> tuple[list[RunConfig], list[Placement]]:
+def _load_jobs(jobs: Sequence[Job], load: LoadConfig) -> tuple[list[RunConfig], list[Placement]]:
     """Compose and validate every job.
 
     Raises:
@@ -186,13 +186,13 @@ def _load_jobs(jobs: Sequence[Job], load: Load) -> tuple[list[RunConfig], list[P
         if len(affected) < len(jobs):
             lines.append(f"{_job_labels(affected)}:")
         lines += text
-    summary = f"{counted(len(errors), 'error')} in the configurations of {counted(len(jobs), 'job')}"
+    summary = f"{pluralize(len(errors), 'error')} in the configurations of {pluralize(len(jobs), 'job')}"
     raise UserError([*lines, f"{summary}; nothing was started"])
 
 
 def _placement(config: RunConfig, environ: Any) -> Placement:
-    placement = place(config.root.trainer, environ)
-    if placement.rank is not None or placement.nodes > 1:
+    placement = resolve_placement(config.root.trainer, environ)
+    if placement.rank is not None or placement.num_nodes > 1:
         raise UserError(
             "-m starts the processes of its jobs itself, on one machine; run it without torchrun and srun, and with "
             "trainer.num_nodes=1"

@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     load = load_finetune_config if args.finetune else load_run_config
     config = load(args.config_name, args.config_dir, args.overrides)
     # these import torch, which takes seconds: only after the configuration has been validated
-    from ..plan.report import plan_document, report
+    from ..plan.report import plan_document, report_lines
     from ..plan.run_plan import make_plan, useless_recompute_notes
-    from ..plan.search import search, suggestions
+    from ..plan.search import search, suggest_changes
 
     root, given = config.root, _given(config, args.overrides)
     target = _target(root, args.device)
@@ -75,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
             )
         best, least = search(root, target, plan)
         return _print_fit(args, given, plan, best, least, config.findings, notes)
-    changes = [] if plan.fits else suggestions(root, target, plan)
+    changes = [] if plan.fits else suggest_changes(root, target, plan)
     if args.json:
         print(json.dumps(plan_document(plan, changes, given) | _notes_document(config.findings, notes), indent=2))
         return EXIT_OK
-    for line in report(plan, changes, given):
+    for line in report_lines(plan, changes, given):
         print(line)
     _print_notes(config.findings, notes)
     return EXIT_OK
@@ -169,7 +169,7 @@ def _print_fit(
     findings: Sequence[Finding],
     notes: Sequence[str],
 ) -> int:
-    from ..plan.report import change_document, change_lines, gib
+    from ..plan.report import change_document, change_lines, format_gib
 
     if args.json:
         found = {"fits": best is not None, "best": best and change_document(best, given)}
@@ -178,13 +178,13 @@ def _print_fit(
         return EXIT_OK if best else EXIT_BAD_INPUT
     if best is not None:
         if not best.values:
-            print(f"it fits as it is: {gib(plan.needed)} of {gib(plan.available or 0)}")
+            print(f"it fits as it is: {format_gib(plan.needed)} of {format_gib(plan.available or 0)}")
         for line in change_lines(plan, [best] if best.values else [], given):
             print(line.lstrip())
         _print_notes(findings, notes)
         return EXIT_OK
     missing = least.plan.needed - (plan.available or 0)
-    print(f"nothing fits; nearest, {gib(missing if missing > 0 else least.plan.missing_host_memory)} too much:")
+    print(f"nothing fits; nearest, {format_gib(missing if missing > 0 else least.plan.missing_host_memory)} too much:")
     for line in change_lines(plan, [least], given):
         print(line)
     _print_notes(findings, notes)

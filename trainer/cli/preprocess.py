@@ -17,7 +17,7 @@ from ..data.preprocess.train_tokenizer import MAX_VOCAB_SIZE, MIN_VOCAB_SIZE
 from ..data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer
 from ..utils.environment import available_cores, user_path
 from ..utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
-from ..utils.text import counted
+from ..utils.text import pluralize
 
 _LINE_SECONDS = 30.0
 _MAX_WORKERS = 256
@@ -110,7 +110,7 @@ def _job(args: argparse.Namespace) -> Job:
         reading=ReadOptions(args.json_key, args.text_lines),
         append_eod=args.append_eod,
         workers=workers,
-        stop=args.on_error == "stop",
+        stop_on_error=args.on_error == "stop",
         overwrite=args.overwrite,
     )
 
@@ -126,7 +126,7 @@ def _report(job: Job, outcome: PreprocessResult, seconds: float) -> None:
         else f" in {seconds:,.1f} s ({size / seconds / 1e6:.1f} MB/s)"
     )
     print(
-        f"{job.prefix}: {counted(summary['documents'], 'document')}, {counted(summary['tokens'], 'token')}, "
+        f"{job.prefix}: {pluralize(summary['documents'], 'document')}, {pluralize(summary['tokens'], 'token')}, "
         f"{size:,} bytes of text{speed}"
     )
     if summary["skipped"]:
@@ -156,7 +156,7 @@ class _ProgressLine:
         left = seconds * (1 - progress.fraction) / done if done > 0 else None
         eta = "" if left is None else f", {_duration(left)} left"
         text = (
-            f"{progress.fraction:6.1%}  {counted(progress.documents, 'document')}, "
+            f"{progress.fraction:6.1%}  {pluralize(progress.documents, 'document')}, "
             f"{progress.text_bytes / seconds / 1e6:.1f} MB/s{eta}"
         )
         print(f"\r\x1b[K{text}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)

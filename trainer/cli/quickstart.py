@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..utils import environment
 from ..utils.errors import EXIT_OK
-from ..utils.text import counted
+from ..utils.text import pluralize
 from .generate import replace_control_characters
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     print(model.attention_decisions["training"].table())
     del model
     config = _load(experiment, [*overrides, *_length_overrides(config, pace, args.seconds)])
-    print(f"speed {_describe_pace(pace)}: {counted(config.root.trainer.max_steps, 'step')} in that time\n")
+    print(f"speed {_describe_pace(pace)}: {pluralize(config.root.trainer.max_steps, 'step')} in that time\n")
 
     result = run_training(config)
     if result.exit_code != EXIT_OK:
@@ -116,7 +116,7 @@ def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> C
     evaluation = evaluate(
         loss_function(result.model, plan_precision(root.trainer, root.model.megatron_amp_O2, device), device),
         samples,
-        token_bytes=data.token_bytes,
+        token_bytes=data.token_byte_counts,
         batch_size=size,
         limit_batches=batches,
         device=device,
@@ -153,7 +153,7 @@ def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | No
     if comparison is not None:
         lines += [
             f"bits per byte on {comparison.bytes:,} held-out bytes:",
-            f"  {comparison.model:6.3f}  this model after {counted(result.step, 'step')}",
+            f"  {comparison.model:6.3f}  this model after {pluralize(result.step, 'step')}",
             f"  {comparison.xz:6.3f}  xz -9e of these bytes",
             f"  {comparison.unigram:6.3f}  byte frequencies of the training text (unigram)",
         ]
@@ -178,7 +178,7 @@ def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | No
 def _write(result: TrainingResult, pace: StepTiming, comparison: Comparison | None) -> None:
     document = {
         "steps": result.step,
-        "stopped_by": result.stopped_by,
+        "stopped_by": result.stop_reason,
         "step_seconds": pace.step_seconds,
         "threads": pace.threads,
         "data": result.data.fingerprint,
@@ -227,7 +227,7 @@ def _describe_pace(pace: StepTiming) -> str:
     if not pace.seconds_by_threads:
         return text
     others = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in pace.seconds_by_threads.items() if n != pace.threads)
-    return f"{text} with {counted(pace.threads, 'thread')}" + (f" ({others})" if others else "")
+    return f"{text} with {pluralize(pace.threads, 'thread')}" + (f" ({others})" if others else "")
 
 
 def _describe_data(config: RunConfig) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from ..config.load import config_from_document
 from ..utils.environment import prepare_process
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
-from ..utils.import_modules import import_modules
+from ..utils.import_modules import import_plugins
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _CONNECTION_ERRORS = (
@@ -62,14 +62,14 @@ def main() -> None:
 
 def _train(task: dict[str, Any]) -> int:
     sys.argv = task["command"]  # for the run's manifest and loggers
-    import_modules(task["imports"])
+    import_plugins(task["imports"])
     config = config_from_document(task["document"], trusted=True)
     if config.digest != task["digest"]:
         raise UserError("the configuration changed on its way to this process; start the run again")
     prepare_process(config.root.env_vars)
     from torch._C._distributed_c10d import TCPStore
 
-    from ..distributed.process_group import join, shutdown_distributed
+    from ..distributed.process_group import init_distributed, shutdown_distributed
     from ..train import run_training
 
     if task["world_size"] == 1:
@@ -78,7 +78,7 @@ def _train(task: dict[str, Any]) -> int:
     timeout = config.root.trainer.process_timeout
     options: dict[str, Any] = {} if task["listener"] is None else {"master_listen_fd": task["listener"]}
     store = TCPStore(host, port, task["world_size"], is_master=task["rank"] == 0, use_libuv=True, **options)
-    ranks = join(task["rank"], task["world_size"], task["local_rank"], store=store, timeout=timeout)
+    ranks = init_distributed(task["rank"], task["world_size"], task["local_rank"], store=store, timeout=timeout)
     result = run_training(config, ranks)
     ranks.barrier()
     shutdown_distributed()

@@ -41,8 +41,8 @@ class SweepRun:
     placement: Placement
     directory: Path
     exit_code: int | None = None
-    problem: str = ""
-    figures: dict[str, Any] | None = None
+    error: str = ""
+    metrics: dict[str, Any] | None = None
 
 
 def job_label(job: Job) -> str:
@@ -50,16 +50,16 @@ def job_label(job: Job) -> str:
     return " ".join(map(redact, job.swept)) or "nothing varies"
 
 
-def unwritable_error(where: object, error: OSError, key: str) -> UserError:
+def unwritable_error(path: object, error: OSError, key: str) -> UserError:
     """Return the error for a sweep directory, set by `key`, that cannot be written."""
     return UserError(
-        f"cannot write the directory of the sweep {where}: {error.strerror or error}; set {key} to a "
+        f"cannot write the directory of the sweep {path}: {error.strerror or error}; set {key} to a "
         "directory that can be written",
         EXIT_IO,
     )
 
 
-def read_record(directory: Path, jobs: Sequence[Job], resumes: bool, elsewhere: str) -> list[dict[str, Any]]:
+def read_record(directory: Path, jobs: Sequence[Job], can_resume: bool, directory_keys: str) -> list[dict[str, Any]]:
     """Read the recorded state of each job; empty dicts for a new sweep.
 
     Args:
@@ -74,10 +74,10 @@ def read_record(directory: Path, jobs: Sequence[Job], resumes: bool, elsewhere: 
     path = directory / RECORD_FILE
     if not path.exists():
         return [{} for _ in jobs]
-    if not resumes:
+    if not can_resume:
         raise UserError(
             f"{directory} already holds a sweep; resume it with exp_manager.resume_if_exists=True, or write elsewhere "
-            f"with another {elsewhere}"
+            f"with another {directory_keys}"
         )
     try:
         if path.stat().st_size > _MAX_RECORD_BYTES:
@@ -89,14 +89,14 @@ def read_record(directory: Path, jobs: Sequence[Job], resumes: bool, elsewhere: 
     if swept != [list(map(redact, job.swept)) for job in jobs]:
         raise UserError(
             f"{directory} holds a sweep of other jobs; repeat its overrides to resume it, or write elsewhere with "
-            f"another {elsewhere}"
+            f"another {directory_keys}"
         )
     return known
 
 
-def mark_finished(run: SweepRun, known: dict[str, Any]) -> SweepRun:
+def mark_finished(run: SweepRun, recorded: dict[str, Any]) -> SweepRun:
     """Mark a job as done if it was already finished with the same configuration."""
-    if known.get("exit_code") == EXIT_OK and known.get("configuration") == run.config.digest:
+    if recorded.get("exit_code") == EXIT_OK and recorded.get("configuration") == run.config.digest:
         return replace(run, exit_code=EXIT_OK, figures=read_metrics(run))
     return run
 
@@ -116,8 +116,8 @@ def write_record(directory: Path, runs: Sequence[SweepRun], key: str) -> None:
                 "directory": str(run.directory),
                 "configuration": run.config.digest,
                 "exit_code": run.exit_code,
-                "problem": run.problem,
-                "figures": run.figures,
+                "problem": run.error,
+                "figures": run.metrics,
             }
             for run in runs
         ]
@@ -161,20 +161,20 @@ def read_metrics(run: SweepRun) -> dict[str, Any] | None:
     }
 
 
-def table_of(runs: Sequence[SweepRun], directory: Path) -> list[str]:
+def format_table(runs: Sequence[SweepRun], directory: Path) -> list[str]:
     """Format a table with a line per job.
 
     Only comparable values are shown: if a job has its monitored metric, the training loss that replaces it in a job
     that ended before measuring it is left out.
     """
-    measured = [run for run in runs if run.figures and run.figures["metric"] == _monitor(run)]
-    compared = measured or [run for run in runs if run.figures]
+    measured = [run for run in runs if run.metrics and run.metrics["metric"] == _monitor(run)]
+    compared = measured or [run for run in runs if run.metrics]
     shown = {run.job.number for run in compared}
-    metrics = {run.figures["metric"] for run in compared if run.figures}
+    metrics = {run.metrics["metric"] for run in compared if run.metrics}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
     rows = [["job", "exit", "step", f"last {metric}", f"best {metric}", "directory", "overrides"]]
     for run in runs:
-        figures = run.figures or {}
+        figures = run.metrics or {}
         numbers = [figures.get("last"), figures.get("best")] if run.job.number in shown else [None, None]
         rows.append(
             [

@@ -103,10 +103,10 @@ def _build_step(root: RootBlock, data: Data, device: torch.device) -> tuple[Lang
     def step() -> None:
         fields = batch_tensors(data.train.batch(0, keys.global_batch_size))
         numbers = tuple(range(keys.global_batch_size // keys.micro_batch_size))
-        batch = GlobalBatch.of(numbers, fields).to(device)
+        batch = GlobalBatch.from_fields(numbers, fields).to(device)
         for _, fields in batch.micro_batches():
-            with precision.context(device):
-                loss = model.batch_loss(fields, batch.targets)
+            with precision.autocast_context(device):
+                loss = model.batch_loss(fields, batch.num_targets)
             loss.backward()
             if keys.global_batch_size > keys.micro_batch_size:
                 optimizer.accumulate()

@@ -7,7 +7,7 @@ from .data_task import task_from_config
 from .schema.root import RootBlock
 
 
-def sample_form(root: RootBlock) -> BatchSpec:
+def batch_spec(root: RootBlock) -> BatchSpec:
     """Return the sample shape of the configured task.
 
     Raises:
@@ -15,9 +15,9 @@ def sample_form(root: RootBlock) -> BatchSpec:
     """
     task, data = task_from_config(root), root.model.data
     return BatchSpec(
-        length=task.length,
-        decoder_length=task.decoder_length,
+        seq_length=task.length,
+        decoder_seq_length=task.decoder_length,
         packed=task.packed,
-        restart=task.packed if task.is_encoder_decoder or task.name == "sft" else data.reset_position_ids,
+        reset_position_ids=task.packed if task.is_encoder_decoder or task.name == "sft" else data.reset_position_ids,
         padded=task.padded,
     )

@@ -24,7 +24,7 @@ class Blend:
 
     paths: tuple[str, ...]
     weights: tuple[float, ...]
-    weighted: bool
+    has_weights: bool
 
 
 def is_per_split(prefixes: Prefixes | None) -> bool:

@@ -50,7 +50,7 @@ class Composition:
     tree: Tree = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
-    packaged: set[str] = field(default_factory=set)
+    packaged_paths: set[str] = field(default_factory=set)
     notes: list[Finding] = field(default_factory=list)
 
 
@@ -91,7 +91,7 @@ class YamlSource(ConfigSource):
         """Return defaults list and package to Hydra; the values are kept in `read`."""
         path = self.file(config_path)
         try:
-            parsed = yaml_reader.read(path)
+            parsed = yaml_reader.read_yaml(path)
         except YamlError as error:
             raise UserError(_error_text(path, error)) from None
         self.read[config_path] = parsed
@@ -278,9 +278,9 @@ class Composer:
                     del composition.origins[stale]
             composition.origins[full] = f"{display_path(file.path)}:{line}"
             if source.directory == PACKAGED_CONF:
-                composition.packaged.add(full)
+                composition.packaged_paths.add(full)
             else:
-                composition.packaged.discard(full)
+                composition.packaged_paths.discard(full)
         composition.tree = merged(composition.tree, placed)
 
 

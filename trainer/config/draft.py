@@ -16,7 +16,7 @@ from .interpolation import InterpolationError, Resolver, has_interpolation
 from .nemo import nemo_spellings
 from .nemo.key_row import KeyState
 from .nemo.key_states import KeyStates, Verdict
-from .nemo.key_table import row_of
+from .nemo.key_table import find_row
 from .override_typos import quoted_override
 from .problems import ConfigError, KeyReport, Problem
 from .rules import all_rules
@@ -67,7 +67,7 @@ class Draft:
         self._resolved: Tree = {}
         self._from_environment: set[str] = set()
         self._family: Family = "gpt"
-        self._family_hint = infer_family.told_family(tree)  # before overrides reset the keys it is inferred from
+        self._family_hint = infer_family.infer_family(tree)  # before overrides reset the keys it is inferred from
 
     def apply(self, edit: ValueOverride) -> None:
         """Apply one value override. An unknown key stays in the tree, to be reported with all others."""
@@ -156,7 +156,7 @@ class Draft:
         self.findings.extend(states.findings())
         self._report_missing(acting)
         given = frozenset(path for path, _ in dotted_paths.leaves(acting))
-        root, wrong_types, wrong = validate.typed(acting, self.origin_text)
+        root, wrong_types, wrong = validate.validate_types(acting, self.origin_text)
         self.problems.extend(wrong_types)
         wrong |= {problem.key for problem in self.problems}
         facts = RuleContext(root, given, self._set_by_user(given), self.variables, frozenset(self._from_environment))
@@ -211,7 +211,7 @@ class Draft:
             value = format_value(dotted_paths.get(self.tree, path))
             raise ConfigError([Problem(path, value, self.origin_text(path), rule, _NO_SUCH_MODEL)])
         path = "model.family"
-        inferred = infer_family.told_family(self.tree) or self._family_hint
+        inferred = infer_family.infer_family(self.tree) or self._family_hint
         if inferred is not None and dotted_paths.get(self.tree, path) is None:
             family, reason = inferred
             dotted_paths.put(self.tree, path, family)
@@ -234,9 +234,9 @@ class Draft:
                 dotted_paths.put(self._resolved, path, raw)
                 continue
             try:
-                found = resolver.value(path)
+                found = resolver.resolve(path)
             except InterpolationError as error:
-                row = row_of(path, self._family)
+                row = find_row(path, self._family)
                 acts = path in schema_keys(self._family)
                 if row is not None and not acts and (row.state is KeyState.HISTORICAL or row.switch):
                     dotted_paths.put(self._resolved, path, raw)
@@ -258,12 +258,12 @@ class Draft:
 
     def _reference_suggestion(self, error: InterpolationError) -> str:
         from .interpolation import MissingKeyError
-        from .nemo.key_states import suggestions
+        from .nemo.key_states import suggest_keys
 
         if not isinstance(error, MissingKeyError):
             return ""
         blocks = schema_blocks(self._family)
-        near = [path for path in suggestions(error.target, self._family) if path not in blocks]
+        near = [path for path in suggest_keys(error.target, self._family) if path not in blocks]
         return f"did you mean ${{{near[0]}}}?" if near else ""
 
     def _report_missing(self, acting: Tree) -> None:
@@ -332,7 +332,7 @@ def nemo_default(path: str) -> Any:
     Raises:
         KeyError: the key is not in the key table.
     """
-    row = row_of(path)
+    row = find_row(path)
     if row is None or row.pattern != path:
         raise KeyError(path)
     return row.default
@@ -349,9 +349,9 @@ def _is_at_or_below(path: str, above: str) -> bool:
 
 
 def _is_known(path: str) -> bool:
-    from .nemo.key_states import is_known
+    from .nemo.key_states import is_known_key
 
-    return is_known(path)
+    return is_known_key(path)
 
 
 def _is_open(path: str) -> bool:

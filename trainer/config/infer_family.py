@@ -25,7 +25,7 @@ _UNSUPPORTED_KEYS = (
 """Keys of unsupported models, which no file of a supported model has."""
 
 
-def told_family(tree: Tree) -> tuple[Family, str] | None:
+def infer_family(tree: Tree) -> tuple[Family, str] | None:
     """Return the inferred family and the reason, or None if `model.family` is set or nothing indicates a family (GPT).
 
     Args:

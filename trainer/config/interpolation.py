@@ -14,7 +14,7 @@ from typing import Any
 
 from .dotted_paths import MISSING, join, parent_of
 from .resolvers import RESOLVERS
-from .yaml_reader import scalar
+from .yaml_reader import parse_scalar
 
 MAX_DEPTH = 64
 MAX_TEXT = 64 * 1024
@@ -88,7 +88,7 @@ class Resolver:
         self._resolving: list[str] = []
         self._evaluations = 0
 
-    def value(self, path: str) -> Resolved:
+    def resolve(self, path: str) -> Resolved:
         """Return the resolved value at `path`.
 
         Raises:
@@ -115,7 +115,7 @@ class Resolver:
         walked = ""
         for name in _path_parts(path):
             if isinstance(node, str) and "${" in node and walked not in self._resolving:
-                node = self.value(walked).value
+                node = self.resolve(walked).value
             if isinstance(node, dict) and name in node:
                 node = node[name]
             elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
@@ -139,18 +139,18 @@ class Resolver:
                 return Resolved(raw, False)
             found = _Parser(raw, path, self).evaluate()
             if found.from_environment and isinstance(found.value, str) and not self._is_text(path):
-                return Resolved(scalar(found.value), True)
+                return Resolved(parse_scalar(found.value), True)
             return found
         if isinstance(raw, (list, dict)):
             names = range(len(raw)) if isinstance(raw, list) else raw
-            items = {name: self.value(join(path, str(name))) for name in names}
+            items = {name: self.resolve(join(path, str(name))) for name in names}
             from_environment = any(item.from_environment for item in items.values())
             if isinstance(raw, list):
                 return Resolved([item.value for item in items.values()], from_environment)
             return Resolved({name: item.value for name, item in items.items()}, from_environment)
         return Resolved(raw, False)
 
-    def environment(self, arguments: list[Any]) -> Any:
+    def resolve_env(self, arguments: list[Any]) -> Any:
         """Evaluate `oc.env:NAME` or `oc.env:NAME,default`."""
         if not 1 <= len(arguments) <= 2 or not isinstance(arguments[0], str):
             raise InterpolationError("`oc.env` takes the name of a variable and optionally a default")
@@ -164,13 +164,13 @@ class Resolver:
             )
         return arguments[1] if arguments[1] is None else str(arguments[1])
 
-    def select(self, arguments: list[Any], path: str) -> Resolved:
+    def resolve_select(self, arguments: list[Any], path: str) -> Resolved:
         """Evaluate `oc.select:key` or `oc.select:key,default`: null or the default if the key does not exist."""
         if not 1 <= len(arguments) <= 2 or not isinstance(arguments[0], str):
             raise InterpolationError("`oc.select` takes a key and optionally a default")
         default = arguments[1] if len(arguments) == 2 else None
         try:
-            found = self.value(_absolute(arguments[0], path))
+            found = self.resolve(_absolute(arguments[0], path))
         except MissingKeyError:
             return Resolved(default, False)
         return Resolved(default, False) if found.value == MISSING else found
@@ -197,7 +197,7 @@ def _absolute(reference: str, path: str) -> str:
 
 def _unquoted(text: str) -> Any:
     """Parse an unquoted argument by OmegaConf's grammar; unlike in YAML, `yes` and `NO` are text."""
-    value = scalar(text)
+    value = parse_scalar(text)
     if isinstance(value, bool):
         return value if text.lower() in ("true", "false") else text
     return text if value is None and text.lower() != "null" else value
@@ -282,7 +282,7 @@ class _Parser:
             self._close()
             if not isinstance(reference, str) or not reference.strip(" ."):
                 raise InterpolationError("has an empty or invalid reference between `${` and `}`")
-            found = self._resolver.value(_absolute(reference, self._path))
+            found = self._resolver.resolve(_absolute(reference, self._path))
             self._from_environment |= found.from_environment
             value = found.value
         self._depth -= 1
@@ -326,15 +326,15 @@ class _Parser:
     def _call(self, name: str, arguments: list[Any]) -> Any:
         if name == "oc.env":
             self._from_environment = True
-            return self._resolver.environment(arguments)
+            return self._resolver.resolve_env(arguments)
         if name == "oc.select":
-            found = self._resolver.select(arguments, self._path)
+            found = self._resolver.resolve_select(arguments, self._path)
             self._from_environment |= found.from_environment
             return found.value
         if MISSING in arguments:
             return MISSING
         if name == "oc.decode" and len(arguments) == 1:
-            return scalar(arguments[0]) if isinstance(arguments[0], str) else arguments[0]
+            return parse_scalar(arguments[0]) if isinstance(arguments[0], str) else arguments[0]
         function = RESOLVERS.get(name)
         if function is None:
             known = ", ".join([*RESOLVERS, "oc.env", "oc.select", "oc.decode"])

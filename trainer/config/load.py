@@ -44,7 +44,7 @@ def load_run_config(
         ConfigError: the configuration is not valid; holds all problems.
     """
     from .compose import Composer
-    from .overrides import parse
+    from .overrides import parse_overrides
 
     environ = environment.snapshot() if environ is None else environ
     try:
@@ -52,10 +52,10 @@ def load_run_config(
     except OSError:
         raise UserError("the current directory no longer exists; change to one that does") from None
     composer = Composer(config_dir, environment.config_folders(environ))
-    parsed = parse(overrides, composer.is_group)
-    composition = composer.compose(default_name if config_name is None else config_name, parsed.choices)
+    parsed = parse_overrides(overrides, composer.is_group)
+    composition = composer.compose(default_name if config_name is None else config_name, parsed.group_choices)
     draft = Draft(composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ)
-    draft.packaged = frozenset(composition.packaged)
+    draft.packaged = frozenset(composition.packaged_paths)
     draft.prefer_users_form()
     draft.problems.extend(parsed.problems)
     draft.findings.extend(composition.notes)

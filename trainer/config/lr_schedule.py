@@ -74,19 +74,19 @@ class WarmupPolicy:
         """Return the learning rate after `step` completed steps."""
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
-        if step > self.max_steps or self.max_steps <= self.start:
+        if step > self.max_steps or self.max_steps <= self.decay_start:
             return self.min_lr
-        return self.lr if step < self.start else self.decayed_lr(step)
+        return self.lr if step < self.decay_start else self.decayed_lr(step)
 
     @property
-    def start(self) -> int:
+    def decay_start(self) -> int:
         """The step at which the decay begins."""
         return self.warmup_steps
 
     @property
     def decay_steps(self) -> int:
         """Steps from `start` to `max_steps`."""
-        return self.max_steps - self.start
+        return self.max_steps - self.decay_start
 
     def decayed_lr(self, step: int) -> float:
         """Return the learning rate between `start` and `max_steps`."""
@@ -99,7 +99,7 @@ class WarmupAnnealing(WarmupPolicy):
 
     def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
-        return self.min_lr + (1 - (step - self.start) / self.decay_steps) * (self.lr - self.min_lr)
+        return self.min_lr + (1 - (step - self.decay_start) / self.decay_steps) * (self.lr - self.min_lr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class WarmupHoldPolicy(WarmupPolicy):
     hold_steps: int = 0
 
     @property
-    def start(self) -> int:
+    def decay_start(self) -> int:
         """The step at which the decay begins."""
         return self.warmup_steps + self.hold_steps
 
@@ -175,7 +175,7 @@ class WarmupHoldAnnealLinear(WarmupHoldPolicy):
 
     def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
-        return self.lr - (self.lr - self.min_lr) * (step - self.start) / self.decay_steps
+        return self.lr - (self.lr - self.min_lr) * (step - self.decay_start) / self.decay_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class WarmupHoldAnnealOneMinusSquareRoot(WarmupHoldPolicy):
 
     def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
-        return max(self.lr * (1 - math.sqrt((step - self.start) / self.decay_steps)), self.min_lr)
+        return max(self.lr * (1 - math.sqrt((step - self.decay_start) / self.decay_steps)), self.min_lr)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,12 +60,12 @@ class ParsedOverrides:
         problems: overrides that could not be parsed or contradict each other.
     """
 
-    choices: tuple[Override, ...]
+    group_choices: tuple[Override, ...]
     value_overrides: tuple[ValueOverride, ...]
     problems: tuple[Problem, ...]
 
 
-def parse(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOverrides:
+def parse_overrides(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOverrides:
     """Parse `overrides`; `is_group` distinguishes a group (`model`) from a key (`name`)."""
     parser = OverridesParser.create()
     choices: list[Override] = []

@@ -42,7 +42,7 @@ class DataParallelLayout:
     reshard_after_forward: bool = False
 
     @property
-    def held(self) -> str:
+    def description(self) -> str:
         """Description of a rank's weights and optimizer state between steps, for the log."""
         if self.shards == 1:
             return "each with all weights and all optimizer state"
@@ -76,7 +76,7 @@ def plan_layout(
     return DataParallelLayout("data parallel", world_size, 1, replicates_weights=True)
 
 
-def layout_of(root: RootBlock, world_size: int) -> DataParallelLayout | None:
+def layout_from_config(root: RootBlock, world_size: int) -> DataParallelLayout | None:
     """Return the data-parallel layout of a run, or None for a single process."""
     keys = root.model
     return plan_layout(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...models.config.key_block import Finding
 from ..utils.errors import UserError
 from ..utils.redaction import redact, redact_value
-from ..utils.text import counted
+from ..utils.text import pluralize
 from .nemo.key_row import KeyState
 
 
@@ -53,7 +53,7 @@ class Problem:
     origin: str
     rule: str
     fix: str = ""
-    also: tuple[str, ...] = ()
+    related: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Redact secrets."""
@@ -64,14 +64,14 @@ class Problem:
     def lines(self) -> list[str]:
         """Return the lines for a terminal: origin and key, rule, other keys, fix."""
         shown = f"{self.key} = {self.value}" if self.value is not None else self.key
-        text = [placed(shown, self.key, self.origin), f"    {self.rule}"]
-        text += [f"    with {other}" for other in self.also]
+        text = [with_origin(shown, self.key, self.origin), f"    {self.rule}"]
+        text += [f"    with {other}" for other in self.related]
         if self.fix:
             text.append(f"    fix: {self.fix}")
         return text
 
 
-def placed(shown: str, key: str, origin: str) -> str:
+def with_origin(shown: str, key: str, origin: str) -> str:
     """Prefix a key with its origin, unless the origin is the override itself (`key=value`)."""
     if origin.lstrip("+").startswith(f"{key}="):
         return origin
@@ -90,12 +90,12 @@ class ConfigError(UserError):
     def __init__(
         self,
         problems: Sequence[Problem],
-        account: Sequence[KeyReport] = (),
+        key_reports: Sequence[KeyReport] = (),
         findings: Sequence[Finding] = (),
     ) -> None:
         self.problems = tuple(problems)
-        self.key_reports = tuple(account)
+        self.key_reports = tuple(key_reports)
         self.findings = tuple(findings)
         lines = [line for problem in problems for line in problem.lines()]
-        lines.append(f"{counted(len(self.problems), 'error')} in the configuration; nothing was started")
+        lines.append(f"{pluralize(len(self.problems), 'error')} in the configuration; nothing was started")
         super().__init__(lines)

@@ -40,8 +40,8 @@ class PromptTemplate:
             last = match.end()
         if any(brace in literal for literal, _ in self._parts for brace in "{}"):
             raise ValueError("must have a name in every pair of braces, and no other braces")
-        self.names = tuple(name for _, name in self._parts)
-        if self.names.count(label_key) > 1:
+        self.fields = tuple(name for _, name in self._parts)
+        if self.fields.count(label_key) > 1:
             raise ValueError(f"must name the answer, {label}, once")
         *self._before, (end, _) = self._parts
         self._end = end.rstrip(" ")
@@ -53,9 +53,9 @@ class PromptTemplate:
 
     def answer(self, record: Record) -> str:
         """Return the answer, with the spaces before it."""
-        return self._space + record[self.names[-1]]
+        return self._space + record[self.fields[-1]]
 
-    def pieces(self, record: Record) -> Iterator[tuple[str, str | None]]:
+    def segments(self, record: Record) -> Iterator[tuple[str, str | None]]:
         """Yield the prompt in segments: text and the field it came from, None for literal text."""
         for literal, name in self._before:
             fixed = literal.rstrip(" ")

@@ -11,10 +11,10 @@ from ...models.config.key_block import Finding
 from ...models.config.model_keys import FAMILIES, Family
 from . import dotted_paths
 from .nemo.key_row import KeyState
-from .nemo.key_states import state_of
+from .nemo.key_states import key_state
 from .nemo.key_table import KEY_TABLE
-from .nemo.unsupported_values import VALUES
-from .problems import ConfigError, KeyReport, placed
+from .nemo.unsupported_values import UNSUPPORTED_VALUES
+from .problems import ConfigError, KeyReport, with_origin
 from .run_config import RunConfig
 from .schema.key_index import SchemaKey, find_key, format_value, schema_blocks, schema_keys
 from .schema.root import MODEL_BLOCKS, RootBlock
@@ -89,7 +89,14 @@ def as_json(
             "keys": keys,
             "findings": findings_document(findings),
             "problems": [
-                {"key": p.key, "value": p.value, "origin": p.origin, "rule": p.rule, "fix": p.fix, "also": list(p.also)}
+                {
+                    "key": p.key,
+                    "value": p.value,
+                    "origin": p.origin,
+                    "rule": p.rule,
+                    "fix": p.fix,
+                    "also": list(p.related),
+                }
                 for p in problems
             ],
         },
@@ -100,7 +107,7 @@ def as_json(
 def as_key_list(family: Family = "gpt") -> str:
     """Return a table of all keys known to a family, with state, default and meaning."""
     acting = schema_keys(family)
-    rows = [(key.path, KeyState.ACTS.value, format_value(key.default), key.meaning) for key in acting.values()]
+    rows = [(key.path, KeyState.ACTS.value, format_value(key.default), key.description) for key in acting.values()]
     rows += [
         (row.pattern, row.state.value, format_value(row.default), row.note)
         for row in KEY_TABLE
@@ -220,7 +227,7 @@ def _docs_lines() -> Iterator[str]:
 
 def _unsupported_value_rows(state: KeyState) -> Iterator[str]:
     """Yield table rows for unsupported values of keys that act."""
-    for path, reasons in VALUES.items():
+    for path, reasons in UNSUPPORTED_VALUES.items():
         key = schema_keys()[path]
         accepted = ", ".join(f"`{_cell(format_value(choice))}`" for choice in key.choices) or _cell(key.kind)
         for reason in dict.fromkeys(reasons.values()):
@@ -255,7 +262,7 @@ def _tables(keys: Iterable[SchemaKey], blocks: Mapping[str, str]) -> Iterator[st
             yield "| key | takes | default | meaning |"
             yield "|---|---|---|---|"
         name = key.path.rpartition(".")[2] + ("` *own*" if key.own else "`")
-        yield f"| `{name} | {_cell(key.kind)} | `{_cell(format_value(key.default))}` | {_cell(key.meaning)} |"
+        yield f"| `{name} | {_cell(key.kind)} | `{_cell(format_value(key.default))}` | {_cell(key.description)} |"
 
 
 def _cell(text: str) -> str:
@@ -267,9 +274,9 @@ def finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
     for finding in findings:
         fix = f" ({finding.fix})" if finding.fix else ""
         first = next(iter(finding.keys), "")
-        acts = any(state_of(first, family) is KeyState.ACTS for family in FAMILIES)
+        acts = any(key_state(first, family) is KeyState.ACTS for family in FAMILIES)
         one_key = len(finding.keys) <= 3 and acts
-        where = f"{placed(first, first, finding.origin)}: " if one_key else ""
+        where = f"{with_origin(first, first, finding.origin)}: " if one_key else ""
         yield f"{'warning' if finding.level == 'warning' else 'note'}: {where}{finding.message}{fix}"
 
 

@@ -94,7 +94,7 @@ def remove_directories(created: Sequence[Path], recursive: Collection[Path]) -> 
             path.rmdir()
 
 
-def checkpoint_directory(root: RootBlock, run: Path) -> Path:
+def checkpoint_directory(root: RootBlock, run_directory: Path) -> Path:
     """Return the checkpoint directory of a run.
 
     Args:
@@ -105,7 +105,7 @@ def checkpoint_directory(root: RootBlock, run: Path) -> Path:
         UserError: the path is invalid.
     """
     dirpath = root.exp_manager.checkpoint_callback_params.dirpath
-    return absolute_path(dirpath, "checkpoint_callback_params.dirpath") if dirpath else run / "checkpoints"
+    return absolute_path(dirpath, "checkpoint_callback_params.dirpath") if dirpath else run_directory / "checkpoints"
 
 
 def absolute_path(text: str, key: str) -> Path:

@@ -17,9 +17,9 @@ class Corruption(NamedTuple):
     mean_span_length: float
 
 
-def clipped_geometric_mean(mean: float, longest: int) -> float:
+def clipped_geometric_mean(mean: float, max_length: int) -> float:
     """Return the mean of a geometric distribution with `mean` after clipping to `longest`."""
-    return mean * (1 - (1 - 1 / mean) ** longest)
+    return mean * (1 - (1 - 1 / mean) ** max_length)
 
 
 def noise_counts(length: int, corruption: Corruption) -> tuple[int, int]:

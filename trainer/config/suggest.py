@@ -12,7 +12,7 @@ _WRONG_PARENT = 1.0
 _NOT_ACTING = 0.25
 
 
-def distance(a: str, b: str, limit: int) -> int:
+def edit_distance(a: str, b: str, limit: int) -> int:
     """Return the Damerau-Levenshtein distance (optimal string alignment) of `a` and `b`, at most `limit` + 1."""
     if abs(len(a) - len(b)) > limit:
         return limit + 1
@@ -47,7 +47,7 @@ def closest(word: str, choices: Iterable[str]) -> str | None:
     best: tuple[int, str] | None = None
     for choice in choices:
         limit = max(1, min(len(plain), len(choice)) // 3)
-        edits = distance(plain, _normalized(choice), limit)
+        edits = edit_distance(plain, _normalized(choice), limit)
         if edits <= limit and (best is None or edits < best[0]):
             best = (edits, choice)
     if best is None:
@@ -76,13 +76,13 @@ def nearest_keys(path: str, known: tuple[tuple[str, bool], ...], count: int = 3)
     limit = 2 if len(path) < 12 else 3
     for candidate, acts in known:
         above, _, last = candidate.rpartition(".")
-        score = float(distance(path, candidate, limit))
+        score = float(edit_distance(path, candidate, limit))
         if score > limit:
             score = float("inf")
         shortest = min(len(name), len(last))
         near = min(2, shortest // 3)
         if last not in edits_of:
-            edits_of[last] = distance(name, last, near)
+            edits_of[last] = edit_distance(name, last, near)
         if above != parent and edits_of[last] <= near:
             score = min(score, edits_of[last] + _WRONG_PARENT)
         if score < float("inf"):

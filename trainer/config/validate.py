@@ -24,7 +24,7 @@ _COUNT = re.compile(r"(\d[\d,_ ]{0,20})([kKmM]?)")
 Origins = Callable[[str], str]
 
 
-def typed(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], set[str]]:
+def validate_types(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], set[str]]:
     """Type the keys that act.
 
     Args:
@@ -164,9 +164,9 @@ def _fix(key: SchemaKey, value: Any, detail: str) -> str:
 
 
 def _fix_for_text(key: SchemaKey, value: str) -> str:
-    from .yaml_reader import scalar
+    from .yaml_reader import parse_scalar
 
-    plain = scalar(value)
+    plain = parse_scalar(value)
     if not isinstance(plain, str) and plain is not None:
         return f"write {format_value(plain)} without quotes"
     if "integer" in key.kind and (match := _COUNT.fullmatch(value)):

@@ -82,7 +82,7 @@ class YamlFile:
     package: str | None = None
 
 
-def read(path: Path) -> YamlFile:
+def read_yaml(path: Path) -> YamlFile:
     """Read `path`.
 
     Raises:
@@ -96,10 +96,10 @@ def read(path: Path) -> YamlFile:
         raise YamlError(f"is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise YamlError(f"cannot be read: {error.strerror}") from None
-    return parse(text, path)
+    return parse_yaml(text, path)
 
 
-def parse(text: str, path: Path) -> YamlFile:
+def parse_yaml(text: str, path: Path) -> YamlFile:
     """Parse the YAML `text` of the file `path`.
 
     Raises:
@@ -127,7 +127,7 @@ def parse(text: str, path: Path) -> YamlFile:
     return file
 
 
-def scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """Return the value of `text` as a plain YAML scalar, or `text` itself if it is not one."""
     try:
         node = yaml.compose(text, Loader=_Loader)

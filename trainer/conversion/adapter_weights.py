@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...models.hf.config_fields import shown
+from ...models.hf.config_fields import format_value
 from ..checkpoint.hf_files import is_peft_folder
-from ..checkpoint.reader import BaseRecord, Checkpoint, find_checkpoint, trained_of
+from ..checkpoint.reader import BaseRecord, Checkpoint, find_checkpoint, trainable_tensors
 from ..config.load import config_from_document
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.environment import user_path
 from ..utils.errors import UserError
-from ..utils.local_shard import piece_of
+from ..utils.local_shard import local_shard
 from .from_peft import PeftFolder, convert_adapter_tensors, read_peft_folder
 from .merge_adapter import first_different_parameter
 from .pretrained import PretrainedWeights, check_same_base, find_pretrained, weights_digest
 
-KEY = "model.peft.restore_from_path"
+RESTORE_KEY = "model.peft.restore_from_path"
 _HF_PEFT_SCHEMES = ("lora", "ia3")
 """PEFT schemes with an equivalent in the format of Hugging Face PEFT, which identifies the base model by name only."""
 
@@ -47,7 +47,7 @@ def load_pretrained_adapter(
     named = root.model.peft.restore_from_path
     if named is None:
         return
-    path = user_path(named, KEY)
+    path = user_path(named, RESTORE_KEY)
     if is_peft_folder(path):
         folder = read_peft_folder(path)
         yield from _check_base_name(folder, base)
@@ -57,7 +57,7 @@ def load_pretrained_adapter(
     checkpoint, complaints = find_checkpoint(path)
     yield from complaints
     if not checkpoint.is_adapter:
-        raise UserError(f"`{KEY}`: {checkpoint.path} holds a whole model; set model.restore_from_path={path}")
+        raise UserError(f"`{RESTORE_KEY}`: {checkpoint.path} holds a whole model; set model.restore_from_path={path}")
     if base is not None:
         yield from _check_trained_on(checkpoint, base)
     checkpoint.load_weights(model, cast=True)
@@ -86,9 +86,10 @@ def _check_trained_on(checkpoint: Checkpoint, base: PretrainedWeights) -> Iterat
         return
     scheme = config_from_document(checkpoint.config_document, trusted=False).root.model.peft.peft_scheme
     raise UserError(
-        f"`{KEY}`: {both}, whose weights differ (first in {different}); set model.restore_from_path={recorded.path}"
+        f"`{RESTORE_KEY}`: {both}, whose weights differ (first in {different}); set "
+        f"model.restore_from_path={recorded.path}"
         + (
-            f"; to use it with these weights anyway: stoker convert {checkpoint.path} FOLDER, then {KEY}=FOLDER"
+            f"; to use it with these weights anyway: stoker convert {checkpoint.path} FOLDER, then {RESTORE_KEY}=FOLDER"
             if scheme in _HF_PEFT_SCHEMES
             else ""
         )
@@ -112,22 +113,23 @@ def _check_base_name(folder: PeftFolder, base: PretrainedWeights | None) -> Iter
     last = re.split(r"[/\\]", named.rstrip("/"))[-1]
     if last not in re.split(r"[/\\]|--", str(base.path.absolute())):
         yield (
-            f"warning: {folder.path} names {shown(named)} as its base model, but this run starts from {base.path}; "
+            f"warning: {folder.path} names {format_value(named)} as its base model, but this run starts from "
+            f"{base.path}; "
             "the weights cannot be compared"
         )
 
 
 def _load_peft_folder(folder: PeftFolder, root: RootBlock, model: nn.Module, tokenizer: Tokenizer) -> None:
-    trainable = trained_of(model)
+    trainable = trainable_tensors(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
     found = convert_adapter_tensors(folder, root, tokenizer, shapes)
     with torch.no_grad():
         for name, parameter in trainable.items():
-            shard = piece_of(parameter)
-            shard.local.copy_(found[name][shard.start : shard.start + len(shard.local)])
+            shard = local_shard(parameter)
+            shard.local.copy_(found[name][shard.first_row : shard.first_row + len(shard.local)])
 
 
-def find_base_of_adapter(checkpoint: Checkpoint, named: Path | None = None) -> PretrainedWeights | None:
+def find_base_of_adapter(checkpoint: Checkpoint, base_path: Path | None = None) -> PretrainedWeights | None:
     """Find the base weights of a checkpoint; None for a full model, or if they were randomly initialized.
 
     Args:
@@ -138,11 +140,11 @@ def find_base_of_adapter(checkpoint: Checkpoint, named: Path | None = None) -> P
         UserError: the base weights do not exist, or `named` is given but the checkpoint has no base weights.
     """
     if not checkpoint.is_adapter or checkpoint.state.base is None:
-        if named is not None:
+        if base_path is not None:
             content = "an adapter of randomly initialized weights" if checkpoint.is_adapter else "a whole model"
-            raise UserError(f"--base {named}: {checkpoint.path} holds {content}; leave --base out")
+            raise UserError(f"--base {base_path}: {checkpoint.path} holds {content}; leave --base out")
         return None
-    return find_recorded_base(checkpoint) if named is None else find_pretrained(named, "--base")
+    return find_recorded_base(checkpoint) if base_path is None else find_pretrained(base_path, "--base")
 
 
 def load_with_base(checkpoint: Checkpoint, model: nn.Module, base: PretrainedWeights | None, *, cast: bool) -> None:

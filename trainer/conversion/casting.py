@@ -11,7 +11,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 """Dtypes by command-line name."""
 
 
-def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def cast_checked(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Cast a tensor.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 
 from ...models.config.peft_slice import peft_slice
 from ..checkpoint.hf_files import is_peft_folder
-from ..checkpoint.reader import ADAPTER, WEIGHTS, Checkpoint, RunState, find_checkpoint, trained_of
+from ..checkpoint.reader import ADAPTER, WEIGHTS, Checkpoint, RunState, find_checkpoint, trainable_tensors
 from ..checkpoint.run_environment import stoker_version
 from ..checkpoint.sharded_safetensors import shard_file_name
 from ..checkpoint.writer import write_metadata
@@ -19,16 +19,16 @@ from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..data.tokenizers.tokenizer_document import from_document
+from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, TensorSpec, write_safetensors, write_safetensors_stream
 from .adapter_weights import find_recorded_base
-from .casting import cast
-from .from_hf import build_meta_model, open_source, run_config_of, state_of
+from .casting import cast_checked
+from .from_hf import build_meta_model, initial_state, open_source, run_config_of
 from .from_peft import convert_adapter_tensors, peft_config_keys, read_peft_folder
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
-from .pretrained import PretrainedWeights, checked, find_pretrained
+from .pretrained import PretrainedWeights, find_pretrained, map_hf_model
 from .to_hf import convert_to_hf
 from .to_peft import convert_to_peft
 
@@ -53,7 +53,7 @@ def convert_adapter(
     dtype: torch.dtype | None,
     tokenizer: str | None,
     model_type: str | None,
-    average: bool = False,
+    ema: bool = False,
 ) -> list[str]:
     """Convert an adapter to another format, or merge it into its base model.
 
@@ -82,11 +82,11 @@ def convert_adapter(
     if is_peft_folder(source):
         if merge or to == "hf":
             raise UserError(f"{source} is in peft format: convert it to a stoker adapter first, without --merge")
-        if average:
+        if ema:
             raise UserError(f"--ema: {source} is in peft format, which has no moving average")
-        return from_peft(source, target, base, dtype)
+        return convert_from_peft(source, target, base, dtype)
     checkpoint, complaints = find_checkpoint(source)
-    checkpoint = checkpoint.with_ema() if average else checkpoint
+    checkpoint = checkpoint.with_ema() if ema else checkpoint
     root = config_from_document(
         checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
     ).root
@@ -108,7 +108,7 @@ def convert_adapter(
         tokenizer=tokenizer,
         model_type=model_type,
         base=weights,
-        average=average,
+        ema=ema,
     )
 
 
@@ -123,15 +123,15 @@ def _base_of(checkpoint: Checkpoint, named: Path | None) -> PretrainedWeights:
 def _merge_to_stoker(
     checkpoint: Checkpoint, root: RootBlock, base: PretrainedWeights, target: Path, dtype: torch.dtype | None
 ) -> list[str]:
-    tokenizer = from_document(checkpoint.tokenizer_document_with_chat)
+    tokenizer = tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
     try:
         with open_merged(checkpoint, root, tokenizer, base) as tensors, atomic_folder(target) as folder:
-            facts = {name: TensorSpec(dtype or fact.dtype, fact.shape) for name, fact in tensors.facts.items()}
+            facts = {name: TensorSpec(dtype or fact.dtype, fact.shape) for name, fact in tensors.specs.items()}
             step = folder / "checkpoints" / "step-0"
             step.mkdir(parents=True)
             name = shard_file_name(WEIGHTS, 0, 1)
             record = write_safetensors_stream(
-                step / name, facts, lambda each: cast(tensors.read(each), facts[each].dtype, each)
+                step / name, facts, lambda each: cast_checked(tensors.read(each), facts[each].dtype, each)
             )
             document = dict(checkpoint.config_document)
             document["model"] = {**document["model"], "peft": {}, "restore_from_path": None}
@@ -162,7 +162,7 @@ def _fresh(state: RunState) -> RunState:
 # ---------------------------------------------------------------- from peft
 
 
-def from_peft(source: Path, target: Path, base: Path | None, dtype: torch.dtype | None) -> list[str]:
+def convert_from_peft(source: Path, target: Path, base: Path | None, dtype: torch.dtype | None) -> list[str]:
     """Convert a folder in peft format to an adapter checkpoint; arguments as in `convert_adapter`."""
     folder = read_peft_folder(source)
     named = folder.config.get("base_model_name_or_path")
@@ -177,9 +177,9 @@ def from_peft(source: Path, target: Path, base: Path | None, dtype: torch.dtype 
     dotted_paths.put(document, "model.restore_from_path", str(weights.path.absolute()))
     whole = config_from_document(document, trusted=False, origin=str(source))
     model = build_meta_model(whole.root, tokenizer, peft_slice(whole.root.model.peft))
-    shapes = {name: tuple(tensor.shape) for name, tensor in trained_of(model).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in trainable_tensors(model).items()}
     tensors = convert_adapter_tensors(folder, whole.root, tokenizer, shapes)
-    written = {name: cast(tensor, dtype or tensor.dtype, name) for name, tensor in tensors.items()}
+    written = {name: cast_checked(tensor, dtype or tensor.dtype, name) for name, tensor in tensors.items()}
     state = _state(whole.root, weights)
     with atomic_folder(target) as place:
         step = place / "checkpoints" / "step-0"
@@ -196,13 +196,13 @@ def load_base_config(base: PretrainedWeights) -> tuple[RunConfig, Tokenizer]:
     if base.checkpoint is not None:
         origin = str(base.path / "config.json")
         config = config_from_document(base.checkpoint.config_document, trusted=False, origin=origin)
-        return config, from_document(base.checkpoint.tokenizer_document_with_chat)
+        return config, tokenizer_from_dict(base.checkpoint.tokenizer_document_with_chat)
     with open_source(base.path) as source:
-        return run_config_of(source, checked(source))
+        return run_config_of(source, map_hf_model(source))
 
 
 def _state(root: RootBlock, base: PretrainedWeights) -> RunState:
-    return state_of(root).model_copy(update={"base": base.record()})
+    return initial_state(root).model_copy(update={"base": base.record()})
 
 
 def adapter_config_keys(path: Path, base: PretrainedWeights) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def _resolved_text(draft: Draft, key: str) -> Any:
     if isinstance(value, str) and has_interpolation(value):
         resolver = Resolver(draft.tree, draft.variables, nemo_default, takes_only_text)
         with contextlib.suppress(InterpolationError):  # reported with all the others
-            value = resolver.value(key).value
+            value = resolver.resolve(key).value
     return value
 
 

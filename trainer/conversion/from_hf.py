@@ -28,9 +28,9 @@ from ...models.build import LanguageModel, build_model
 from ...models.config.families import sequence_length_of
 from ...models.config.peft_slice import PeftSlice
 from ...models.config.t5 import T5Keys
-from ...models.hf.architecture import Architecture, described, geometry_of, nested
+from ...models.hf.architecture import Architecture, geometry_of, slice_from_keys, unflatten_keys
 from ...models.hf.architectures import MODEL_TYPES, architecture_of
-from ...models.hf.config_fields import HFConfig, shown
+from ...models.hf.config_fields import HFConfig, format_value
 from ...models.hf.llama import LLAMA
 from ...models.hf.weight_layout import Geometry, Shape, num_elements
 from ...models.hf.weight_map import ParameterMapping
@@ -39,7 +39,7 @@ from ..checkpoint.reader import WEIGHTS, RunState, model_tensors
 from ..checkpoint.run_environment import stoker_version
 from ..checkpoint.sharded_safetensors import shard_file_name
 from ..checkpoint.writer import write_metadata
-from ..config.batch_spec import sample_form
+from ..config.batch_spec import batch_spec
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
@@ -47,8 +47,8 @@ from ..data.tokenizers.tokenizer import Tokenizer, tokenizer_state
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
 from ..utils.safetensors_io import TensorSpec, write_safetensors_stream
-from ..utils.text import counted
-from .casting import cast
+from ..utils.text import pluralize
+from .casting import cast_checked
 from .hf_folder import FolderTensors, open_folder_tensors
 from .output_folder import atomic_folder
 from .tokenizer_copy import (
@@ -84,7 +84,7 @@ class MappedModel:
     tokenizer: Tokenizer
     placed: Sequence[ParameterMapping]
     geometry: Geometry
-    left_out: Sequence[str]
+    skipped: Sequence[str]
 
 
 def convert_to_stoker(
@@ -111,15 +111,15 @@ def convert_to_stoker(
         UserError: the model is not supported or malformed, with every reason; or a write error.
     """
     with open_source(source) as found:
-        incoming = check(found, tokenizer, ignored)
+        incoming = map_source(found, tokenizer, ignored)
         facts = _facts_of(incoming.placed, found.tensors, dtype)
         with atomic_folder(target) as folder:
             _write(folder, target.absolute(), source, incoming, facts, found.tensors)
-    numbers = sum(num_elements(shape) for entry in incoming.placed for _, shape in entry.theirs)
+    numbers = sum(num_elements(shape) for entry in incoming.placed for _, shape in entry.hf_tensors)
     kinds = ", ".join(sorted({_word(fact) for fact in facts.values()}))
     lines = [f"{target}: {incoming.architecture.name} with {numbers:,} parameters in {kinds}"]
-    if incoming.left_out:
-        lines.append(f"skipped weights that stoker does not support: {_listed(incoming.left_out)}")
+    if incoming.skipped:
+        lines.append(f"skipped weights that stoker does not support: {_listed(incoming.skipped)}")
     return [
         *lines,
         f"train on: stoker train --config-dir {target}/conf model={CONVERTED} tokenizer={CONVERTED} "
@@ -128,7 +128,7 @@ def convert_to_stoker(
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class HFSource:
     """An open Hugging Face folder or GGUF file.
 
     Attributes:
@@ -141,7 +141,7 @@ class Source:
     """
 
     path: Path
-    fields: str
+    config_name: str
     config: Mapping[str, Any]
     architecture: Architecture
     tensors: FolderTensors
@@ -149,7 +149,7 @@ class Source:
 
 
 @contextmanager
-def open_source(path: Path) -> Iterator[Source]:
+def open_source(path: Path) -> Iterator[HFSource]:
     """Open a Hugging Face model folder or GGUF file.
 
     Raises:
@@ -161,7 +161,7 @@ def open_source(path: Path) -> Iterator[Source]:
         model = GGUFModel(path)
         with TemporaryDirectory() as folder:
             written = Path(folder)
-            yield Source(
+            yield HFSource(
                 path, "its metadata", model.config, LLAMA, model.tensors, lambda _: model.write_tokenizer(written)
             )
         return
@@ -170,9 +170,11 @@ def open_source(path: Path) -> Iterator[Source]:
         raise UserError(f"{path} holds no {CONFIG}")
     architecture = architecture_of(config)
     if architecture is None:
-        raise UserError(f"{path}: `model_type` ({shown(config.get('model_type'))}) is none of {', '.join(MODEL_TYPES)}")
-    with open_folder_tensors(path, architecture.weights.canonical) as tensors:
-        yield Source(
+        raise UserError(
+            f"{path}: `model_type` ({format_value(config.get('model_type'))}) is none of {', '.join(MODEL_TYPES)}"
+        )
+    with open_folder_tensors(path, architecture.weights.canonical_name) as tensors:
+        yield HFSource(
             path,
             CONFIG,
             config,
@@ -182,7 +184,7 @@ def open_source(path: Path) -> Iterator[Source]:
         )
 
 
-def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> MappedModel:
+def map_source(source: HFSource, tokenizer: str | None, ignored: Collection[str]) -> MappedModel:
     """Map a model to a stoker model from its config and file headers, before any weights are allocated.
 
     Args:
@@ -195,8 +197,8 @@ def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> Ma
     """
     architecture, tensors = source.architecture, source.tensors
     own_head = _has_own_head(architecture, tensors)
-    keys, problems = architecture.read(HFConfig(source.config, own_head), ignored)
-    problems = [f"{source.fields}: {problem}" for problem in problems]
+    keys, problems = architecture.to_keys(HFConfig(source.config, own_head), ignored)
+    problems = [f"{source.config_name}: {problem}" for problem in problems]
     found: TokenizerFolder | None = None
     try:
         if tokenizer is None:
@@ -205,14 +207,14 @@ def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> Ma
             found = tokenizer_from_option(tokenizer, architecture.family)
     except UserError as error:
         problems += error.lines
-    problems += [f"{source.fields}: {problem}" for problem in _excessive_counts(keys, tensors)]
+    problems += [f"{source.config_name}: {problem}" for problem in _excessive_counts(keys, tensors)]
     if problems or found is None:
         raise UserError([f"{source.path} cannot be converted:", *(f"  {problem}" for problem in problems)])
     root, made = _run_of(source, keys, found)
     placed, geometry = _placed(architecture, root, made)
     problems, left_out = _compare(architecture, placed, tensors)
     if problems:
-        title = f"{source.path}: the weights do not fit {source.fields}:"
+        title = f"{source.path}: the weights do not fit {source.config_name}:"
         raise UserError([title, *(f"  {problem}" for problem in problems)])
     return MappedModel(architecture, _model_keys(architecture, keys), found, made, placed, geometry, left_out)
 
@@ -222,26 +224,28 @@ def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> Ma
 
 def _has_own_head(architecture: Architecture, tensors: FolderTensors) -> bool:
     head, embedding = architecture.weights.head, architecture.weights.embedding
-    if head not in tensors.facts:
+    if head not in tensors.specs:
         return False
-    return embedding in tensors.facts and not tensors.are_equal(head, embedding)
+    return embedding in tensors.specs and not tensors.are_equal(head, embedding)
 
 
 def _model_keys(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {"family": architecture.family, **nested(keys), "micro_batch_size": 1}
+    return {"family": architecture.family, **unflatten_keys(keys), "micro_batch_size": 1}
 
 
 def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterator[str]:
     """Yield counts that exceed the number of tensors, before a model of absurd size is built from them."""
-    num_tensors = len(tensors.facts) + len(tensors.unsupported_dtypes)
+    num_tensors = len(tensors.specs) + len(tensors.unsupported_dtypes)
     layers = sum(keys.get(f"{stack}num_layers", 0) for stack in ("", "encoder.", "decoder."))
     if layers > num_tensors:
-        yield f"there are {layers:,} layers, but only {counted(num_tensors, 'tensor')}"
+        yield f"there are {layers:,} layers, but only {pluralize(num_tensors, 'tensor')}"
     elif (keys.get("num_moe_experts") or 0) * layers > num_tensors:
-        yield f"there are {keys['num_moe_experts']:,} experts in each layer, but only {counted(num_tensors, 'tensor')}"
+        yield (
+            f"there are {keys['num_moe_experts']:,} experts in each layer, but only {pluralize(num_tensors, 'tensor')}"
+        )
 
 
-def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[RootBlock, Tokenizer]:
+def _run_of(source: HFSource, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[RootBlock, Tokenizer]:
     """Return the configuration of the model, and its tokenizer.
 
     Raises:
@@ -249,18 +253,18 @@ def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> 
     """
     model = _model_keys(source.architecture, keys) | {"tokenizer": found.keys_for(found.folder or source.path)}
     document = {"name": CONVERTED, "model": model}
-    root = config_from_document(document, trusted=False, origin=f"{source.path} ({source.fields})").root
+    root = config_from_document(document, trusted=False, origin=f"{source.path} ({source.config_name})").root
     try:
         return root, tokenizer_for_vocabulary(root, keys["override_vocab_size"])
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from None
 
 
-def run_config_of(source: Source, incoming: MappedModel) -> tuple[RunConfig, Tokenizer]:
+def run_config_of(source: HFSource, incoming: MappedModel) -> tuple[RunConfig, Tokenizer]:
     """Return a run configuration of the unmodified model, and its tokenizer."""
     keys = incoming.tokenizer_folder.keys_for(incoming.tokenizer_folder.folder or source.path)
     document = {"name": CONVERTED, "model": {**incoming.keys, "tokenizer": keys}}
-    config = config_from_document(document, trusted=False, origin=f"{source.path} ({source.fields})")
+    config = config_from_document(document, trusted=False, origin=f"{source.path} ({source.config_name})")
     return config, incoming.tokenizer
 
 
@@ -270,8 +274,8 @@ def _placed(
     """Return the mapping of each parameter to the source tensors, and the attention geometry."""
     shapes = parameter_shapes(root, tokenizer)
     vocab_size = model_vocab_size(root, tokenizer)
-    geometry = geometry_of(described(root.model, vocab_size, sample_form(root)))
-    placed, unmapped = architecture.weights.place(shapes, geometry)
+    geometry = geometry_of(slice_from_keys(root.model, vocab_size, batch_spec(root)))
+    placed, unmapped = architecture.weights.map_parameters(shapes, geometry)
     assert not unmapped, unmapped  # every parameter of the described model is in its weights
     return placed, geometry
 
@@ -296,7 +300,7 @@ def build_meta_model(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | No
         dtype=torch.float32,
         flags=AttentionFlags(),
         micro_batch_size=1,
-        form=sample_form(root),
+        batch_spec=batch_spec(root),
         peft=peft,
     )
 
@@ -308,13 +312,13 @@ def _compare(
     architecture: Architecture, placed: Iterable[ParameterMapping], tensors: FolderTensors
 ) -> tuple[list[str], list[str]]:
     """Return the problems of the tensors, and the names of those that are skipped."""
-    wanted = {name: shape for entry in placed for name, shape in entry.theirs}
+    wanted = {name: shape for entry in placed for name, shape in entry.hf_tensors}
     weights = architecture.weights
-    missing = [name for name in wanted if name not in tensors.facts and name not in tensors.unsupported_dtypes]
+    missing = [name for name in wanted if name not in tensors.specs and name not in tensors.unsupported_dtypes]
     others: list[str] = []
     unknown: list[str] = []
     left_out: list[str] = []
-    for name in sorted({*tensors.facts, *tensors.unsupported_dtypes} - set(wanted)):
+    for name in sorted({*tensors.specs, *tensors.unsupported_dtypes} - set(wanted)):
         original = weights.original_name(name, tied=weights.head not in wanted)
         if weights.is_buffer(name):
             continue
@@ -322,22 +326,22 @@ def _compare(
             left_out.append(name)
         elif original is None:
             unknown.append(name)
-        elif original not in tensors.facts:
+        elif original not in tensors.specs:
             pass  # the missing original is reported
-        elif name not in tensors.facts or not tensors.are_equal(name, original):
+        elif name not in tensors.specs or not tensors.are_equal(name, original):
             others.append(f"{name} must equal {original}, which it duplicates")
     for name, shape in wanted.items():
         if name in tensors.unsupported_dtypes:
             others.append(f"{name} is of dtype {tensors.unsupported_dtypes[name]}, which is not supported")
-        elif name in tensors.facts:
-            fact = tensors.facts[name]
+        elif name in tensors.specs:
+            fact = tensors.specs[name]
             if fact.dtype not in _FLOATS:
                 others.append(f"{name} is of dtype {_word(fact)}, which is not supported")
             if fact.shape != shape:
                 others.append(f"{name} has the shape {list(fact.shape)}, which must be {list(shape)}")
     problems = [f"missing: {name}" for name in missing[:_SHOWN]]
     problems += [f"missing: {len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else []
-    problems += [f"unknown: {shown(name, 120)}" for name in unknown[:_SHOWN]]
+    problems += [f"unknown: {format_value(name, 120)}" for name in unknown[:_SHOWN]]
     problems += [f"unknown: {len(unknown) - _SHOWN} more"] if len(unknown) > _SHOWN else []
     problems += others[:_SHOWN]
     problems += [f"and {len(others) - _SHOWN} more of these"] if len(others) > _SHOWN else []
@@ -352,10 +356,10 @@ def _facts_of(
     for entry in placed:
         kind = dtype
         if kind is None:
-            kind = tensors.facts[entry.theirs[0][0]].dtype
-            for name, _ in entry.theirs:
-                kind = torch.promote_types(kind, tensors.facts[name].dtype)
-        facts[entry.ours] = TensorSpec(kind, entry.shape)
+            kind = tensors.specs[entry.hf_tensors[0][0]].dtype
+            for name, _ in entry.hf_tensors:
+                kind = torch.promote_types(kind, tensors.specs[name].dtype)
+        facts[entry.parameter] = TensorSpec(kind, entry.shape)
     return facts
 
 
@@ -367,10 +371,12 @@ def _write(
     facts: Mapping[str, TensorSpec],
     tensors: FolderTensors,
 ) -> None:
-    by_name = {entry.ours: entry for entry in incoming.placed}
+    by_name = {entry.parameter: entry for entry in incoming.placed}
 
     def tensor_of(name: str) -> Tensor:
-        parts = [cast(tensors.read(theirs), facts[name].dtype, theirs) for theirs, _ in by_name[name].theirs]
+        parts = [
+            cast_checked(tensors.read(theirs), facts[name].dtype, theirs) for theirs, _ in by_name[name].hf_tensors
+        ]
         return by_name[name].join(parts, incoming.geometry)
 
     step = folder / "checkpoints" / "step-0"
@@ -380,7 +386,9 @@ def _write(
     keys = incoming.tokenizer_folder.keys_for(target / TOKENIZER_FOLDER)
     model = {**incoming.keys, "tokenizer": keys}
     config = config_from_document({"name": CONVERTED, "model": model}, trusted=False, origin=str(source / CONFIG))
-    write_metadata(step, {weights: record}, state_of(config.root), config.document, tokenizer_state(incoming.tokenizer))
+    write_metadata(
+        step, {weights: record}, initial_state(config.root), config.document, tokenizer_state(incoming.tokenizer)
+    )
     incoming.tokenizer_folder.copy(folder / TOKENIZER_FOLDER)
     for group, block in (("model", incoming.keys), ("tokenizer", keys)):
         path = folder / "conf" / group / f"{CONVERTED}.yaml"
@@ -390,9 +398,9 @@ def _write(
         path.write_text(about + "".join(f"{line}\n" for line in _yaml(block)), encoding="utf-8")
 
 
-def state_of(root: RootBlock) -> RunState:
+def initial_state(root: RootBlock) -> RunState:
     """Return the state of a converted checkpoint, at step 0."""
-    form = sample_form(root)
+    form = batch_spec(root)
     return RunState(
         step=0,
         consumed_samples=0,
@@ -400,7 +408,7 @@ def state_of(root: RootBlock) -> RunState:
         global_batch_size=root.model.global_batch_size,
         micro_batch_size=root.model.micro_batch_size,
         sequence_length=sequence_length_of(root.model),
-        decoder_length=form.decoder_length if isinstance(root.model, T5Keys) else 0,
+        decoder_length=form.decoder_seq_length if isinstance(root.model, T5Keys) else 0,
         precision="as converted",
         optimizer={},
         data_fingerprint="",
@@ -432,4 +440,4 @@ def _word(fact: TensorSpec) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return ", ".join(map(format_value, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

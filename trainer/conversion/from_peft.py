@@ -14,9 +14,9 @@ from torch import Tensor
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import sequence_length_of
 from ...models.config.peft_slice import IA3Slice, LoRASlice, peft_slice
-from ...models.hf.architecture import described, geometry_of
+from ...models.hf.architecture import geometry_of, slice_from_keys
 from ...models.hf.architectures import ARCHITECTURES
-from ...models.hf.config_fields import shown
+from ...models.hf.config_fields import format_value
 from ...models.hf.weight_layout import Geometry
 from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, read_object, resolve_in_folder
 from ..config.schema.root import RootBlock
@@ -26,7 +26,7 @@ from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, open_safetensors
 from .from_hf import parameter_shapes
 from .peft_factors import ia3_parameter_name
-from .peft_map import PREFIX, Target, from_peft_pairs, lora_targets
+from .peft_map import PEFT_PREFIX, LoRATarget, from_peft_pairs, lora_targets
 
 _SHOWN = 10
 _SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -88,15 +88,15 @@ def read_peft_folder(path: Path) -> PeftFolder:
     if config is None:
         raise UserError(f"{path} holds no {ADAPTER_CONFIG}")
     problems = [
-        f"{ADAPTER_CONFIG}: `{name}` ({shown(config[name])}) must be {shown(known[-1])}"
+        f"{ADAPTER_CONFIG}: `{name}` ({format_value(config[name])}) must be {format_value(known[-1])}"
         for name, known in _SUPPORTED_VALUES.items()
         if name in config and config[name] not in known
     ]
     for name, kind in _FIELD_TYPES.items():
         if config.get(name) is not None and (not isinstance(config[name], kind) or config[name] is True):
-            problems.append(f"{ADAPTER_CONFIG}: `{name}` ({shown(config[name])}) has an invalid type")
+            problems.append(f"{ADAPTER_CONFIG}: `{name}` ({format_value(config[name])}) has an invalid type")
     if config.get("peft_type") not in ("LORA", "IA3"):
-        problems.append(f"{ADAPTER_CONFIG}: `peft_type` ({shown(config.get('peft_type'))}) must be LORA or IA3")
+        problems.append(f"{ADAPTER_CONFIG}: `peft_type` ({format_value(config.get('peft_type'))}) must be LORA or IA3")
     file = resolve_in_folder(path, ADAPTER_TENSORS)
     if file is None:
         problems.append(f"it holds no {ADAPTER_TENSORS}")
@@ -123,7 +123,7 @@ def read_peft_folder(path: Path) -> PeftFolder:
         raise UserError(
             [
                 f"{path} cannot be read as an adapter:",
-                *_truncated_list(f"{shown(name, 120)} is missing, unknown or not a matrix" for name in wrong),
+                *_truncated_list(f"{format_value(name, 120)} is missing, unknown or not a matrix" for name in wrong),
             ]
         )
     return PeftFolder(path, config, modules)
@@ -149,7 +149,8 @@ def peft_config_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) 
         return {"peft_scheme": "ia3", "ia3_tuning.layer_selection": selection}
     rank = max(len(kinds["lora_A.weight"]) for kinds in folder.tensors.values())
     fused = any(
-        target.placed.ours.endswith("attention.qkv.weight") and target.modules_per_expert == 1 for target in targets
+        target.placed.parameter.endswith("attention.qkv.weight") and target.modules_per_expert == 1
+        for target in targets
     )
     return {
         "peft_scheme": "lora",
@@ -163,7 +164,7 @@ def peft_config_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) 
 
 
 def convert_adapter_tensors(
-    folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer, wanted: Mapping[str, tuple[int, ...]]
+    folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Convert an adapter to the trainable parameters of a model.
 
@@ -183,14 +184,14 @@ def convert_adapter_tensors(
         )
     targets, geometry = _fitting(folder, root, tokenizer)
     if isinstance(peft, LoRASlice):
-        return _lora(folder, peft, targets, geometry, wanted)
-    return _factors(folder, targets, geometry, wanted)
+        return _lora(folder, peft, targets, geometry, shapes)
+    return _factors(folder, targets, geometry, shapes)
 
 
 def _lora(
     folder: PeftFolder,
     lora: LoRASlice,
-    targets: Sequence[Target],
+    targets: Sequence[LoRATarget],
     geometry: Geometry,
     wanted: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Tensor]:
@@ -202,20 +203,24 @@ def _lora(
     problems: list[str] = []
     for target in targets:
         present = [module for module in target.modules if module in pairs]
-        shape = wanted.get(target.ours[0])
+        shape = wanted.get(target.parameter_names[0])
         if shape is None:
             problems += [f"{module}: `target_modules` or `layer_selection` has no update for it" for module in present]
             continue
         parts = shape[-2] // lora.rank
         problems += list(_misfits(target, pairs, parts, lora.rank))
         if not problems and present:
-            found |= zip(target.ours, from_peft_pairs(target, pairs, parts, lora.rank, geometry), strict=True)
+            found |= zip(
+                target.parameter_names, from_peft_pairs(target, pairs, parts, lora.rank, geometry), strict=True
+            )
     _raise_misfit(folder, problems)
     kind = next(iter(pairs.values()))[0].dtype
     return {name: found[name] if name in found else torch.zeros(shape, dtype=kind) for name, shape in wanted.items()}
 
 
-def _misfits(target: Target, pairs: Mapping[str, tuple[Tensor, Tensor, float]], parts: int, rank: int) -> Iterator[str]:
+def _misfits(
+    target: LoRATarget, pairs: Mapping[str, tuple[Tensor, Tensor, float]], parts: int, rank: int
+) -> Iterator[str]:
     for number, module in enumerate(target.modules):
         if module not in pairs:
             continue
@@ -233,7 +238,7 @@ def _misfits(target: Target, pairs: Mapping[str, tuple[Tensor, Tensor, float]], 
 
 
 def _factors(
-    folder: PeftFolder, targets: Sequence[Target], geometry: Geometry, wanted: Mapping[str, tuple[int, ...]]
+    folder: PeftFolder, targets: Sequence[LoRATarget], geometry: Geometry, wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -268,33 +273,33 @@ def _factors(
     return {name: found.get(name, torch.ones(shape)) for name, shape in wanted.items()}
 
 
-def _fitting(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> tuple[list[Target], Geometry]:
+def _fitting(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> tuple[list[LoRATarget], Geometry]:
     """Return the linear layers of the base under the names of the first architecture with all modules of an adapter.
 
     Raises:
         UserError: there is no such architecture.
     """
     vocab_size = model_vocab_size(root, tokenizer)
-    form = BatchSpec(length=sequence_length_of(root.model))
-    geometry = geometry_of(described(root.model, vocab_size, form))
+    form = BatchSpec(seq_length=sequence_length_of(root.model))
+    geometry = geometry_of(slice_from_keys(root.model, vocab_size, form))
     shapes = parameter_shapes(root, tokenizer)
     unknown: list[str] | None = None
     for architecture in ARCHITECTURES:
         if architecture.family != root.model.family:
             continue
-        targets = list(lora_targets(architecture.weights.place(shapes, geometry)[0]))
+        targets = list(lora_targets(architecture.weights.map_parameters(shapes, geometry)[0]))
         known = {module for target in targets if _place(target)[1] in _PROJECTIONS for module in target.modules}
         rest = sorted(set(folder.tensors) - known)
         if not rest:
             return targets, geometry
         unknown = rest if unknown is None or len(rest) < len(unknown) else unknown
-    names = [f"{shown(name, 120)} is not a linear layer of this model" for name in unknown or ()]
+    names = [f"{format_value(name, 120)} is not a linear layer of this model" for name in unknown or ()]
     raise UserError([f"{folder.path} is an adapter of another model:", *_truncated_list(names)])
 
 
-def _place(target: Target) -> tuple[int, str]:
+def _place(target: LoRATarget) -> tuple[int, str]:
     """Return the index of the layer that contains a linear layer and its name there; -1 outside of layers."""
-    stem = target.placed.ours.removesuffix(".weight")
+    stem = target.placed.parameter.removesuffix(".weight")
     _, _, inside = stem.partition(".layers.")
     number, _, name = inside.partition(".")
     return (int(number), name) if number.isdigit() else (-1, stem)
@@ -315,13 +320,13 @@ def _scale(folder: PeftFolder, module: str) -> float:
         if module == pattern or module.endswith(f".{pattern}"):
             alpha = value
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise UserError(f"{folder.path}: {ADAPTER_CONFIG}: `lora_alpha` ({shown(alpha)}) must be a number")
+        raise UserError(f"{folder.path}: {ADAPTER_CONFIG}: `lora_alpha` ({format_value(alpha)}) must be a number")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _parsed(name: str) -> tuple[str, str]:
     """Split a tensor name into module and kind; the kind is `?` if unknown."""
-    plain = name.removeprefix(PREFIX)
+    plain = name.removeprefix(PEFT_PREFIX)
     for kind in ("lora_A.weight", "lora_B.weight", "ia3_l"):
         if plain.endswith(f".{kind}"):
             return plain.removesuffix(f".{kind}"), kind

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.tasks.chat_files import SETTINGS
+from ..data.tasks.chat_files import TOKENIZER_CONFIG_FILE
 from ..data.tokenizers.tokenizer_files import TOKENIZER_JSON
 from ..utils.errors import UserError
 from ..utils.safetensors_io import TensorSpec
@@ -111,10 +111,10 @@ class GGUFModel:
                 continue
             # Values were rounded to fp32: recover the shortest decimal that rounds to the same value.
             config[_FIELDS.get(field, field)] = float(str(np.float32(value))) if isinstance(value, float) else value
-        embedding = self.tensors.facts.get("model.embed_tokens.weight")
+        embedding = self.tensors.specs.get("model.embed_tokens.weight")
         if embedding is not None:
             config.setdefault("vocab_size", embedding.shape[0])
-        config["tie_word_embeddings"] = "lm_head.weight" not in self.tensors.facts
+        config["tie_word_embeddings"] = "lm_head.weight" not in self.tensors.specs
         width = config.get("head_dim")
         if width is None and config.get("hidden_size") and config.get("num_attention_heads"):
             width = config["hidden_size"] // config["num_attention_heads"]
@@ -174,9 +174,9 @@ class GGUFModel:
         template = self._metadata.get("tokenizer.chat_template")
         if isinstance(template, str):
             settings["chat_template"] = template
-        for name, document in ((TOKENIZER_JSON, definition), (SETTINGS, settings)):
+        for name, document in ((TOKENIZER_JSON, definition), (TOKENIZER_CONFIG_FILE, settings)):
             (folder / name).write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
-        files = {name: folder / name for name in (TOKENIZER_JSON, SETTINGS)}
+        files = {name: folder / name for name in (TOKENIZER_JSON, TOKENIZER_CONFIG_FILE)}
         return TokenizerFolder(files, {"library": "huggingface", "type": "{folder}"}, folder)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.hf.config_fields import shown
+from ...models.hf.config_fields import format_value
 from ..checkpoint.hf_files import WEIGHT_FILES, read_object, resolve_in_folder
 from ..utils.errors import UserError
 from ..utils.safetensors_io import TENSOR_DTYPES, DamagedFileError, TensorSpec, open_safetensors
@@ -34,7 +34,7 @@ class FolderTensors:
         unreadable: Mapping[str, str],
         readers: Mapping[str, Callable[[], Any]],
     ) -> None:
-        self.facts = facts
+        self.specs = facts
         self.unsupported_dtypes = unreadable
         self._readers = readers
 
@@ -44,10 +44,10 @@ class FolderTensors:
 
     def are_equal(self, one: str, other: str) -> bool:
         """Return True if two tensors are bitwise equal; compares a few rows at a time."""
-        if self.facts[one] != self.facts[other]:
+        if self.specs[one] != self.specs[other]:
             return False
         left, right = self._readers[one](), self._readers[other]()
-        shape = self.facts[one].shape
+        shape = self.specs[one].shape
         rows = shape[0] if shape else 1
         for start in range(0, rows, _ROWS):
             part = slice(start, start + _ROWS) if shape else ...
@@ -90,7 +90,9 @@ def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterat
             for name, (shape, dtype) in file.described.items():
                 known = canonical(name)
                 if known in found:
-                    raise UserError(f"{folder}: {shown(name)} occurs twice, in {found[known]} and in {path.name}")
+                    raise UserError(
+                        f"{folder}: {format_value(name)} occurs twice, in {found[known]} and in {path.name}"
+                    )
                 found[known] = path.name
                 readers[known] = lambda file=file, name=name: file.slice_of(name)
                 if dtype in TENSOR_DTYPES:
@@ -113,7 +115,7 @@ def weight_paths(folder: Path) -> list[Path]:
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(map(shown, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(map(format_value, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _files(folder: Path) -> tuple[list[Path], Sequence[str]]:

@@ -20,20 +20,20 @@ from ...models.config.peft_slice import peft_slice
 from ...models.config.t5 import T5Keys
 from ..checkpoint.hf_files import is_hf_folder, is_peft_folder
 from ..checkpoint.reader import RunState, find_checkpoint
-from ..config.batch_spec import sample_form
+from ..config.batch_spec import batch_spec
 from ..config.data_task import task_name
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..data.build_datasets import sequence_length
-from ..data.tokenizers.bos import text_start
+from ..data.tokenizers.bos import document_start_ids
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..data.tokenizers.tokenizer_document import from_document
+from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..device.precision import PrecisionPlan, plan_precision
 from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
-from .from_hf import check, open_source, run_config_of, state_of
+from .from_hf import initial_state, map_source, open_source, run_config_of
 from .pretrained import PretrainedWeights
 from .size_check import check_model_size
 
@@ -61,12 +61,12 @@ class LoadedModel:
     precision: PrecisionPlan
 
     @property
-    def context(self) -> int:
+    def context_length(self) -> int:
         """Context length of the model in tokens."""
         return sequence_length(self.config.root)
 
     @property
-    def text_start(self) -> list[int]:
+    def prompt_prefix(self) -> list[int]:
         """Tokens to put before a prompt.
 
         A GPT trained here on concatenated documents has seen each document after the EOS token of the previous one, so
@@ -75,10 +75,10 @@ class LoadedModel:
         documents = self.state.consumed_samples > 0 and task_name(self.config.root.model) == "gpt"
         if documents and self.tokenizer.eos_id is not None:
             return [self.tokenizer.eos_id]
-        return text_start(self.tokenizer)
+        return document_start_ids(self.tokenizer)
 
 
-def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, average: bool = False) -> LoadedModel:
+def load_model(path: Path, device_name: str = "auto", base: Path | None = None, *, ema: bool = False) -> LoadedModel:
     """Load a model.
 
     Args:
@@ -93,9 +93,9 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
     """
     device = choose_device(device_name)
     if is_hf_folder(path) and not is_peft_folder(path):
-        saved = _open_hf_folder(path, base, average=average)
+        saved = _open_hf_folder(path, base, average=ema)
     else:
-        saved = _open_checkpoint(path, base, average=average)
+        saved = _open_checkpoint(path, base, average=ema)
     config, tokenizer = saved.config, saved.tokenizer
     keys = config.root.model
     if device.type == "cuda":
@@ -115,8 +115,8 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
         else:
             keys = keys.model_copy(update=defaults)
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
-    form = sample_form(config.root)
-    needed, available = count_parameters(keys, vocab_size, form) * precision.weights.itemsize, host_memory()
+    form = batch_spec(config.root)
+    needed, available = count_parameters(keys, vocab_size, form) * precision.param_dtype.itemsize, host_memory()
     if available is not None and needed > available:
         raise UserError(
             f"{saved.name} cannot run here: the weights of its configuration need {needed / 2**30:,.1f} GiB, but there "
@@ -127,11 +127,11 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
             keys.model_copy(update={"compile": False}),  # compiling would take longer than most generations
             vocab_size=vocab_size,
             device=device,
-            dtype=precision.weights,
+            dtype=precision.param_dtype,
             flags=read_flags(),
             micro_batch_size=1,
-            form=form,
-            compute_dtype=precision.autocast,
+            batch_spec=form,
+            compute_dtype=precision.autocast_dtype,
             kinds=("evaluation", "generation"),
             peft=peft_slice(keys.peft),
         )
@@ -172,7 +172,7 @@ def _open_checkpoint(path: Path, base: Path | None, *, average: bool) -> _SavedM
         checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
     )
     try:
-        tokenizer = from_document(checkpoint.tokenizer_document_with_chat)
+        tokenizer = tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
     except ValueError as error:
         raise UserError(f"{name} cannot be used: tokenizer.json: {error}") from None
     base_weights = find_base_of_adapter(checkpoint, base)
@@ -190,12 +190,12 @@ def _open_hf_folder(path: Path, base: Path | None, *, average: bool) -> _SavedMo
         raise UserError(f"--base {base}: {path} holds a whole model; leave --base out")
     try:
         with open_source(path) as source:
-            config, tokenizer = run_config_of(source, check(source, None, ()))
+            config, tokenizer = run_config_of(source, map_source(source, None, ()))
     except UserError as error:
         fix = f"`stoker convert {path} FOLDER` takes --tokenizer and --ignore-field, and writes a stoker checkpoint"
         raise UserError([*error.lines, fix]) from None
     load = PretrainedWeights(path, None).load
-    return _SavedModel(str(path), path, state_of(config.root), config, tokenizer, load)
+    return _SavedModel(str(path), path, initial_state(config.root), config, tokenizer, load)
 
 
 def choose_device(name: str) -> torch.device:

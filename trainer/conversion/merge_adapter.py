@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...models.config.peft_slice import IA3Slice, LoRASlice, SelectiveSlice, peft_slice
-from ...models.peft.added_parameters import Added
+from ...models.peft.added_parameters import PeftModule
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.sharded_safetensors import open_full_tensors
 from ..config.schema.root import RootBlock
@@ -17,9 +17,9 @@ from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
 from ..utils.safetensors_io import TensorSpec
 from .from_hf import build_meta_model, open_source
-from .pretrained import PretrainedWeights, check_same_base, checked
+from .pretrained import PretrainedWeights, check_same_base, map_hf_model
 
-Read = Callable[[str], Tensor]
+ReadTensor = Callable[[str], Tensor]
 
 
 class MergedTensors:
@@ -33,9 +33,13 @@ class MergedTensors:
     """
 
     def __init__(
-        self, facts: Mapping[str, TensorSpec], base: Read, adapter: Mapping[str, Tensor], modules: Mapping[str, Added]
+        self,
+        facts: Mapping[str, TensorSpec],
+        base: ReadTensor,
+        adapter: Mapping[str, Tensor],
+        modules: Mapping[str, PeftModule],
     ) -> None:
-        self.facts = facts
+        self.specs = facts
         self._base = base
         self._adapter = adapter
         self._modules = modules
@@ -53,7 +57,7 @@ class MergedTensors:
             each: self._adapter[f"{at}.{each}"] for each in module.peft_parameters if f"{at}.{each}" in self._adapter
         }
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return module.merged(own, wide, added).to(weight.dtype)
+        return module.merge(own, wide, added).to(weight.dtype)
 
 
 @contextmanager
@@ -80,10 +84,10 @@ def open_merged(
     if checkpoint.state.base is not None:
         check_same_base(base, checkpoint.state.base, checkpoint.path)
     model = build_meta_model(root, tokenizer, peft)
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, Added)}
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, PeftModule)}
     with ExitStack() as stack:
         held = stack.enter_context(checkpoint.open_weights())
-        adapter = {name: held.read(name) for name in held.facts}
+        adapter = {name: held.read(name) for name in held.specs}
         facts, read = open_base_tensors(base, stack)
         yield MergedTensors(facts, read, adapter, modules)
 
@@ -104,23 +108,23 @@ def first_different_parameter(one: PretrainedWeights, other: PretrainedWeights) 
     return None
 
 
-def open_base_tensors(base: PretrainedWeights, stack: ExitStack) -> tuple[Mapping[str, TensorSpec], Read]:
+def open_base_tensors(base: PretrainedWeights, stack: ExitStack) -> tuple[Mapping[str, TensorSpec], ReadTensor]:
     """Open base weights under stoker names: (facts, reader), valid while `stack` is open."""
     if base.checkpoint is not None:
         whole = stack.enter_context(open_full_tensors(base.checkpoint.weight_files))
-        return whole.facts, whole.read
+        return whole.specs, whole.read
     source = stack.enter_context(open_source(base.path))
-    incoming = checked(source)
-    placed = {entry.ours: entry for entry in incoming.placed}
+    incoming = map_hf_model(source)
+    placed = {entry.parameter: entry for entry in incoming.placed}
     facts: dict[str, TensorSpec] = {}
     for entry in incoming.placed:
-        kind = source.tensors.facts[entry.theirs[0][0]].dtype
-        for name, _ in entry.theirs:
-            kind = torch.promote_types(kind, source.tensors.facts[name].dtype)
-        facts[entry.ours] = TensorSpec(kind, entry.shape)
+        kind = source.tensors.specs[entry.hf_tensors[0][0]].dtype
+        for name, _ in entry.hf_tensors:
+            kind = torch.promote_types(kind, source.tensors.specs[name].dtype)
+        facts[entry.parameter] = TensorSpec(kind, entry.shape)
 
     def read(name: str) -> Tensor:
-        parts = [source.tensors.read(theirs).to(facts[name].dtype) for theirs, _ in placed[name].theirs]
+        parts = [source.tensors.read(theirs).to(facts[name].dtype) for theirs, _ in placed[name].hf_tensors]
         return placed[name].join(parts, incoming.geometry)
 
     return facts, read

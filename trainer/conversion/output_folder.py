@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..utils.durable_files import sync_directory
+from ..utils.durable_files import fsync_directory
 from ..utils.errors import EXIT_IO, UserError
 
 
@@ -41,11 +41,11 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         try:
             yield temporary
             for folder in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
-                sync_directory(folder)
+                fsync_directory(folder)
             if target.is_dir():
                 target.rmdir()
             temporary.rename(target)
-            sync_directory(target.parent)
+            fsync_directory(target.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...models.hf.weight_layout import Geometry
-from .peft_map import Target
+from .peft_map import LoRATarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,14 @@ class IA3Vector:
     scales_inputs: bool
 
 
-def ia3_parameter_name(target: Target) -> str:
+def ia3_parameter_name(target: LoRATarget) -> str:
     """Return the parameter name of the IA3 vector of a stoker linear layer."""
-    return target.placed.ours.removesuffix("weight") + "ia3"
+    return target.placed.parameter.removesuffix("weight") + "ia3"
 
 
-def to_peft_vectors(ours: Mapping[str, Tensor], targets: Sequence[Target], geometry: Geometry) -> Iterator[IA3Vector]:
+def to_peft_vectors(
+    ours: Mapping[str, Tensor], targets: Sequence[LoRATarget], geometry: Geometry
+) -> Iterator[IA3Vector]:
     """Yield the peft vectors of all stoker IA3 vectors.
 
     Args:
@@ -44,7 +46,7 @@ def to_peft_vectors(ours: Mapping[str, Tensor], targets: Sequence[Target], geome
         factors = ours.get(ia3_parameter_name(target))
         if factors is None:
             continue
-        if target.placed.ours.endswith(".down.weight"):
+        if target.placed.parameter.endswith(".down.weight"):
             yield IA3Vector(target.modules[0], factors[None], scales_inputs=True)
             continue
         whole = torch.cat([factors.new_ones(target.rows - len(factors)), factors])[:, None]

@@ -15,12 +15,12 @@ from torch import Tensor
 from ...models.hf.weight_layout import Geometry, PerExpert, Transposed
 from ...models.hf.weight_map import ParameterMapping
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 _WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class LoRAPair:
     """LoRA pair of one Hugging Face module.
 
     Attributes:
@@ -39,13 +39,13 @@ class Pair:
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by their names in peft."""
         return {
-            f"{PREFIX}{self.module}.lora_A.weight": self.down.contiguous(),
-            f"{PREFIX}{self.module}.lora_B.weight": self.up.contiguous(),
+            f"{PEFT_PREFIX}{self.module}.lora_A.weight": self.down.contiguous(),
+            f"{PEFT_PREFIX}{self.module}.lora_B.weight": self.up.contiguous(),
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoRATarget:
     """A stoker linear layer, or one projection of all experts of a layer, and its Hugging Face modules.
 
     Attributes:
@@ -55,7 +55,7 @@ class Target:
         is_moe: A and B have a leading expert dimension.
     """
 
-    ours: tuple[str, str]
+    parameter_names: tuple[str, str]
     modules: tuple[str, ...]
     placed: ParameterMapping
     is_moe: bool
@@ -77,7 +77,7 @@ class Target:
 
     def output_width(self, number: int) -> int:
         """Return the output width of module `number`."""
-        shape = self.placed.theirs[number][1]
+        shape = self.placed.hf_tensors[number][1]
         return shape[1] if isinstance(self.placed.layout, Transposed) else shape[0]
 
     def split_rows(self, matrix: Tensor, geometry: Geometry) -> list[Tensor]:
@@ -97,18 +97,20 @@ class Target:
         return self.placed.layout.join(parts, (self.rows, parts[0].shape[-1]), geometry)
 
 
-def lora_targets(placed: Sequence[ParameterMapping]) -> Iterator[Target]:
+def lora_targets(placed: Sequence[ParameterMapping]) -> Iterator[LoRATarget]:
     """Yield the weight matrices of a model that LoRA can adapt."""
     for entry in placed:
-        modules = tuple(name.removesuffix(_WEIGHT) for name, _ in entry.theirs)
+        modules = tuple(name.removesuffix(_WEIGHT) for name, _ in entry.hf_tensors)
         if isinstance(entry.layout, PerExpert):
-            yield Target((f"{entry.ours}_lora_a", f"{entry.ours}_lora_b"), modules, entry, True)
-        elif entry.ours.endswith(_WEIGHT) and len(entry.shape) == 2 and "." in entry.ours.removesuffix(_WEIGHT):
-            stem = entry.ours.removesuffix("weight")
-            yield Target((f"{stem}lora_a", f"{stem}lora_b"), modules, entry, False)
+            yield LoRATarget((f"{entry.parameter}_lora_a", f"{entry.parameter}_lora_b"), modules, entry, True)
+        elif (
+            entry.parameter.endswith(_WEIGHT) and len(entry.shape) == 2 and "." in entry.parameter.removesuffix(_WEIGHT)
+        ):
+            stem = entry.parameter.removesuffix("weight")
+            yield LoRATarget((f"{stem}lora_a", f"{stem}lora_b"), modules, entry, False)
 
 
-def to_peft_pairs(target: Target, down: Tensor, up: Tensor, geometry: Geometry) -> Iterator[Pair]:
+def to_peft_pairs(target: LoRATarget, down: Tensor, up: Tensor, geometry: Geometry) -> Iterator[LoRAPair]:
     """Convert a stoker LoRA pair to Hugging Face pairs.
 
     Args:
@@ -126,14 +128,14 @@ def to_peft_pairs(target: Target, down: Tensor, up: Tensor, geometry: Geometry) 
             rows = [len(part) for part in _parts_of(target, wide, parts, geometry)]
             stacked = torch.block_diag(*wide.split(rows))
             (stacked_up,) = target.split_rows(stacked, geometry)
-            yield Pair(modules[0], narrow, stacked_up, stacked=parts)
+            yield LoRAPair(modules[0], narrow, stacked_up, stacked=parts)
             continue
         lows = narrow.chunk(parts) if parts > 1 else [narrow] * count
         for module, low, rows_up in zip(modules, lows, target.split_rows(wide, geometry), strict=True):
-            yield Pair(module, low, rows_up)
+            yield LoRAPair(module, low, rows_up)
 
 
-def _parts_of(target: Target, wide: Tensor, parts: int, geometry: Geometry) -> list[Tensor]:
+def _parts_of(target: LoRATarget, wide: Tensor, parts: int, geometry: Geometry) -> list[Tensor]:
     """Split the rows of a fused weight into its projections: [q | k | v], or [gate | up]."""
     if parts == 3:
         query = geometry.heads * (len(wide) // (geometry.heads + 2 * geometry.groups))
@@ -143,7 +145,7 @@ def _parts_of(target: Target, wide: Tensor, parts: int, geometry: Geometry) -> l
 
 
 def from_peft_pairs(
-    target: Target, pairs: Mapping[str, tuple[Tensor, Tensor, float]], parts: int, rank: int, geometry: Geometry
+    target: LoRATarget, pairs: Mapping[str, tuple[Tensor, Tensor, float]], parts: int, rank: int, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
     """Convert Hugging Face pairs to a stoker LoRA pair; modules without a pair get zeros, which stay zero in training.
 

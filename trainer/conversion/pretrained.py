@@ -20,11 +20,11 @@ from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, f
 from ..checkpoint.sharded_safetensors import shard_files
 from ..utils.environment import user_path
 from ..utils.errors import UserError
-from ..utils.local_shard import piece_of
-from .from_hf import MappedModel, Source, check, open_source
+from ..utils.local_shard import local_shard
+from .from_hf import HFSource, MappedModel, map_source, open_source
 from .hf_folder import weight_paths
 
-KEY = "model.restore_from_path"
+RESTORE_KEY = "model.restore_from_path"
 _SHOWN = 10
 
 
@@ -40,7 +40,7 @@ class PretrainedWeights:
 
     path: Path
     checkpoint: Checkpoint | None
-    complaints: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def files(self) -> list[Path]:
@@ -61,10 +61,10 @@ class PretrainedWeights:
             self.checkpoint.load_weights(model, cast=True)
         else:
             with open_source(self.path) as source:
-                _fill(self.path, source, checked(source), model)
+                _fill(self.path, source, map_hf_model(source), model)
 
 
-def find_pretrained(path: Path, key: str = KEY, *, verify: bool = True) -> PretrainedWeights:
+def find_pretrained(path: Path, key: str = RESTORE_KEY, *, verify: bool = True) -> PretrainedWeights:
     """Find the pretrained weights at a path.
 
     Args:
@@ -98,7 +98,7 @@ def find_pretrained(path: Path, key: str = KEY, *, verify: bool = True) -> Pretr
     return PretrainedWeights(checkpoint.path, checkpoint, tuple(complaints))
 
 
-def find_configured_pretrained(path: str | None, key: str = KEY) -> PretrainedWeights | None:
+def find_configured_pretrained(path: str | None, key: str = RESTORE_KEY) -> PretrainedWeights | None:
     """Apply `find_pretrained` to a path of the configuration; None for None."""
     return None if path is None else find_pretrained(user_path(path, key), key)
 
@@ -113,15 +113,15 @@ def weights_digest(base: PretrainedWeights) -> str:
     return _digest(files)
 
 
-def check_same_base(base: PretrainedWeights, wanted: BaseRecord, adapter: Path) -> None:
+def check_same_base(base: PretrainedWeights, expected: BaseRecord, adapter: Path) -> None:
     """Check that base weights are those an adapter was trained on.
 
     Raises:
         UserError: they differ.
     """
-    if weights_digest(base) != wanted.sha256:
+    if weights_digest(base) != expected.sha256:
         raise UserError(
-            f"{adapter} holds an adapter trained on {wanted.path}; the weights in {base.path} differ from those"
+            f"{adapter} holds an adapter trained on {expected.path}; the weights in {base.path} differ from those"
         )
 
 
@@ -133,19 +133,19 @@ def open_hf_model(path: Path) -> Iterator[MappedModel]:
         UserError: the model is not supported; lists every reason.
     """
     with open_source(path) as source:
-        yield checked(source)
+        yield map_hf_model(source)
 
 
-def checked(source: Source) -> MappedModel:
+def map_hf_model(source: HFSource) -> MappedModel:
     """Map an open Hugging Face model to a stoker model, with a byte-level tokenizer if the folder has none.
 
     Raises:
         UserError: the model is not supported; lists every reason.
     """
-    return check(source, None if has_tokenizer(source) else "byte-level", ())
+    return map_source(source, None if has_tokenizer(source) else "byte-level", ())
 
 
-def has_tokenizer(source: Source) -> bool:
+def has_tokenizer(source: HFSource) -> bool:
     """Return True if the folder has a supported tokenizer."""
     try:
         source.find_tokenizer(source.config.get("vocab_size"))
@@ -162,9 +162,9 @@ def hf_tokenizer_keys(path: Path) -> dict[str, Any]:
         return source.find_tokenizer(source.config.get("vocab_size")).keys_for(path.absolute())
 
 
-def _fill(path: Path, source: Source, incoming: MappedModel, model: nn.Module) -> None:
+def _fill(path: Path, source: HFSource, incoming: MappedModel, model: nn.Module) -> None:
     wanted = base_tensors(model)
-    placed = {entry.ours: entry for entry in incoming.placed}
+    placed = {entry.parameter: entry for entry in incoming.placed}
     problems = [f"{name} is missing" for name in wanted if name not in placed]
     problems += [f"{name} is not a parameter of this model" for name in placed if name not in wanted]
     problems += [
@@ -176,7 +176,7 @@ def _fill(path: Path, source: Source, incoming: MappedModel, model: nn.Module) -
         more = [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise UserError(
             [
-                f"`{KEY}`: {path} does not fit the model of this configuration:",
+                f"`{RESTORE_KEY}`: {path} does not fit the model of this configuration:",
                 *(f"  {problem}" for problem in problems[:_SHOWN]),
                 *more,
                 "use stoker finetune, which takes all model keys from that folder",
@@ -184,13 +184,15 @@ def _fill(path: Path, source: Source, incoming: MappedModel, model: nn.Module) -
         )
     with torch.no_grad():
         for name, tensor in wanted.items():
-            piece = piece_of(tensor)
-            parts = [source.tensors.read(theirs) for theirs, _ in placed[name].theirs]
+            piece = local_shard(tensor)
+            parts = [source.tensors.read(theirs) for theirs, _ in placed[name].hf_tensors]
             kind = parts[0].dtype
             for part in parts:
                 kind = torch.promote_types(kind, part.dtype)
             whole = placed[name].join([part.to(kind) for part in parts], incoming.geometry)
-            piece.local.copy_(whole[piece.start : piece.start + len(piece.local)] if piece.local.ndim else whole)
+            piece.local.copy_(
+                whole[piece.first_row : piece.first_row + len(piece.local)] if piece.local.ndim else whole
+            )
 
 
 def _digest(files: Iterable[tuple[str, str]]) -> str:

@@ -83,12 +83,12 @@ def starting_point(path: Path) -> StartingPoint:
         UserError: there is no supported model at `path`; lists all reasons.
     """
     from .from_hf import open_source
-    from .pretrained import checked, find_pretrained, has_tokenizer
+    from .pretrained import find_pretrained, has_tokenizer, map_hf_model
 
     base = find_pretrained(path, verify=False)
     if base.checkpoint is None:
         with open_source(path) as source:
-            incoming = checked(source)
+            incoming = map_hf_model(source)
             family: Family = incoming.architecture.family
             keys = {
                 f"model.{name}": value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...models.config.parameter_count import count_parameters
-from ..config.batch_spec import sample_form
+from ..config.batch_spec import batch_spec
 from ..utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check_model_size(
     """
     unpadded = {"make_vocab_size_divisible_by": 1}  # Hugging Face vocabularies are not padded
     keys = root.model if base is None else root.model.model_copy(update=unpadded)
-    parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, sample_form(root))
+    parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, batch_spec(root))
     files = checkpoint.weight_files if base is None else base.files
     total_bytes = sum(file.stat().st_size for file in files)
     if parameters * _MIN_ITEMSIZE > total_bytes:

@@ -14,22 +14,22 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ...models.config.families import FamilyKeys
-from ...models.hf.architecture import Architecture, described, geometry_of, nested, slice_differences
+from ...models.hf.architecture import Architecture, geometry_of, slice_differences, slice_from_keys, unflatten_keys
 from ...models.hf.architectures import ARCHITECTURES, MODEL_TYPES
 from ...models.hf.config_fields import FieldError, HFConfig
 from ...models.hf.weight_layout import Geometry
 from ...models.hf.weight_map import ParameterMapping
 from ..checkpoint.hf_files import CONFIG
 from ..checkpoint.reader import Checkpoint, find_checkpoint
-from ..config.batch_spec import sample_form
+from ..config.batch_spec import batch_spec
 from ..config.load import config_from_document
 from ..config.schema.root import MODEL_BLOCKS, RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..data.tokenizers.tokenizer_document import from_document
+from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, TensorSpec, write_json, write_safetensors_stream
-from .casting import cast
+from .casting import cast_checked
 from .from_hf import parameter_shapes
 from .output_folder import atomic_folder
 from .size_check import check_model_size
@@ -51,11 +51,11 @@ _CACHED = 4
 _SHOWN = 20
 
 
-class Tensors(Protocol):
+class TensorSource(Protocol):
     """Unsharded parameters of a model, read one at a time."""
 
     @property
-    def facts(self) -> Mapping[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         """Name to dtype and shape."""
         ...
 
@@ -90,7 +90,7 @@ def convert_to_hf(
     model_type: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     base: PretrainedWeights | None = None,
-    average: bool = False,
+    ema: bool = False,
 ) -> list[str]:
     """Convert a stoker checkpoint to a Hugging Face model folder.
 
@@ -111,15 +111,15 @@ def convert_to_hf(
         UserError: no usable checkpoint, no architecture supports the model, or a write error.
     """
     checkpoint, complaints = find_checkpoint(source)
-    checkpoint = checkpoint.with_ema() if average else checkpoint
+    checkpoint = checkpoint.with_ema() if ema else checkpoint
     root = config_from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path / CONFIG)).root
     try:
-        ours = from_document(checkpoint.tokenizer_document_with_chat)
+        ours = tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
         vocab_size = model_vocab_size(root, ours)
     except ValueError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
     check_model_size(checkpoint, root, vocab_size, base)
-    outgoing = choose(root, ours, vocab_size, model_type)
+    outgoing = choose_architecture(root, ours, vocab_size, model_type)
     try:
         with _opened(checkpoint, root, ours, base) as tensors:
             _check_weights(checkpoint, outgoing, tensors)
@@ -130,13 +130,13 @@ def convert_to_hf(
                 _write_config(folder, outgoing, ours, max(set(kinds), key=kinds.count))
     except DamagedFileError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
-    numbers = sum(fact.bytes // fact.dtype.itemsize for fact in names.values())
+    numbers = sum(fact.num_bytes // fact.dtype.itemsize for fact in names.values())
     return [*complaints, f"{target}: {outgoing.architecture.name} with {numbers:,} parameters, of {checkpoint.path}"]
 
 
 def _opened(
     checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: PretrainedWeights | None
-) -> AbstractContextManager[Tensors]:
+) -> AbstractContextManager[TensorSource]:
     if base is None:
         return checkpoint.open_weights()
     from .merge_adapter import open_merged
@@ -144,7 +144,7 @@ def _opened(
     return open_merged(checkpoint, root, tokenizer, base)
 
 
-def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: str | None) -> HFModel:
+def choose_architecture(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: str | None) -> HFModel:
     """Choose the Hugging Face architecture of a model.
 
     Args:
@@ -158,18 +158,18 @@ def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: s
     """
     tried: list[tuple[str, list[str]]] = []
     shapes = parameter_shapes(root, tokenizer)
-    geometry = geometry_of(described(root.model, vocab_size, sample_form(root)))
+    geometry = geometry_of(slice_from_keys(root.model, vocab_size, batch_spec(root)))
     for architecture in ARCHITECTURES:
         if architecture.family != root.model.family or model_type not in (None, architecture.model_type):
             continue
         problems: list[str] = []
         try:
-            config = architecture.write(root.model, vocab_size=vocab_size)
+            config = architecture.to_config(root.model, vocab_size=vocab_size)
             problems = _changes(architecture, config, root, vocab_size)
         except FieldError as error:
             config = {}
             problems = str(error).splitlines()
-        placed, unmapped = architecture.weights.place(shapes, geometry)
+        placed, unmapped = architecture.weights.map_parameters(shapes, geometry)
         problems += [f"{name} has no counterpart there" for name in unmapped]
         if not problems:
             return HFModel(architecture, config, placed, geometry)
@@ -188,16 +188,16 @@ def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: s
 def _changes(architecture: Architecture, config: Mapping[str, Any], root: RootBlock, vocab_size: int) -> list[str]:
     """Return the differences between the model and the one that the written config.json describes."""
     tied = not config.get("tie_word_embeddings", True)
-    keys, problems = architecture.read(HFConfig(config, has_separate_head=tied))
+    keys, problems = architecture.to_keys(HFConfig(config, has_separate_head=tied))
     if problems:
         return problems
     try:
-        back = MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **nested(keys)})
+        back = MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **unflatten_keys(keys)})
     except ValidationError as error:
         return [f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}" for first in error.errors()]
-    form = sample_form(root)
+    form = batch_spec(root)
     return slice_differences(
-        described(root.model, vocab_size, form), described(_with_length(back, root.model), vocab_size, form)
+        slice_from_keys(root.model, vocab_size, form), slice_from_keys(_with_length(back, root.model), vocab_size, form)
     )
 
 
@@ -210,15 +210,15 @@ def _with_length(back: FamilyKeys, ours: FamilyKeys) -> FamilyKeys:
 # ---------------------------------------------------------------- the tensors
 
 
-def _check_weights(checkpoint: Checkpoint, outgoing: HFModel, tensors: Tensors) -> None:
-    wanted = {entry.ours: entry.shape for entry in outgoing.placed}
-    problems = [f"{name} is missing" for name in wanted if name not in tensors.facts]
-    problems += [f"{name} is not a parameter of this model" for name in tensors.facts if name not in wanted]
+def _check_weights(checkpoint: Checkpoint, outgoing: HFModel, tensors: TensorSource) -> None:
+    wanted = {entry.parameter: entry.shape for entry in outgoing.placed}
+    problems = [f"{name} is missing" for name in wanted if name not in tensors.specs]
+    problems += [f"{name} is not a parameter of this model" for name in tensors.specs if name not in wanted]
     for name, shape in wanted.items():
-        if name in tensors.facts and tensors.facts[name].shape != shape:
-            problems.append(f"{name} has the shape {list(tensors.facts[name].shape)}, which must be {list(shape)}")
-        elif name in tensors.facts and not tensors.facts[name].dtype.is_floating_point:
-            problems.append(f"{name} has the unsupported dtype {tensors.facts[name].dtype}")
+        if name in tensors.specs and tensors.specs[name].shape != shape:
+            problems.append(f"{name} has the shape {list(tensors.specs[name].shape)}, which must be {list(shape)}")
+        elif name in tensors.specs and not tensors.specs[name].dtype.is_floating_point:
+            problems.append(f"{name} has the unsupported dtype {tensors.specs[name].dtype}")
     if problems:
         lines = [f"  {problem}" for problem in problems[:_SHOWN]]
         lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
@@ -228,9 +228,9 @@ def _check_weights(checkpoint: Checkpoint, outgoing: HFModel, tensors: Tensors) 
 class _Parts:
     """Hugging Face tensors computed from stoker parameters, with a cache of the last few parameters."""
 
-    def __init__(self, outgoing: HFModel, tensors: Tensors, facts: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, outgoing: HFModel, tensors: TensorSource, facts: Mapping[str, TensorSpec]) -> None:
         self._placed = {
-            theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.theirs)
+            theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.hf_tensors)
         }
         self._geometry = outgoing.geometry
         self._tensors = tensors
@@ -239,32 +239,32 @@ class _Parts:
 
     def read(self, name: str) -> Tensor:
         entry, number = self._placed[name]
-        whole = self._kept.pop(entry.ours, None)
+        whole = self._kept.pop(entry.parameter, None)
         if whole is None:
-            whole = cast(self._tensors.read(entry.ours), self._facts[name].dtype, entry.ours)
-        self._kept[entry.ours] = whole
+            whole = cast_checked(self._tensors.read(entry.parameter), self._facts[name].dtype, entry.parameter)
+        self._kept[entry.parameter] = whole
         while len(self._kept) > _CACHED:
             self._kept.popitem(last=False)
-        return entry.part(number, whole, self._geometry)
+        return entry.hf_tensor(number, whole, self._geometry)
 
 
 def _write_weights(
-    folder: Path, outgoing: HFModel, tensors: Tensors, dtype: torch.dtype | None, shard_bytes: int
+    folder: Path, outgoing: HFModel, tensors: TensorSource, dtype: torch.dtype | None, shard_bytes: int
 ) -> dict[str, TensorSpec]:
     """Write the tensors to one file, or to several with an index; return their names, dtypes and shapes."""
     facts = {
-        theirs: TensorSpec(dtype or tensors.facts[entry.ours].dtype, shape)
+        theirs: TensorSpec(dtype or tensors.specs[entry.parameter].dtype, shape)
         for entry in outgoing.placed
-        for theirs, shape in entry.theirs
+        for theirs, shape in entry.hf_tensors
     }
     shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
     for name, fact in facts.items():
-        if shards[-1] and size + fact.bytes > shard_bytes:
+        if shards[-1] and size + fact.num_bytes > shard_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = fact
-        size += fact.bytes
+        size += fact.num_bytes
     parts = _Parts(outgoing, tensors, facts)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -272,7 +272,7 @@ def _write_weights(
         write_safetensors_stream(folder / name, shard, parts.read, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        total = sum(fact.bytes for fact in facts.values())
+        total = sum(fact.num_bytes for fact in facts.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / "model.safetensors.index.json", index)
     return facts

@@ -15,16 +15,16 @@ from ...models.peft.ptuning import PromptEncoder, virtual_token_embeddings
 from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, read_object
 from ..checkpoint.reader import Checkpoint
 from ..config.schema.root import RootBlock
-from ..data.tokenizers.tokenizer_document import from_document
+from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, write_json, write_safetensors
-from .casting import cast
+from .casting import cast_checked
 from .output_folder import atomic_folder
 from .peft_factors import to_peft_vectors
-from .peft_map import PREFIX, lora_targets, to_peft_pairs
+from .peft_map import PEFT_PREFIX, lora_targets, to_peft_pairs
 from .pretrained import PretrainedWeights, check_same_base
-from .to_hf import HFModel, choose
+from .to_hf import HFModel, choose_architecture
 
 _TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}
 
@@ -68,7 +68,7 @@ def convert_to_peft(
     outgoing = _outgoing(checkpoint, root, model_type, place)
     try:
         with checkpoint.open_weights() as held:
-            ours = {name: held.read(name) for name in held.facts}
+            ours = {name: held.read(name) for name in held.specs}
     except DamagedFileError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
     tensors, config = _converted(ours, outgoing, peft)
@@ -78,7 +78,7 @@ def convert_to_peft(
         "inference_mode": True,
         **config,
     }
-    written = {name: cast(tensor, dtype or tensor.dtype, name).contiguous() for name, tensor in tensors.items()}
+    written = {name: cast_checked(tensor, dtype or tensor.dtype, name).contiguous() for name, tensor in tensors.items()}
     with atomic_folder(target) as folder:
         write_safetensors(folder / ADAPTER_TENSORS, written, {"format": "pt"})
         write_json(folder / ADAPTER_CONFIG, document)
@@ -92,11 +92,11 @@ def _outgoing(checkpoint: Checkpoint, root: RootBlock, model_type: str | None, b
         named = (read_object(base, CONFIG) or {}).get("model_type")
         model_type = named if isinstance(named, str) else None
     try:
-        tokenizer = from_document(checkpoint.tokenizer_document_with_chat)
+        tokenizer = tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
         vocab_size = model_vocab_size(root, tokenizer)
     except ValueError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
-    return choose(root, tokenizer, vocab_size, model_type)
+    return choose_architecture(root, tokenizer, vocab_size, model_type)
 
 
 def _converted(
@@ -126,7 +126,7 @@ def _lora(ours: Mapping[str, Tensor], outgoing: HFModel, lora: LoRASlice) -> tup
     alphas: dict[str, float] = {}
     known = list(lora_targets(outgoing.placed))
     for target in known:
-        down, up = (ours.get(name) for name in target.ours)
+        down, up = (ours.get(name) for name in target.parameter_names)
         if down is None or up is None:
             continue
         for pair in to_peft_pairs(target, down, up, outgoing.geometry):
@@ -155,7 +155,7 @@ def _lora(ours: Mapping[str, Tensor], outgoing: HFModel, lora: LoRASlice) -> tup
 def _ia3(ours: Mapping[str, Tensor], outgoing: HFModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     known = list(lora_targets(outgoing.placed))
     factors = list(to_peft_vectors(ours, known, outgoing.geometry))
-    tensors = {f"{PREFIX}{factor.module}.ia3_l": factor.values for factor in factors}
+    tensors = {f"{PEFT_PREFIX}{factor.module}.ia3_l": factor.values for factor in factors}
     every = [module for target in known for module in target.modules]
     of_inputs = [factor.module for factor in factors if factor.scales_inputs]
     return tensors, {

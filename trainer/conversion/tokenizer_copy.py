@@ -14,7 +14,7 @@ from ..checkpoint.hf_files import read_object, resolve_in_folder
 from ..config.data_task import task_from_config
 from ..config.schema.root import RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
-from ..data.tasks.chat_files import SETTINGS, TEMPLATE, load_chat_template, special_tokens_map
+from ..data.tasks.chat_files import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, load_chat_template, special_tokens_map
 from ..data.tasks.sentinels import USUAL_MASK_TOKENS
 from ..data.tasks.task_samples import tokenizer_for_task
 from ..data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
@@ -27,8 +27,8 @@ from ..utils.safetensors_io import DamagedFileError, read_json
 TOKENIZER_FOLDER = "tokenizer"
 _MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 _FILES = (
-    *(TOKENIZER_JSON, SETTINGS, VOCAB_FILE, MERGES_FILE, *_MODELS),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.txt", TEMPLATE, "generation_config.json"),
+    *(TOKENIZER_JSON, TOKENIZER_CONFIG_FILE, VOCAB_FILE, MERGES_FILE, *_MODELS),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.txt", CHAT_TEMPLATE_FILE, "generation_config.json"),
 )
 """Names of the files that are copied."""
 _FILE_KEYS = ("library", "type", "model", "vocab_file", "merge_file")
@@ -85,7 +85,7 @@ def find_tokenizer(folder: Path, family: Family, vocab_size: Any) -> TokenizerFo
         keys = {"library": "megatron", "type": "GPT2BPETokenizer"}
         paths = {"vocab_file": f"{{folder}}/{VOCAB_FILE}", "merge_file": f"{{folder}}/{MERGES_FILE}"}
         return TokenizerFolder(files, keys | paths, folder)
-    settings = read_object(folder, SETTINGS) or {}
+    settings = read_object(folder, TOKENIZER_CONFIG_FILE) or {}
     if settings.get("tokenizer_class") == "ByT5Tokenizer" or (family == "t5" and vocab_size == 384):
         return TokenizerFolder(files, {"library": "byte-level"})
     raise UserError(
@@ -96,7 +96,7 @@ def find_tokenizer(folder: Path, family: Family, vocab_size: Any) -> TokenizerFo
 
 def _named_mask(found: TokenizerFolder, folder: Path) -> str | None:
     """Return the mask token if the folder's tokenizer_config.json gives an unusual one."""
-    token = (read_object(folder, SETTINGS) or {}).get("mask_token")
+    token = (read_object(folder, TOKENIZER_CONFIG_FILE) or {}).get("mask_token")
     token = token.get("content") if isinstance(token, dict) else token
     if not isinstance(token, str) or token in USUAL_MASK_TOKENS:
         return None
@@ -157,7 +157,7 @@ def tokenizer_for_vocabulary(root: RootBlock, vocab_size: int) -> Tokenizer:
     if root.model.family == "bert":
         raise UserError(
             f"the tokenizer has no mask token: neither {' nor '.join(USUAL_MASK_TOKENS)}; set the one that it has with "
-            f'"mask_token" in {SETTINGS}, or give another tokenizer with --tokenizer FOLDER'
+            f'"mask_token" in {TOKENIZER_CONFIG_FILE}, or give another tokenizer with --tokenizer FOLDER'
         )
     raise UserError(
         f"the tokenizer lacks {tokenizer.vocab_size - alone.vocab_size:,} of the sentinels <extra_id_0>, "
@@ -227,15 +227,15 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
             f"the tokenizer of this checkpoint ({document['tokenizer']}) cannot be written for transformers, and its "
             "files have moved; give them with --tokenizer FOLDER"
         )
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     write_template(folder, tokenizer)
 
 
 def write_template(folder: Path, tokenizer: Tokenizer) -> None:
     """Write the chat template of a tokenizer next to its files, unless they contain it."""
     beside = load_chat_template(folder, str(folder))
-    if tokenizer.chat is not None and (beside is None or beside.source != tokenizer.chat.source):
-        (folder / TEMPLATE).write_text(tokenizer.chat.source, encoding="utf-8")
+    if tokenizer.chat_template is not None and (beside is None or beside.source != tokenizer.chat_template.source):
+        (folder / CHAT_TEMPLATE_FILE).write_text(tokenizer.chat_template.source, encoding="utf-8")
 
 
 def _tokens(definition: str) -> dict[str, int]:
@@ -246,7 +246,7 @@ def _tokens(definition: str) -> dict[str, int]:
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Read the tokenizer_config.json of a written folder, empty if there is none."""
-    path = folder / SETTINGS
+    path = folder / TOKENIZER_CONFIG_FILE
     try:
         settings = read_json(path) if path.is_file() else {}
     except DamagedFileError:

@@ -16,9 +16,9 @@ from ..config.schema.trainer_and_data import TokenizerBlock
 from ..data.tokenizers.tokenizer import Tokenizer, is_same_tokenizer
 from ..data.tokenizers.tokenizer_files import tokenizer_from_config
 from ..utils.errors import UserError
-from ..utils.text import counted
+from ..utils.text import pluralize
 from .adapter_weights import load_pretrained_adapter
-from .pretrained import KEY, PretrainedWeights, hf_tokenizer_keys, open_hf_model
+from .pretrained import RESTORE_KEY, PretrainedWeights, hf_tokenizer_keys, open_hf_model
 
 _FUNCTION_PRESERVING_KEYS = {
     *("hidden_dropout", "attention_dropout", "ffn_dropout", "init_method_std", "use_scaled_init_method"),
@@ -49,16 +49,17 @@ def load_pretrained_weights(
         UserError: the family, the shapes or the tokenizer differ.
     """
     if base is not None:
-        yield from base.complaints
+        yield from base.warnings
         trained = _trained_model_keys(base)
         if trained is not None and trained.family != root.model.family:
             raise UserError(
-                f"`{KEY}`: {base.path} holds a model of `family: {trained.family}`, but `model.family` is "
+                f"`{RESTORE_KEY}`: {base.path} holds a model of `family: {trained.family}`, but `model.family` is "
                 f"{root.model.family}; use a checkpoint of that family"
             )
         if not _has_same_tokenizer(base, root.model.tokenizer, tokenizer):
             raise UserError(
-                f"`{KEY}`: {base.path} was trained with a different tokenizer, so token ids do not match; use its "
+                f"`{RESTORE_KEY}`: {base.path} was trained with a different tokenizer, so token ids do not "
+                "match; use its "
                 "`model.tokenizer`"
             )
         base.load(model)
@@ -66,7 +67,7 @@ def load_pretrained_weights(
             yield f"{base.path}: its configuration cannot be read here; only the shapes of its weights were compared"
         else:
             yield from function_mismatch_warnings(root.model, trained)
-        steps = f", trained for {counted(base.checkpoint.state.step, 'step')}" if base.checkpoint is not None else ""
+        steps = f", trained for {pluralize(base.checkpoint.state.step, 'step')}" if base.checkpoint is not None else ""
         yield f"weights from {base.path}{steps}"
     yield from load_pretrained_adapter(root, model, tokenizer, base)
 

@@ -9,13 +9,13 @@ from ..config.schema.root import RootBlock
 from ..data.build_datasets import Data
 from ..data.subsets import RepeatedSubset
 from ..utils.errors import UserError
-from ..utils.text import counted
+from ..utils.text import pluralize
 
 FAST_DEV_RUN = "fast_dev_run"
 """Subdirectory of the run directory, so that a debug run never touches files of a real run."""
 
 
-def trial_of(config: RunConfig) -> RunConfig:
+def fast_dev_run(config: RunConfig) -> RunConfig:
     """Apply `trainer.fast_dev_run` to a configuration; return `config` unchanged if it is off.
 
     Model, data, optimizer and schedule are unchanged. Steps and validation batches are limited; checkpoints, early
@@ -64,7 +64,7 @@ def _log_dir(root: RootBlock) -> dict[str, str | None]:
     return {"explicit_log_dir": f"{keys.exp_dir or 'runs'}/{keys.name or root.name}/{FAST_DEV_RUN}"}
 
 
-def overfitted(data: Data, root: RootBlock) -> Data:
+def overfit_batches(data: Data, root: RootBlock) -> Data:
     """Apply `trainer.overfit_batches`: train, validate and test on the first global batches only.
 
     Returns `data` unchanged if the key is not set.
@@ -81,7 +81,7 @@ def overfitted(data: Data, root: RootBlock) -> Data:
     if batches > whole:
         hint = f"use at most {whole}" if whole else "use a smaller `model.global_batch_size`, or more data"
         raise UserError(
-            f"`trainer.overfit_batches` ({limit}) needs {counted(batches * size, 'sample')}, but the training data "
+            f"`trainer.overfit_batches` ({limit}) needs {pluralize(batches * size, 'sample')}, but the training data "
             f"have {data.train.samples:,}; {hint}"
         )
     few = RepeatedSubset(data.train, batches * size)
@@ -91,5 +91,6 @@ def overfitted(data: Data, root: RootBlock) -> Data:
         validation=few,
         test=few,
         fingerprint=f"{data.fingerprint}, the first {few.samples} samples",
-        description=f"{data.description}; only its first {counted(few.samples, 'training sample')}, for validation too",
+        description=f"{data.description}; only its first {pluralize(few.samples, 'training sample')}, "
+        "for validation too",
     )

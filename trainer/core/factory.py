@@ -21,20 +21,20 @@ from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, RunState, tensors_to_save
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.writer import CheckpointContent, apply_retention
-from ..config.batch_spec import sample_form
-from ..config.parameter_layout import layout_of
+from ..config.batch_spec import batch_spec
+from ..config.parameter_layout import layout_from_config
 from ..config.run_config import RunConfig
 from ..config.schema.exp_manager import canonical_metric_name
 from ..config.schema.root import RootBlock
 from ..config.schema.trainer_and_data import DataBlock
 from ..data.batch_sampler import BatchSchedule
 from ..data.build_datasets import Data
-from ..data.subsets import validated_samples
+from ..data.subsets import validation_subset
 from ..data.tokenizers.tokenizer import tokenizer_state
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import attention_flags
 from ..device.precision import PrecisionPlan
-from ..distributed.build_data_parallel import data_parallel, reduce_dtype
+from ..distributed.build_data_parallel import build_data_parallel, grad_reduce_dtype
 from ..distributed.data_parallel import DataParallel
 from ..distributed.process_group import DistributedContext
 from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
@@ -47,8 +47,8 @@ from ..plan.flops import bf16_peak_flops, training_flops_per_sample
 from ..plan.memory_check import check_memory
 from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
-from ..utils.local_shard import piece_of
-from ..utils.text import counted
+from ..utils.local_shard import local_shard
+from ..utils.text import pluralize
 
 
 def choose_device(root: RootBlock, ranks: DistributedContext | None = None) -> torch.device:
@@ -73,7 +73,7 @@ def choose_device(root: RootBlock, ranks: DistributedContext | None = None) -> t
     index, gpus = (ranks or DistributedContext()).local_rank, torch.cuda.device_count()
     if index and index >= gpus:
         raise UserError(
-            f"`trainer.devices` ({keys.devices}): this machine has {counted(gpus, 'GPU')}; use trainer.devices={gpus}"
+            f"`trainer.devices` ({keys.devices}): this machine has {pluralize(gpus, 'GPU')}; use trainer.devices={gpus}"
         )
     return torch.device(kind, index)
 
@@ -82,9 +82,11 @@ def data_parallel_from_config(
     root: RootBlock, precision: PrecisionPlan, device: torch.device, ranks: DistributedContext
 ) -> DataParallel | None:
     """Return the data-parallel strategy (DDP, FSDP2 or HSDP), or None for one process."""
-    layout = layout_of(root, ranks.world_size)
+    layout = layout_from_config(root, ranks.world_size)
     return (
-        None if layout is None else data_parallel(layout, device, reduce_dtype(root, precision.weights), ranks.timeout)
+        None
+        if layout is None
+        else build_data_parallel(layout, device, grad_reduce_dtype(root, precision.param_dtype), ranks.timeout)
     )
 
 
@@ -99,14 +101,14 @@ def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.dev
     """
     keys = root.model
     try:
-        form = sample_form(root)
+        form = batch_spec(root)
         plan = plan_model(
-            family_slice(keys, vocab_size=1, form=form),
+            family_slice(keys, vocab_size=1, batch_spec=form),
             device=device,
-            dtype=precision.autocast or precision.weights,
+            dtype=precision.autocast_dtype or precision.param_dtype,
             flags=attention_flags(root),
             micro_batch_size=keys.micro_batch_size,
-            form=form,
+            batch_spec=form,
             peft=peft_slice(keys.peft),
         )
     except ValueError as error:
@@ -132,11 +134,11 @@ def build_model(
             root.model,
             vocab_size=data.vocab_size,
             device=device,
-            dtype=precision.weights,
+            dtype=precision.param_dtype,
             flags=attention_flags(root),
             micro_batch_size=root.model.micro_batch_size,
-            form=sample_form(root),
-            compute_dtype=precision.autocast or precision.weights,
+            batch_spec=batch_spec(root),
+            compute_dtype=precision.autocast_dtype or precision.param_dtype,
             sharding=data_parallel,
             peft=peft_slice(root.model.peft),
         )
@@ -153,17 +155,17 @@ def build_optimizer(
         model.named_parameters(),
         main_weights=precision.main_weights,
         clip_norm=root.trainer.gradient_clip_val,
-        host=optimizer_factory.host_copies(root.model, model.output_weight.device),
+        host=optimizer_factory.host_copy_engine(root.model, model.output_weight.device),
         **({} if data_parallel is None else data_parallel.optimizer_arguments),
     )
 
 
 def build_throughput(
-    root: RootBlock, model: LanguageModel, device: torch.device, processes: int = 1
+    root: RootBlock, model: LanguageModel, device: torch.device, world_size: int = 1
 ) -> ThroughputFactors:
     """Return the token and FLOP counts from which throughput and MFU of all processes are computed."""
-    form = sample_form(root)
-    tokens = form.length + form.decoder_length
+    form = batch_spec(root)
+    tokens = form.seq_length + form.decoder_seq_length
     peak = bf16_peak_flops(device_name(device))
     return ThroughputFactors(
         tokens_per_sample=tokens,
@@ -171,7 +173,7 @@ def build_throughput(
             root.model, model.output_weight.shape[0], form, frozen=root.model.peft.is_on
         )
         / tokens,
-        peak_flops=None if peak is None else peak * processes,
+        peak_flops=None if peak is None else peak * world_size,
     )
 
 
@@ -184,7 +186,7 @@ def check_metrics(root: RootBlock, data: Data) -> list[str]:
     Raises:
         UserError: early stopping monitors such a metric with `strict`.
     """
-    if data.token_bytes.any():
+    if data.token_byte_counts.any():
         return []
     manager, at = root.exp_manager, "exp_manager"
     params, stopping = manager.checkpoint_callback_params, manager.early_stopping_callback_params
@@ -210,9 +212,9 @@ def check_splits(root: RootBlock, data: Data) -> list[str]:
         UserError: no validation samples would be left.
     """
     if root.trainer.limit_val_batches and data.validation is not None:
-        validated_samples(root, data.validation)
+        validation_subset(root, data.validation)
     keys = root.model.data
-    if not data.has_own_splits or keys.splits_string == DataBlock.model_fields["splits_string"].default:
+    if not data.has_predefined_splits or keys.splits_string == DataBlock.model_fields["splits_string"].default:
         return []
     if keys.train_ds.file_names is not None:
         return []  # reported by a configuration rule
@@ -234,7 +236,7 @@ def build_validation(
     limit = root.trainer.limit_val_batches
     if not limit or data.validation is None:
         return None
-    samples = validated_samples(root, data.validation)
+    samples = validation_subset(root, data.validation)
     size = root.model.micro_batch_size
     per_global_batch = root.model.global_batch_size // size
     default_batches = limit if isinstance(limit, int) else None
@@ -246,16 +248,16 @@ def build_validation(
             return evaluate(
                 loss_function(model, precision, device),
                 samples,
-                token_bytes=data.token_bytes,
+                token_bytes=data.token_byte_counts,
                 batch_size=size,
                 limit_batches=None if batches is None else batches * per_global_batch,
                 device=device,
                 ranks=ranks,
-                is_told_to_stop=should_stop,
+                should_stop=should_stop,
             )
         finally:
             if data_parallel is not None:
-                data_parallel.give_back()
+                data_parallel.reshard()
             model.train()
 
     return validate
@@ -268,7 +270,7 @@ def build_save(
     module: LanguageModule,
     plan: BatchSchedule,
     saver: CheckpointSaver,
-    average: EMA | None = None,
+    ema: EMA | None = None,
 ) -> SaveFunction | None:
     """Return a function that saves a checkpoint of a step, or None if no checkpoint would be kept."""
     keys = config.root.exp_manager
@@ -281,7 +283,7 @@ def build_save(
             update={
                 "step": step,
                 "updates": module.unwrapped_optimizer.step_count,
-                "consumed_samples": plan.consumed(step),
+                "consumed_samples": plan.consumed_samples(step),
                 "val_loss": metrics.get("val_loss"),
                 "metrics": {name: value for name, value in metrics.items() if name != "val_loss"},
                 "loop": loop,
@@ -289,11 +291,11 @@ def build_save(
         )
         kind, state_dict = tensors_to_save(module.model)
         tensors = {
-            kind: {name: piece_of(tensor) for name, tensor in state_dict.items()},
-            OPTIMIZER: module.unwrapped_optimizer.pieces(),
+            kind: {name: local_shard(tensor) for name, tensor in state_dict.items()},
+            OPTIMIZER: module.unwrapped_optimizer.local_shards(),
         }
-        if average is not None:
-            tensors[EMA_WEIGHTS] = average.pieces()
+        if ema is not None:
+            tensors[EMA_WEIGHTS] = ema.local_shards()
         return saver.save(CheckpointContent(state, tensors, config.document, tokenizer_state(data.tokenizer)))
 
     return save
@@ -316,15 +318,15 @@ def build_retention(root: RootBlock, checkpoints: Path, stop_handler: StopHandle
 
 
 def build_graph_capture(
-    root: RootBlock, model: LanguageModel, device: torch.device, processes: int, say: Callable[[str], None]
+    root: RootBlock, model: LanguageModel, device: torch.device, world_size: int, log: Callable[[str], None]
 ) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
     """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
 
     With `enable_cuda_graph: null`, a capture that runs out of memory is logged with `say` and falls back to eager.
     """
-    if not uses_cuda_graph(root, device, processes, model.attention_decisions):
+    if not uses_cuda_graph(root, device, world_size, model.attention_decisions):
         return None
-    on_failure = None if root.model.enable_cuda_graph else say
+    on_failure = None if root.model.enable_cuda_graph else log
     return lambda run: CapturedMicroBatches(run, model.parameters(), on_failure)
 
 
@@ -336,7 +338,9 @@ def build_ema(
     if not keys.enable:
         return None
     main_weights = {
-        key.removesuffix(".main"): piece.local for key, piece in optimizer.pieces().items() if key.endswith(".main")
+        key.removesuffix(".main"): piece.local
+        for key, piece in optimizer.local_shards().items()
+        if key.endswith(".main")
     }
     return EMA(
         trainable_parameters(model),
@@ -344,6 +348,10 @@ def build_ema(
         decay=keys.decay,
         every_n_steps=keys.every_n_steps,
         cpu_offload=keys.cpu_offload,
-        settle=optimizer.settle,
-        **({} if data_parallel is None else {"piece_of": data_parallel.piece_of, "spread": data_parallel.after_update}),
+        wait_for_copies=optimizer.synchronize,
+        **(
+            {}
+            if data_parallel is None
+            else {"piece_of": data_parallel.local_shard, "spread": data_parallel.after_update}
+        ),
     )

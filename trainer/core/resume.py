@@ -21,7 +21,7 @@ from ..checkpoint.run_directory import RunDirectory
 from ..checkpoint.run_environment import stoker_version
 from ..checkpoint.writer import remove_temporaries
 from ..config import dotted_paths
-from ..config.batch_spec import sample_form
+from ..config.batch_spec import batch_spec
 from ..config.data_task import task_name
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
@@ -31,7 +31,7 @@ from ..conversion.pretrained_config import SHAPES
 from ..conversion.warm_start import function_mismatch_warnings, load_checkpoint_config
 from ..data.build_datasets import Data
 from ..device.precision import PrecisionPlan
-from ..optim.optimizer_factory import settings
+from ..optim.optimizer_factory import recorded_settings
 from ..utils.environment import user_path
 from ..utils.errors import EXIT_IO, UserError
 
@@ -110,18 +110,18 @@ def initial_run_state(
         precision: dtypes of weights and arithmetic.
         base: base weights of an adapter; None for full training.
     """
-    form = sample_form(root)
+    form = batch_spec(root)
     return RunState(
         step=0,
         consumed_samples=0,
         seed=root.model.seed,
         global_batch_size=root.model.global_batch_size,
         micro_batch_size=root.model.micro_batch_size,
-        sequence_length=form.length,
-        decoder_length=form.decoder_length,
+        sequence_length=form.seq_length,
+        decoder_length=form.decoder_seq_length,
         precision=precision.name,
         optimizer={
-            **settings(root.model.optim, root.trainer.max_steps),
+            **recorded_settings(root.model.optim, root.trainer.max_steps),
             "gradient_clip_val": root.trainer.gradient_clip_val or 0.0,
         },
         data_fingerprint=data.fingerprint,
@@ -139,7 +139,7 @@ def initial_run_state(
 
 
 def check_resume_compatibility(
-    checkpoint: Checkpoint, now: RunState, tokenizer_document: dict[str, Any], root: RootBlock
+    checkpoint: Checkpoint, current: RunState, tokenizer_document: dict[str, Any], root: RootBlock
 ) -> list[str]:
     """Check that a run can resume from a checkpoint.
 
@@ -157,12 +157,12 @@ def check_resume_compatibility(
             base weights differ.
     """
     saved = checkpoint.state
-    if saved.data_fingerprint != now.data_fingerprint:
+    if saved.data_fingerprint != current.data_fingerprint:
         raise UserError(
             [
                 f"checkpoint {checkpoint.path} was trained on other data: fingerprint {saved.data_fingerprint[:16]}, "
-                f"now {now.data_fingerprint[:16]}",
-                *_explain_other_data(checkpoint, now, root),
+                f"now {current.data_fingerprint[:16]}",
+                *_explain_other_data(checkpoint, current, root),
                 f"use the same data, or start a new run from these weights: {_new_run_overrides(checkpoint)}",
             ]
         )
@@ -171,25 +171,27 @@ def check_resume_compatibility(
             f"checkpoint {checkpoint.path} was trained with a different tokenizer than `model.tokenizer`; use the same "
             "one"
         )
-    before, after = saved.optimizer.get("optim.name", "adamw"), now.optimizer["optim.name"]
+    before, after = saved.optimizer.get("optim.name", "adamw"), current.optimizer["optim.name"]
     if before != after:
         raise UserError(
             f"checkpoint {checkpoint.path} holds the state of {before}, but `model.optim.name` is {after}; "
             f"use model.optim.name={before}, or start a new run"
         )
-    if (saved.base is None) != (now.base is None) or (saved.base and now.base and saved.base.sha256 != now.base.sha256):
+    if (saved.base is None) != (current.base is None) or (
+        saved.base and current.base and saved.base.sha256 != current.base.sha256
+    ):
         raise UserError(
             f"checkpoint {checkpoint.path} was trained on {saved.base.path if saved.base else 'no base weights'}, but "
-            f"this run uses {now.base.path if now.base else 'none'}; use the same model.restore_from_path and "
+            f"this run uses {current.base.path if current.base else 'none'}; use the same model.restore_from_path and "
             "model.peft"
         )
     warnings: list[str] = []
     for field, (key, effect) in _FIELD_KEYS.items():
-        before, after = getattr(saved, field), getattr(now, field)
+        before, after = getattr(saved, field), getattr(current, field)
         if before != after:
             warnings.append(f"`{key}` was {before} in {checkpoint.path.name} and is {after} now: {effect}")
-    for key in sorted(saved.data_keys.keys() & now.data_keys.keys()):
-        before, after = saved.data_keys[key], now.data_keys[key]
+    for key in sorted(saved.data_keys.keys() & current.data_keys.keys()):
+        before, after = saved.data_keys[key], current.data_keys[key]
         if before != after:
             warnings.append(
                 f"`model.data.{key}` was {before} in {checkpoint.path.name} and is {after} now: samples are built "
@@ -199,11 +201,11 @@ def check_resume_compatibility(
     if before is not None and before.model.family == root.model.family:
         warnings += function_mismatch_warnings(root.model, before.model)
     warnings += _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _TRAINING_ONLY_KEYS)
-    for key in sorted(saved.optimizer.keys() | now.optimizer.keys()):
-        before, after = saved.optimizer.get(key), now.optimizer.get(key)
+    for key in sorted(saved.optimizer.keys() | current.optimizer.keys()):
+        before, after = saved.optimizer.get(key), current.optimizer.get(key)
         if before != after:
             warnings.append(f"`{_full_key(key)}` was {before} in {checkpoint.path.name} and is {after} now")
-    for name, after in now.versions.items():
+    for name, after in current.versions.items():
         if saved.versions.get(name) != after:
             warnings.append(f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ")
     return warnings

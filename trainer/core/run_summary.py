@@ -6,27 +6,27 @@ from collections.abc import Iterator
 
 import torch
 
-from ...models.build import LanguageModel, get_stacks, parameter_count
+from ...models.build import LanguageModel, get_stacks, num_parameters
 from ...models.config.families import FamilySlice, family_slice
 from ...models.config.family_rules import keys_by_stack
-from ...models.config.memory_slice import named
+from ...models.config.memory_slice import join_module_names
 from ...models.config.parameter_count import count_parameters
 from ...models.config.peft_slice import peft_slice
 from ...models.peft.apply import trainable_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
-from ..config.batch_spec import sample_form
+from ..config.batch_spec import batch_spec
 from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import RootBlock
 from ..data.build_datasets import Data
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.precision import PrecisionPlan
-from ..lightning.cuda_graph import WARM_UP
+from ..lightning.cuda_graph import WARM_UP_MICRO_BATCHES
 from ..optim.base_optimizer import Optimizer
-from ..utils.text import counted
+from ..utils.text import pluralize
 
 
-def describe(
+def summarize_run(
     root: RootBlock,
     model: LanguageModel,
     data: Data,
@@ -35,18 +35,18 @@ def describe(
     layout: DataParallelLayout | None = None,
 ) -> Iterator[str]:
     """Yield the log lines at the start of a run: device, data, model, attention, recomputation, offloading, steps."""
-    keys, form = root.model, sample_form(root)
+    keys, form = root.model, batch_spec(root)
     ranks = layout.replicas * layout.shards if layout else 1
     micro_batches = keys.global_batch_size // keys.micro_batch_size // ranks
     yield f"device {device_name(device)}, {precision.name}"
     if layout is not None:
-        yield f"{counted(ranks, 'process', 'processes')}, {layout.name}: {layout.held}"
+        yield f"{pluralize(ranks, 'process', 'processes')}, {layout.name}: {layout.description}"
     yield f"data {data.description}"
     stacks = keys_by_stack(keys)
     *others, last = (stack.num_layers for stack in stacks.values())
-    layers = " and ".join([*map(str, others), counted(last, "layer")])
+    layers = " and ".join([*map(str, others), pluralize(last, "layer")])
     width = next(iter(stacks.values())).hidden_size
-    parameters, active = parameter_count(model), count_parameters(keys, data.vocab_size, form, active=True)
+    parameters, active = num_parameters(model), count_parameters(keys, data.vocab_size, form, active=True)
     trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     total = count_parameters(keys, data.vocab_size, form)
     active_text = f" ({active:,} for each token)" if active < total else ""
@@ -54,12 +54,12 @@ def describe(
     if keys.peft.is_on:
         share = 100 * trained / parameters
         yield f"{keys.peft.peft_scheme}: {trained:,} parameters are trained ({share:.2g} % of all), the others frozen"
-    described = family_slice(keys, vocab_size=data.vocab_size, form=form)
+    described = family_slice(keys, vocab_size=data.vocab_size, batch_spec=form)
     for at, stack in zip(stacks, described.stacks, strict=True):
         if (moe := stack.moe) is not None:
             yield (
                 f"experts {f'of the {at[:-1]} ' if at else ''}{moe.experts}, {moe.topk} for each token, in "
-                f"{sum(moe.layers)} of {counted(stack.num_layers, 'layer')}; balancing {moe.balancing}"
+                f"{sum(moe.layers)} of {pluralize(stack.num_layers, 'layer')}; balancing {moe.balancing}"
                 f"{f' times {moe.aux_loss:g}' if moe.balancing == 'aux_loss' else ''}"
             )
     peft = peft_slice(keys.peft)
@@ -77,24 +77,22 @@ def describe(
         yield f"warning: {note}"
     yield from describe_offload(root, described, model, device)
     if uses_cuda_graph(root, device, ranks, model.attention_decisions):
-        yield f"micro batches run as a CUDA graph after {WARM_UP} warm-up micro batches"
+        yield f"micro batches run as a CUDA graph after {WARM_UP_MICRO_BATCHES} warm-up micro batches"
     yield (
-        f"{counted(root.trainer.max_steps, 'step')} of {counted(keys.global_batch_size, 'sample')} in "
-        f"{counted(micro_batches, 'micro batch', 'micro batches')}{' per process' * (ranks > 1)}, "
-        f"{keys.global_batch_size * (form.length + form.decoder_length):,} tokens each"
+        f"{pluralize(root.trainer.max_steps, 'step')} of {pluralize(keys.global_batch_size, 'sample')} in "
+        f"{pluralize(micro_batches, 'micro batch', 'micro batches')}{' per process' * (ranks > 1)}, "
+        f"{keys.global_batch_size * (form.seq_length + form.decoder_seq_length):,} tokens each"
     )
     if root.trainer.enable_model_summary:
         for name, part in model.named_children():
-            yield f"  {name:<24} {type(part).__name__:<20} {parameter_count(part):>15,}"
+            yield f"  {name:<24} {type(part).__name__:<20} {num_parameters(part):>15,}"
 
 
-def describe_offload(
-    root: RootBlock, described: FamilySlice, model: LanguageModel, device: torch.device
-) -> Iterator[str]:
+def describe_offload(root: RootBlock, family: FamilySlice, model: LanguageModel, device: torch.device) -> Iterator[str]:
     """Yield a line for each stack with `cpu_offloading`."""
     peft = peft_slice(root.model.peft)
-    recomputed = recomputed_for_offload(described, model.attention_decisions, peft, compiled=model.compiled)
-    rows = zip(keys_by_stack(root.model), described.stacks, get_stacks(model), recomputed, strict=True)
+    recomputed = recomputed_for_offload(family, model.attention_decisions, peft, compiled=model.compiled)
+    rows = zip(keys_by_stack(root.model), family.stacks, get_stacks(model), recomputed, strict=True)
     for at, part, stack, modules in rows:
         offload = part.offload
         if offload is None:
@@ -110,8 +108,8 @@ def describe_offload(
         if stack.weight_offload is not None:
             moved = stack.weight_offload.sent_bytes / 2**30
             tensors.append(f"weights ({moved:,.2f} GiB to host memory and back per micro batch)")
-        layers = f"{counted(offload.layers, 'layer')}{of_stack}"
-        instead = f"; recomputed instead of offloaded: {named(modules)}" if modules else ""
+        layers = f"{pluralize(offload.layers, 'layer')}{of_stack}"
+        instead = f"; recomputed instead of offloaded: {join_module_names(modules)}" if modules else ""
         yield f"CPU offloading of the first {layers}: {' and '.join(tensors)}{instead}"
 
 
@@ -141,7 +139,7 @@ def describe_optimizer_offload(root: RootBlock, optimizer: Optimizer, device: to
             yield f"warning: `model.cpu_offloading_optimizer` (True) has no effect on {device.type}"
         return
     held, moved, slots = (
-        f"{size / 2**30:,.2f} GiB" for size in (host.plan.host_bytes, host.plan.moved_bytes, sum(host.plan.slots))
+        f"{size / 2**30:,.2f} GiB" for size in (host.plan.host_bytes, host.plan.moved_bytes, sum(host.plan.slot_bytes))
     )
     yield (
         f"optimizer state in host memory, {held}: each step moves {moved} to the device and back, through {slots} of "

@@ -29,7 +29,7 @@ class BatchSizeRampUp:
     samples: int
     final: int
 
-    def size(self, consumed: int) -> int:
+    def batch_size(self, consumed: int) -> int:
         """Return the global batch size after `consumed` samples."""
         increments = (self.final - self.start) // self.increment
         if consumed >= self.samples or increments == 0:
@@ -55,19 +55,19 @@ class BatchSchedule:
         # Runs of steps with equal batch size: (first step, samples consumed before it, size).
         self._phases: list[tuple[int, int, int]] = []
         step = first_step
-        while ramp_up is not None and (size := ramp_up.size(consumed)) < global_batch_size:
+        while ramp_up is not None and (size := ramp_up.batch_size(consumed)) < global_batch_size:
             if not self._phases or self._phases[-1][2] != size:
                 self._phases.append((step, consumed, size))
             step, consumed = step + 1, consumed + size
         self._phases.append((step, consumed, global_batch_size))
         self._starts = [first for first, _, _ in self._phases]
 
-    def consumed(self, step: int) -> int:
+    def consumed_samples(self, step: int) -> int:
         """Return the samples consumed after `step` steps: the data position of the next step."""
         first, consumed, size = self._phase(step)
         return consumed + (step - first) * size
 
-    def size(self, step: int) -> int:
+    def batch_size(self, step: int) -> int:
         """Return the global batch size of the step after `step` completed ones."""
         return self._phase(step)[2]
 
@@ -86,9 +86,9 @@ class MicroBatchIndices(NamedTuple):
         numbers: micro batch indices; micro batch j starts at sample first + j * size.
     """
 
-    first: int
-    size: int
-    numbers: tuple[int, ...]
+    first_sample: int
+    micro_batch_size: int
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,20 @@ class RankBatchSampler:
         world_size: number of ranks.
     """
 
-    plan: BatchSchedule
+    schedule: BatchSchedule
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
 
     def __iter__(self) -> Iterator[MicroBatchIndices]:
         """Yield the micro batches of this rank for every step, without end."""
-        return (self.part(step) for step in count(self.plan.first_step))
+        return (self.micro_batches(step) for step in count(self.schedule.first_step))
 
-    def part(self, step: int) -> MicroBatchIndices:
+    def micro_batches(self, step: int) -> MicroBatchIndices:
         """Return the micro batches of this rank in one step."""
         size = self.micro_batch_size
-        numbers = range(self.rank, self.plan.size(step) // size, self.world_size)
-        return MicroBatchIndices(self.plan.consumed(step), size, tuple(numbers))
+        numbers = range(self.rank, self.schedule.batch_size(step) // size, self.world_size)
+        return MicroBatchIndices(self.schedule.consumed_samples(step), size, tuple(numbers))
 
 
 def parse_ramp_up(keys: Sequence[int] | None, global_batch_size: int) -> BatchSizeRampUp | None:

@@ -16,7 +16,7 @@ from ..config.data_task import sequence_length as length_of
 from ..config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES, SPLITS, Split, dataset_plugins
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
-from ..utils.text import counted
+from ..utils.text import pluralize
 from .datasets.document_chunks import InMemoryDocuments
 from .datasets.samples import TrainingWindows
 from .datasets.seq2seq import AnySamples
@@ -28,7 +28,7 @@ from .sources.record_sources import read_source
 from .sources.text_pairs import TextPairs, TokenPairs, pair_parser, pairs_fingerprint
 from .sources.text_sources import Corpus, parse_proportions
 from .sources.text_tokens import evaluation_windows, read_corpus, token_stream, tokenize_documents
-from .tasks.sft import fine_tuning
+from .tasks.sft import build_sft_data
 from .tasks.task_samples import SampleFactory, tokenizer_for_task
 from .tokenizers.tokenizer import ByteTokenizer, TokenIds, Tokenizer
 from .tokenizers.vocabulary import (
@@ -70,11 +70,11 @@ class Data:
     test: AnySamples | None
     fingerprint: str
     description: str
-    token_bytes: NDArray[np.int64]
+    token_byte_counts: NDArray[np.int64]
     corpus: Corpus | None
     pairs: TextPairs | None = None
     examples: Mapping[Split, Sequence[Examples]] | None = None
-    has_own_splits: bool = False
+    has_predefined_splits: bool = False
 
     @property
     def validation_bytes(self) -> int:
@@ -141,7 +141,7 @@ def _text_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data
         **held,
         fingerprint=corpus.fingerprint,
         description=_describe(corpus, tokens, tokenizer, task),
-        token_bytes=padded_byte_counts(tokenizer, vocab_size),
+        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
         corpus=corpus,
     )
 
@@ -155,7 +155,7 @@ def _text_samples(
         UserError: the training split is too short for one sample.
     """
     samples: dict[Split, AnySamples | None] = {}
-    if make.takes_documents:
+    if make.uses_documents:
         documents: dict[Split, list[TokenIds]] = {
             split: tokenize_documents(corpus, split, tokenizer) for split in SPLITS
         }
@@ -221,7 +221,7 @@ def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer
             "(data_prefix.validation), or set `trainer.limit_val_batches=0`"
         )
     vocab_size = model_vocab_size(root, tokenizer)
-    documents = sum(found.reader.documents for found in splits.sets.values())
+    documents = sum(found.reader.documents for found in splits.datasets.values())
     held: Any = samples
     return Data(
         tokenizer=tokenizer,
@@ -229,14 +229,14 @@ def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer
         **held,
         fingerprint=splits.fingerprint,
         description=(
-            f"{prefix if isinstance(prefix, str) else counted(len(splits.sets), 'set')}: "
-            f"{counted(documents, 'document')}; "
-            + ", ".join(f"{split} {counted(tokens[split], 'token')}" for split in SPLITS)
+            f"{prefix if isinstance(prefix, str) else pluralize(len(splits.datasets), 'set')}: "
+            f"{pluralize(documents, 'document')}; "
+            + ", ".join(f"{split} {pluralize(tokens[split], 'token')}" for split in SPLITS)
             + f"; {tokenizer.to_dict()['tokenizer']} tokenizer"
-            + (" (assumed; the data do not record theirs)" if splits.document() is None else "")
+            + (" (assumed; the data do not record theirs)" if splits.tokenizer_document() is None else "")
             + f", vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}; fingerprint {splits.fingerprint[:12]}"
         ),
-        token_bytes=padded_byte_counts(tokenizer, vocab_size),
+        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
     )
 
@@ -263,7 +263,7 @@ def _plugin_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         **samples,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
         description=f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}",
-        token_bytes=padded_byte_counts(tokenizer, vocab_size),
+        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
     )
 
@@ -274,8 +274,8 @@ def read_pairs(root: RootBlock) -> TextPairs:
     if data.data_impl == "pystd_docstring":
         return read_docstrings(parse_proportions(data.splits_string))
     source = read_source(data, pair_parser(data.context_key, data.label_key), lambda pair: pair.input)
-    pairs = source.together()
-    return TextPairs(source.name, pairs, pairs_fingerprint(pairs), source.has_own_splits)
+    pairs = source.merged()
+    return TextPairs(source.name, pairs, pairs_fingerprint(pairs), source.has_predefined_splits)
 
 
 def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
@@ -287,7 +287,7 @@ def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     token_pairs = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
     samples: Any = {split: make.from_pairs(pairs, training=split == "train") for split, pairs in token_pairs.items()}
     _check_splits(root, texts.name, samples, texts.inputs)
-    truncated = [sum(pairs.cut[side] for pairs in token_pairs.values()) for side in range(2)]
+    truncated = [sum(pairs.num_truncated[side] for pairs in token_pairs.values()) for side in range(2)]
     return Data(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -300,10 +300,10 @@ def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
             f"{_sequence_lengths(task)}; truncated: inputs {truncated[0]:,}, targets {truncated[1]:,}; fingerprint "
             f"{texts.fingerprint[:12]}"
         ),
-        token_bytes=padded_byte_counts(tokenizer, vocab_size),
+        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
         pairs=texts,
-        has_own_splits=texts.has_own_splits,
+        has_predefined_splits=texts.has_predefined_splits,
     )
 
 
@@ -346,7 +346,7 @@ def _check_splits(
 def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build supervised fine-tuning data (prompts with answers, or conversations) for a GPT."""
     vocab_size = model_vocab_size(root, tokenizer)
-    sft = fine_tuning(root, task, tokenizer)
+    sft = build_sft_data(root, task, tokenizer)
     samples: Any = sft.samples
     for split in _needed_splits(root):
         sft.check(split, task.length, _length_key(root))
@@ -362,10 +362,10 @@ def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data
             f"{tokenizer.vocab_size}; {'packed ' * task.packed}{_sequence_lengths(task)}; "
             f"fingerprint {fingerprint[:12]}"
         ),
-        token_bytes=padded_byte_counts(tokenizer, vocab_size),
+        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
         examples=sft.examples,
-        has_own_splits=sft.records.has_own_splits,
+        has_predefined_splits=sft.records.has_predefined_splits,
     )
 
 
@@ -385,7 +385,7 @@ def _mock_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         test=test,
         fingerprint=f"mock-{vocab_size}",
         description=f"mock: random tokens out of {vocab_size:,}, {_sequence_lengths(task)}; there is nothing to learn",
-        token_bytes=padded_byte_counts(tokenizer, vocab_size),
+        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
     )
 
@@ -404,7 +404,7 @@ def _describe(corpus: Corpus, tokens: dict[Split, int], tokenizer: Tokenizer, ta
     )
     return (
         f"{corpus.name}: {corpus.files:,} file{'s' * (corpus.files != 1)}"
-        f"{f' ({corpus.left_out})' if corpus.left_out else ''}; {counts}; "
+        f"{f' ({corpus.skipped_files})' if corpus.skipped_files else ''}; {counts}; "
         f"{tokenizer.to_dict()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
         f"{_sequence_lengths(task)}; fingerprint {corpus.fingerprint[:12]}"
     )

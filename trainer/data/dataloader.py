@@ -61,12 +61,12 @@ class GlobalBatch:
             denominator of every micro batch's loss.
     """
 
-    numbers: tuple[int, ...]
+    indices: tuple[int, ...]
     fields: dict[str, Tensor]
-    targets: Tensor
+    num_targets: Tensor
 
     @classmethod
-    def of(cls, numbers: tuple[int, ...], fields: dict[str, Tensor]) -> GlobalBatch:
+    def from_fields(cls, numbers: tuple[int, ...], fields: dict[str, Tensor]) -> GlobalBatch:
         """Build a batch and count its targets."""
         return cls(numbers, fields, (fields["labels"] != IGNORE_INDEX).sum().to(torch.float32))
 
@@ -78,18 +78,18 @@ class GlobalBatch:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the batch, `targets` last."""
-        return (*self.fields.values(), self.targets)
+        return (*self.fields.values(), self.num_targets)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the micro batches in order."""
-        parts = [field.chunk(len(self.numbers)) for field in self.fields.values()]
-        for number, *rows in zip(self.numbers, *parts, strict=True):
+        parts = [field.chunk(len(self.indices)) for field in self.fields.values()]
+        for number, *rows in zip(self.indices, *parts, strict=True):
             yield MicroBatch(number, dict(zip(self.fields, rows, strict=True)))
 
     def _with(self, tensors: Iterable[Tensor]) -> GlobalBatch:
         """Return the batch with its `tensors` replaced."""
         *fields, targets = tensors
-        return GlobalBatch(self.numbers, dict(zip(self.fields, fields, strict=True)), targets)
+        return GlobalBatch(self.indices, dict(zip(self.fields, fields, strict=True)), targets)
 
     def to(self, device: torch.device) -> GlobalBatch:
         """Copy the batch to a device; asynchronous for a pinned batch and a CUDA device.
@@ -111,9 +111,12 @@ class _GlobalBatches(Dataset[GlobalBatch]):
         self.samples = samples
 
     def __getitem__(self, part: MicroBatchIndices) -> GlobalBatch:
-        batches = [batch_tensors(self.samples.batch(part.first + n * part.size, part.size)) for n in part.numbers]
+        batches = [
+            batch_tensors(self.samples.batch(part.first_sample + n * part.micro_batch_size, part.micro_batch_size))
+            for n in part.indices
+        ]
         fields = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        return GlobalBatch.of(part.numbers, fields)
+        return GlobalBatch.from_fields(part.indices, fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,9 @@ class _NumpyBatch:
 
     def to_tensors(self) -> GlobalBatch:
         """Convert the arrays to a batch of tensors."""
-        return GlobalBatch.of(self.numbers, {name: torch.from_numpy(array) for name, array in self.arrays.items()})
+        return GlobalBatch.from_fields(
+            self.numbers, {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+        )
 
     def pin_memory(self) -> GlobalBatch:
         """Copy the batch to pinned memory; called by the DataLoader's pin-memory thread."""
@@ -148,7 +153,7 @@ class _WorkerBatches(Dataset[_NumpyBatch | UserError]):
     def __getitem__(self, part: MicroBatchIndices) -> _NumpyBatch | UserError:
         try:
             batch = self._batches[part]
-            return _NumpyBatch(batch.numbers, {name: field.numpy() for name, field in batch.fields.items()})
+            return _NumpyBatch(batch.indices, {name: field.numpy() for name, field in batch.fields.items()})
         except UserError as error:
             return error
 
@@ -164,10 +169,10 @@ class PrefetchingDataLoader:
     """
 
     def __init__(
-        self, samples: AnySamples, parts: RankBatchSampler, device: torch.device, num_workers: int = 0
+        self, dataset: AnySamples, batch_sampler: RankBatchSampler, device: torch.device, num_workers: int = 0
     ) -> None:
-        self._batches = _GlobalBatches(samples)
-        self._parts = parts
+        self._batches = _GlobalBatches(dataset)
+        self._parts = batch_sampler
         self._device = device
         self._num_workers = num_workers
         self._thread: _Producer | None = None

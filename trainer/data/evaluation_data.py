@@ -29,11 +29,11 @@ def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[
     Raises:
         UserError: the text cannot be read or tokenized, or is too short to predict anything.
     """
-    corpus = read_text(path, (0.0, 1.0, 0.0), named_by="--data-path", trains=False)
+    corpus = read_text(path, (0.0, 1.0, 0.0), named_by="--data-path", for_training=False)
     task = task_from_config(root)
     make = SampleFactory(root, task, tokenizer)
     samples: AnySamples | None
-    if make.takes_documents:
+    if make.uses_documents:
         samples = make.from_documents(
             InMemoryDocuments(tokenize_documents(corpus, "validation", tokenizer)), training=False
         )

@@ -8,13 +8,13 @@ import torch
 
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
-from ..utils.text import counted
+from ..utils.text import pluralize
 from .dataloader import batch_tensors
 from .datasets.samples import Batch
 from .datasets.seq2seq import AnySamples, TensorBatch
 
 
-def validated_samples(root: RootBlock, samples: AnySamples) -> AnySamples:
+def validation_subset(root: RootBlock, samples: AnySamples) -> AnySamples:
     """Return the validation samples after a fractional `limit_val_batches` and `validation_drop_last`.
 
     An integer `limit_val_batches` is applied later, as a number of batches of these.
@@ -34,7 +34,7 @@ def validated_samples(root: RootBlock, samples: AnySamples) -> AnySamples:
         if count < size:
             part = f" (`trainer.limit_val_batches` {limit:g} of {samples.samples:,})" if count < samples.samples else ""
             raise UserError(
-                f"`model.data.validation_drop_last` (True) leaves nothing to validate on: {counted(count, 'sample')}"
+                f"`model.data.validation_drop_last` (True) leaves nothing to validate on: {pluralize(count, 'sample')}"
                 f"{part}, less than a batch of `model.global_batch_size` ({size}); use "
                 "model.data.validation_drop_last=false"
             )

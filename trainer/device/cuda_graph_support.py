@@ -17,13 +17,13 @@ from ...models.config.moe_slice import moe_slice
 from ...models.config.peft_slice import peft_slice
 from ...models.config.t5 import T5Keys
 from ...models.recompute.analysis import effective_recompute, recompute_uses_rng
-from ..config.batch_spec import sample_form
+from ..config.batch_spec import batch_spec
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
 
 
 def uses_cuda_graph(
-    root: RootBlock, device: torch.device, processes: int, decisions: Mapping[str, BackendSelection] | None = None
+    root: RootBlock, device: torch.device, world_size: int, decisions: Mapping[str, BackendSelection] | None = None
 ) -> bool:
     """Return True if micro batches are captured: `model.enable_cuda_graph`, where null means if supported.
 
@@ -36,14 +36,14 @@ def uses_cuda_graph(
     Raises:
         UserError: `enable_cuda_graph` is True, but capture is not supported.
     """
-    enabled, reason = root.model.enable_cuda_graph, cuda_graph_unsupported_reason(root, device, processes, decisions)
+    enabled, reason = root.model.enable_cuda_graph, cuda_graph_unsupported_reason(root, device, world_size, decisions)
     if enabled and reason:
         raise UserError(f"`model.enable_cuda_graph` (True) {reason}; use model.enable_cuda_graph=False")
     return enabled is not False and reason is None
 
 
 def cuda_graph_unsupported_reason(
-    root: RootBlock, device: torch.device, processes: int, decisions: Mapping[str, BackendSelection] | None = None
+    root: RootBlock, device: torch.device, world_size: int, decisions: Mapping[str, BackendSelection] | None = None
 ) -> str | None:
     """Return the reason why micro batches cannot be captured, whether enabled or not; None if they can.
 
@@ -56,8 +56,8 @@ def cuda_graph_unsupported_reason(
     """
     if device.type != "cuda":
         return f"needs a CUDA device, but this run is on {device.type}"
-    if processes > 1:
-        return f"does not support communication, but this run has {processes} processes"
+    if world_size > 1:
+        return f"does not support communication, but this run has {world_size} processes"
     if any(offload_slice(keys) for keys in keys_by_stack(root.model).values()):
         return "keeps its memory pool for the graph, but `cpu_offloading` (True) must free memory in between"
     return _expert_reason(root) or _recompute_reason(root, decisions or {})
@@ -66,7 +66,7 @@ def cuda_graph_unsupported_reason(
 def _expert_reason(root: RootBlock) -> str | None:
     """Return the reason why a micro batch with experts cannot be captured; None if it can, or has none."""
     for keys in keys_by_stack(root.model).values():
-        moe = moe_slice(keys, of_t5=isinstance(root.model, T5Keys))
+        moe = moe_slice(keys, is_t5=isinstance(root.model, T5Keys))
         if moe is None:
             continue
         looped = not HAS_TRITON or str(root.trainer.precision).startswith("64")
@@ -80,7 +80,7 @@ def _expert_reason(root: RootBlock) -> str | None:
 
 def _recompute_reason(root: RootBlock, decisions: Mapping[str, BackendSelection]) -> str | None:
     """Return the reason why a micro batch with recomputation cannot be captured; None if it can, or has none."""
-    family = family_slice(root.model, vocab_size=root.model.override_vocab_size or 1, form=sample_form(root))
+    family = family_slice(root.model, vocab_size=root.model.override_vocab_size or 1, batch_spec=batch_spec(root))
     for stack, recompute in zip(family.stacks, effective_recompute(family, decisions), strict=True):
         if recompute_uses_rng(replace(stack, recompute=recompute), peft_slice(root.model.peft)):
             keys = [f"`{name}` ({value})" for name, value in _recompute_keys(root)]

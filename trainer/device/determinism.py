@@ -15,19 +15,19 @@ from ..utils.environment import set_cublas_workspace
 
 
 @contextmanager
-def determinism(wish: bool | Literal["warn"]) -> Iterator[None]:
+def deterministic_algorithms(mode: bool | Literal["warn"]) -> Iterator[None]:
     """Context in which torch uses deterministic algorithms only.
 
     Args:
         wish: `trainer.deterministic`; an operation without a deterministic algorithm raises (True) or warns (`warn`).
     """
-    if not wish:
+    if not mode:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     # cuBLAS reads the variable when its first handle is created, which is later.
     set_cublas_workspace()
-    torch.use_deterministic_algorithms(True, warn_only=wish == "warn")
+    torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
     try:
         yield
     finally:

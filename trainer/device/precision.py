@@ -22,13 +22,13 @@ class PrecisionPlan:
     """
 
     name: str
-    weights: torch.dtype
+    param_dtype: torch.dtype
     main_weights: bool = False
-    autocast: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
 
-    def context(self, device: torch.device) -> AbstractContextManager[object]:
+    def autocast_context(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the autocast context of the forward pass."""
-        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+        return torch.autocast(device.type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
 
 
 def plan_precision(trainer: TrainerBlock, megatron_amp_O2: bool, device: torch.device) -> PrecisionPlan:  # noqa: N803
@@ -41,7 +41,7 @@ def plan_precision(trainer: TrainerBlock, megatron_amp_O2: bool, device: torch.d
         case "bf16" if megatron_amp_O2:
             return PrecisionPlan("bf16 weights, fp32 main weights", torch.bfloat16, main_weights=True)
         case "bf16" | "bf16-mixed":
-            return PrecisionPlan("fp32 weights, bf16 autocast", torch.float32, autocast=torch.bfloat16)
+            return PrecisionPlan("fp32 weights, bf16 autocast", torch.float32, autocast_dtype=torch.bfloat16)
         case "bf16-true":
             return PrecisionPlan("bf16 weights and optimizer state", torch.bfloat16)
         case "64" | "64-true":

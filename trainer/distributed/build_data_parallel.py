@@ -13,14 +13,14 @@ from .ddp import ReplicatedDataParallel
 from .fsdp import ShardedDataParallel
 
 
-def reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
+def grad_reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
     """Return the gradient reduction dtype for bf16 weights; None (no cast) for other weights."""
     if weights != torch.bfloat16:
         return None
     return torch.bfloat16 if root.model.fsdp_grad_reduce_dtype == "bf16" else torch.float32
 
 
-def data_parallel(
+def build_data_parallel(
     layout: DataParallelLayout, device: torch.device, reduce_dtype: torch.dtype | None, timeout: timedelta | None = None
 ) -> DataParallel:
     """Build the data parallelism of a run.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...models.build import LanguageModel, get_stacks
 from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
-from ..utils.local_shard import LocalShard, piece_of
+from ..utils.local_shard import LocalShard, local_shard
 
 
 class DataParallel:
@@ -35,17 +35,17 @@ class DataParallel:
         self.layout = layout
         self._shard_group = shard_group
 
-    def cut(self, model: LanguageModel) -> None:
+    def shard(self, model: LanguageModel) -> None:
         """Shard a model, on the meta device or with its full weights, before the optimizer is built."""
         raise NotImplementedError
 
-    def fill(self, parameter: Tensor, whole: Tensor) -> None:
+    def load_full(self, parameter: Tensor, full: Tensor) -> None:
         """Copy a full parameter into the local shard."""
         raise NotImplementedError
 
-    def piece_of(self, tensor: Tensor) -> LocalShard:
+    def local_shard(self, tensor: Tensor) -> LocalShard:
         """Return the shard of a parameter, or of its gradient, that this rank updates."""
-        return piece_of(tensor)
+        return local_shard(tensor)
 
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Register the model, with its weights loaded, and the optimizer; called once before the first step."""
@@ -59,7 +59,7 @@ class DataParallel:
     def after_update(self) -> None:
         """All-gather weights updated by other ranks, if this layout keeps full weights."""
 
-    def give_back(self) -> None:
+    def reshard(self) -> None:
         """Reshard weights that were gathered for an evaluation."""
 
     @property
@@ -68,17 +68,17 @@ class DataParallel:
         if self.layout.shards == 1:
             return {}
         return {
-            "sum_over_shards": self.sum_over_shards,
-            "gather_rows": self.gather_rows,
-            "piece_of": self.piece_of,
+            "sum_over_shards": self.all_reduce_shards,
+            "gather_rows": self.all_gather_rows,
+            "piece_of": self.local_shard,
         }
 
-    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+    def all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """All-reduce (sum) a tensor over the shard group, in place."""
         dist.all_reduce(tensor, group=self._shard_group)
         return tensor
 
-    def gather_rows(self, local: Tensor, rows: int) -> Tensor:
+    def all_gather_rows(self, local: Tensor, rows: int) -> Tensor:
         """All-gather the rows of a sharded tensor.
 
         Args:
@@ -94,7 +94,7 @@ class DataParallel:
         return whole[:rows]
 
 
-def units(model: LanguageModel) -> list[list[nn.Parameter]]:
+def communication_buckets(model: LanguageModel) -> list[list[nn.Parameter]]:
     """Return the trainable parameters in communication buckets: embeddings, each layer, the rest."""
     tables = [module for name, module in model.named_children() if name.endswith("embedding")]
     before = [parameter for table in tables for parameter in table.parameters()]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ...models.build import LanguageModel
 from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
-from ..utils.local_shard import LocalShard, chunk
-from .data_parallel import DataParallel, units
+from ..utils.local_shard import LocalShard, chunk_bounds
+from .data_parallel import DataParallel, communication_buckets
 
 
 class ReplicatedDataParallel(DataParallel):
@@ -47,25 +47,25 @@ class ReplicatedDataParallel(DataParallel):
         # Side stream, so that communication overlaps with backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def cut(self, model: LanguageModel) -> None:
+    def shard(self, model: LanguageModel) -> None:
         """Do nothing: the weights are replicated."""
 
-    def fill(self, parameter: Tensor, whole: Tensor) -> None:
+    def load_full(self, parameter: Tensor, full: Tensor) -> None:
         """Copy a full parameter."""
-        parameter.detach().copy_(whole)
+        parameter.detach().copy_(full)
 
-    def piece_of(self, tensor: Tensor) -> LocalShard:
+    def local_shard(self, tensor: Tensor) -> LocalShard:
         """Return the full tensor, or with a distributed optimizer the local rows."""
         if self.layout.shards == 1:
-            return super().piece_of(tensor)
+            return super().local_shard(tensor)
         local, rows = tensor.detach(), tensor.shape[0]
-        start, count = chunk(rows, self.layout.shards, dist.get_rank())
+        start, count = chunk_bounds(rows, self.layout.shards, dist.get_rank())
         return LocalShard(local[start : start + count], start, rows)
 
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Register gradient hooks; the optimizer accumulates the gradients."""
         self._optimizer = optimizer
-        self._units = units(model)
+        self._units = communication_buckets(model)
         self._pending = [len(unit) for unit in self._units]
         for number, unit in enumerate(self._units):
             for parameter in unit:
@@ -91,10 +91,10 @@ class ReplicatedDataParallel(DataParallel):
             if even:
                 with self._coalesced():
                     for weight in even:
-                        dist.all_gather_into_tensor(weight, self.piece_of(weight).local)
+                        dist.all_gather_into_tensor(weight, self.local_shard(weight).local)
             for weight in weights:
                 if not self._is_even(weight):
-                    weight.copy_(self.gather_rows(self.piece_of(weight).local, weight.shape[0]))
+                    weight.copy_(self.all_gather_rows(self.local_shard(weight).local, weight.shape[0]))
 
     def _grad_hook(self, unit: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -127,7 +127,7 @@ class ReplicatedDataParallel(DataParallel):
                 for total, is_sharded in zip(sums, sharded, strict=True):
                     if is_sharded:
                         # in place: the output is a slice of the input
-                        dist.reduce_scatter_tensor(self.piece_of(total).local, total)
+                        dist.reduce_scatter_tensor(self.local_shard(total).local, total)
         if not all(sharded):
             with self._coalesced():
                 for total, is_sharded in zip(sums, sharded, strict=True):
@@ -135,7 +135,9 @@ class ReplicatedDataParallel(DataParallel):
                         dist.all_reduce(total)
         for gradient, total, is_sharded in zip(gradients, sums, sharded, strict=True):
             if total is not gradient:
-                destination, source = (self.piece_of(each).local if is_sharded else each for each in (gradient, total))
+                destination, source = (
+                    self.local_shard(each).local if is_sharded else each for each in (gradient, total)
+                )
                 destination.copy_(source)
 
     def _is_even(self, tensor: Tensor) -> bool:

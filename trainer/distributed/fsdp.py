@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ...models.build import LanguageModel, get_stacks
 from ..config.parameter_layout import DataParallelLayout
-from ..utils.local_shard import piece_of
+from ..utils.local_shard import local_shard
 from .data_parallel import DataParallel
 
 # FSDP2 reduces gradients over the shard group, then over the replica group.
@@ -47,7 +47,7 @@ class ShardedDataParallel(DataParallel):
         self._policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         self._fsdp_modules: list[FSDPModule] = []
 
-    def cut(self, model: LanguageModel) -> None:
+    def shard(self, model: LanguageModel) -> None:
         """Shard the parameters into DTensors."""
         for module in (*(layer for stack in get_stacks(model) for layer in stack.layers), model):
             fully_shard(
@@ -64,12 +64,12 @@ class ShardedDataParallel(DataParallel):
             part.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(model, "loss")
 
-    def fill(self, parameter: Tensor, whole: Tensor) -> None:
+    def load_full(self, parameter: Tensor, full: Tensor) -> None:
         """Copy the local rows of a full parameter."""
-        piece = piece_of(parameter)
-        piece.local.copy_(whole[piece.start : piece.start + piece.local.shape[0]])
+        piece = local_shard(parameter)
+        piece.local.copy_(full[piece.first_row : piece.first_row + piece.local.shape[0]])
 
-    def give_back(self) -> None:
+    def reshard(self) -> None:
         """Free the gathered weights, which the next optimizer step makes stale."""
         for part in self._fsdp_modules:
             part.reshard()

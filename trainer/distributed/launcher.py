@@ -60,7 +60,7 @@ class Worker:
         return has_ended
 
     @property
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Exit code, or minus the signal that killed it; None while it runs."""
         if self.ended_at is None:
             return None
@@ -139,33 +139,35 @@ class _Launch:
         return self._exit_code()
 
     def _exit_code(self) -> int:
-        if all(worker.code == EXIT_OK for worker in self._workers):
+        if all(worker.exit_code == EXIT_OK for worker in self._workers):
             return EXIT_OK
-        codes = {worker.code for worker in self._workers}
+        codes = {worker.exit_code for worker in self._workers}
         if len(codes) == 1 and (code := codes.pop()) in _STOPPED.values():
             return code or EXIT_FAILURE
         lines, code = self._root_failure()
         if self._signal is not None:
             signal_code = _STOPPED[self._signal]
-            if all(worker.code in (-self._signal, -signal.SIGKILL, signal_code, EXIT_OK) for worker in self._workers):
+            if all(
+                worker.exit_code in (-self._signal, -signal.SIGKILL, signal_code, EXIT_OK) for worker in self._workers
+            ):
                 return signal_code
             code = signal_code if code == EXIT_FAILURE else code
         raise UserError(lines, code)
 
     def _root_failure(self) -> tuple[list[str], int]:
         """Return the error lines and exit code of the worker that failed first, rather than of those it took down."""
-        where = f" on {socket.gethostname()}" if self._placement.nodes > 1 else ""
+        where = f" on {socket.gethostname()}" if self._placement.num_nodes > 1 else ""
         failed = sorted(
             (worker for worker in self._workers if worker.ended_at is not None and not _succeeded(worker)),
             key=lambda worker: worker.ended_at or 0.0,
         )
         for worker in failed:
-            if worker.code is not None and worker.code < 0 and -worker.code != self._signal:
-                name = signal.Signals(-worker.code).name
+            if worker.exit_code is not None and worker.exit_code < 0 and -worker.exit_code != self._signal:
+                name = signal.Signals(-worker.exit_code).name
                 return [f"rank {worker.rank}{where} (process {worker.process.pid}) was killed by {name}"], EXIT_FAILURE
         reported = [(worker.rank, worker.outcome) for worker in failed if worker.outcome and worker.outcome["lines"]]
         reported.sort(key=lambda found: found[1]["kind"] == "lost")
-        hung = [worker for worker in self._workers if worker.code is None]
+        hung = [worker for worker in self._workers if worker.exit_code is None]
         if hung and (not reported or reported[0][1]["kind"] == "lost"):
             worker = min(hung, key=lambda worker: not worker.is_suspended)
             state = "was stopped (SIGSTOP) and did not respond" if worker.is_suspended else "did not respond"
@@ -173,9 +175,9 @@ class _Launch:
                 f"rank {worker.rank}{where} (process {worker.process.pid}) {state}; the run was ended"
             ], EXIT_FAILURE
         if not reported:
-            worker = next(worker for worker in self._workers if worker.code != EXIT_OK)
+            worker = next(worker for worker in self._workers if worker.exit_code != EXIT_OK)
             return [
-                f"rank {worker.rank}{where} ended with exit code {worker.code} without an error message"
+                f"rank {worker.rank}{where} ended with exit code {worker.exit_code} without an error message"
             ], EXIT_FAILURE
         rank, first = reported[0]
         lines = list(first["lines"])
@@ -186,13 +188,13 @@ class _Launch:
     def _start(self) -> None:
         place = self._placement
         listener = None
-        if place.address is None:  # single node: only local processes may connect
+        if place.rendezvous is None:  # single node: only local processes may connect
             listener = socket.create_server(("127.0.0.1", 0))
             address = listener.getsockname()[:2]
         else:
-            address = place.address
+            address = place.rendezvous
         for local_rank in range(place.ranks_per_node):
-            rank = place.node * place.ranks_per_node + local_rank
+            rank = place.node_rank * place.ranks_per_node + local_rank
             read_end, write_end = os.pipe()
             os.set_blocking(read_end, False)
             shared = [write_end] + ([listener.fileno()] if listener and rank == 0 else [])
@@ -260,4 +262,4 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def _succeeded(worker: Worker) -> bool:
-    return worker.code in (EXIT_OK, *_STOPPED.values())
+    return worker.exit_code in (EXIT_OK, *_STOPPED.values())

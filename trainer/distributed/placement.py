@@ -28,10 +28,10 @@ class Placement:
 
     world_size: int
     ranks_per_node: int
-    node: int = 0
-    nodes: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
     rank: int | None = None
-    address: tuple[str, int] | None = None
+    rendezvous: tuple[str, int] | None = None
 
     @property
     def is_single(self) -> bool:
@@ -44,7 +44,7 @@ class Placement:
         return (self.rank or 0) % self.ranks_per_node
 
 
-def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
+def resolve_placement(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
     """Determine the placement from `trainer.devices`, `trainer.num_nodes` and the variables of torchrun or SLURM.
 
     Args:
@@ -91,7 +91,7 @@ def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
     node = _number(environ, "NODE_RANK" if "NODE_RANK" in environ else "SLURM_NODEID")
     if not 0 <= node < trainer.num_nodes:
         raise UserError(f"machine number {node} (NODE_RANK) must be below `trainer.num_nodes` ({trainer.num_nodes})")
-    return Placement(world, per_node, node, trainer.num_nodes, address=_address(environ))
+    return Placement(world, per_node, node, trainer.num_nodes, rendezvous=_address(environ))
 
 
 def num_local_devices(trainer: TrainerBlock) -> int:

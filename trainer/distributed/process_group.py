@@ -46,16 +46,16 @@ class DistributedContext:
         """True on rank 0, which writes and prints for all ranks."""
         return self.rank == 0
 
-    def apart(self) -> DistributedContext:
+    def with_own_group(self) -> DistributedContext:
         """Return the same ranks with a separate gloo process group, for use from another thread."""
         group: Any = dist.new_group(backend="gloo", timeout=self.timeout) if self.world_size > 1 else None
         return DistributedContext(self.rank, self.world_size, self.local_rank, self.timeout, group)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.gather("")
+        self.all_gather_text("")
 
-    def gather(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """All-gather a string; return the strings by rank."""
         if self.world_size == 1:
             return [text]
@@ -70,7 +70,7 @@ class DistributedContext:
 
     def broadcast_text(self, text: str = "") -> str:
         """Broadcast a string from rank 0."""
-        return self.gather(text if self.is_rank_zero else "")[0]
+        return self.all_gather_text(text if self.is_rank_zero else "")[0]
 
     def all_reduce_flags_async(self, flags: int) -> int:
         """All-reduce flags by bitwise or, asynchronously: return the result of the previous call.
@@ -88,9 +88,9 @@ class DistributedContext:
         self._pending = dist.all_reduce(tensor, op=dist.ReduceOp.BOR, async_op=True), tensor
         return result
 
-    def agree_now(self, flags: int) -> int:
+    def all_reduce_flags(self, flags: int) -> int:
         """All-reduce flags by bitwise or, synchronously."""
-        return reduce(or_, map(int, self.gather(str(int(flags)))))
+        return reduce(or_, map(int, self.all_gather_text(str(int(flags)))))
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """All-reduce (sum) a tensor over all ranks, in place; return it."""
@@ -98,7 +98,7 @@ class DistributedContext:
             dist.all_reduce(tensor)
         return tensor
 
-    def raise_together(self, error: UserError | None) -> None:
+    def raise_on_all_ranks(self, error: UserError | None) -> None:
         """Raise an error of any rank on all ranks, so that none waits for one that has exited.
 
         Raises:
@@ -108,7 +108,7 @@ class DistributedContext:
             if error is not None:
                 raise error
             return
-        found = self.gather("" if error is None else json.dumps([error.lines, error.exit_code]))
+        found = self.all_gather_text("" if error is None else json.dumps([error.lines, error.exit_code]))
         for rank, text in enumerate(found):
             if text:
                 lines, code = json.loads(text)
@@ -117,7 +117,9 @@ class DistributedContext:
                 raise UserError(lines, code)
 
 
-def join(rank: int, world_size: int, local_rank: int, *, store: Store | None, timeout: float) -> DistributedContext:
+def init_distributed(
+    rank: int, world_size: int, local_rank: int, *, store: Store | None, timeout: float
+) -> DistributedContext:
     """Initialize the process group: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Args:

@@ -15,7 +15,7 @@ _PAUSE_SECONDS = 1.0
 
 
 def run_with_restarts(
-    config: RunConfig, placement: Placement, restarts: int, say: Callable[[str], None], imports: Sequence[str] = ()
+    config: RunConfig, placement: Placement, restarts: int, report: Callable[[str], None], imports: Sequence[str] = ()
 ) -> int:
     """Run until training is done or stopped, or has failed `restarts` times in a row without a new checkpoint.
 
@@ -52,8 +52,8 @@ def run_with_restarts(
                 last_line = f"giving up: {restarts} restart{'s' * (restarts > 1)} without a new checkpoint"
                 raise UserError([*error.lines, last_line], EXIT_FAILURE) from error
             left -= 1
-            say("\n".join(error.lines[:1]))
-            say(f"restarting from the newest checkpoint ({left} more without progress)")
+            report("\n".join(error.lines[:1]))
+            report(f"restarting from the newest checkpoint ({left} more without progress)")
             time.sleep(_PAUSE_SECONDS)
 
 

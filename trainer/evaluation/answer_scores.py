@@ -11,14 +11,14 @@ import numpy as np
 from ...models.t5 import T5
 from ..config.data_task import task_from_config
 from ..conversion.load_model import LoadedModel
-from ..data.datasets.samples import philox
-from ..data.datasets.seq2seq import Shape
+from ..data.datasets.samples import philox_generator
+from ..data.datasets.seq2seq import PairShape
 from ..data.datasets.sft_examples import Example
 from ..data.sources.text_pairs import TextPair
 from ..data.tasks.chats import end_of_turn
 from ..generation.encoder_decoder import EncoderDecoderGenerator
 from ..generation.text_generator import generate_batch
-from .baselines import copied_name
+from .baselines import docstring_from_name
 from .text_scores import TextScores, score_predictions
 
 ItemT = TypeVar("ItemT")
@@ -36,7 +36,7 @@ class AnswerScores:
     model: TextScores
     copied_name: TextScores | None
 
-    def lines(self) -> Iterator[str]:
+    def report_lines(self) -> Iterator[str]:
         """Yield report lines for the terminal."""
         matches = f"{self.model.exact_match:.4f} over {self.model.texts:,} texts"
         yield f"exact match    {matches}{self._baseline_suffix('exact_match')}"
@@ -66,21 +66,21 @@ def score_examples(
         limit: number of examples, a fixed random sample; None uses all.
     """
     chosen = _sample(examples, limit)
-    prompts = [example.tokens[: example.prompt].tolist() for example in chosen]
+    prompts = [example.tokens[: example.prompt_length].tolist() for example in chosen]
     data = restored.config.root.model.data
     stop = [end] if data.chat and (end := end_of_turn(restored.tokenizer)) else []
-    longest = max(len(example.tokens) - example.prompt for example in examples)
+    longest = max(len(example.tokens) - example.prompt_length for example in examples)
     outputs = generate_batch(restored, prompts, max_new_tokens=longest, stop=stop, batch_size=batch_size)
-    targets = [example.answer for example in chosen]
+    targets = [example.answer_text for example in chosen]
     baseline = None
     if data.data_impl == "pystd_docstring":
-        baseline = score_predictions(targets, [copied_name(example.prompt_text) for example in chosen])
+        baseline = score_predictions(targets, [docstring_from_name(example.prompt_text) for example in chosen])
     return AnswerScores(score_predictions(targets, [output.text for output in outputs]), baseline)
 
 
 def _sample(items: Sequence[ItemT], limit: int | None) -> list[ItemT]:
     """Return a random sample of `limit` items (None: all, shuffled) that is the same in all runs."""
-    order = np.argsort(philox(0, 0).random_raw(len(items)), kind="stable")[:limit]
+    order = np.argsort(philox_generator(0, 0).random_raw(len(items)), kind="stable")[:limit]
     return [items[number] for number in order.tolist()]
 
 
@@ -99,10 +99,10 @@ def score_pairs(
     root = restored.config.root
     task = task_from_config(root)
     chosen = _sample(pairs, limit)
-    shape = Shape(task.length, task.decoder_length, restored.tokenizer.pad_id)
+    shape = PairShape(task.length, task.decoder_length, restored.tokenizer.pad_id)
     writer = EncoderDecoderGenerator(restored.model, restored.tokenizer, shape, restored.precision, restored.device)
     inputs, targets = [pair.input for pair in chosen], [pair.target for pair in chosen]
     baseline = None
     if root.model.data.data_impl == "pystd_docstring":
-        baseline = score_predictions(targets, [copied_name(text) for text in inputs])
-    return AnswerScores(score_predictions(targets, writer.answers(inputs, batch_size)), baseline)
+        baseline = score_predictions(targets, [docstring_from_name(text) for text in inputs])
+    return AnswerScores(score_predictions(targets, writer.generate(inputs, batch_size)), baseline)

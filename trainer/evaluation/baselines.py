@@ -30,7 +30,7 @@ _NAME = re.compile(r"\bdef\s+(\w+)")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
-def copied_name(source: str) -> str:
+def docstring_from_name(source: str) -> str:
     """Return the words of a function's name as a sentence: capitalized, with a full stop.
 
     Args:

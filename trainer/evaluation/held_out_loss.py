@@ -61,7 +61,7 @@ class ScoringModel(Protocol):
         ...
 
 
-class StoppedError(Exception):
+class EvaluationInterruptedError(Exception):
     """An evaluation was interrupted before it had a result."""
 
 
@@ -69,7 +69,7 @@ def loss_function(model: ScoringModel, precision: PrecisionPlan, device: torch.d
     """Return a function for `evaluate` that sums a model's losses over a batch, in its precision."""
 
     def total(**fields: Tensor) -> Tensor:
-        with precision.context(device):
+        with precision.autocast_context(device):
             return model.batch_loss(fields, torch.ones((), device=device))
 
     return total
@@ -85,7 +85,7 @@ def evaluate(
     limit_batches: int | None = None,
     device: torch.device | str = "cpu",
     ranks: DistributedContext | None = None,
-    is_told_to_stop: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> EvaluationResult:
     """Evaluate a model on each sample once; batches are distributed round-robin over the ranks.
 
@@ -117,8 +117,8 @@ def evaluate(
     # collective.
     rounds = -(-batches // ranks.world_size)
     for round_index in range(rounds):
-        if round_index and is_told_to_stop is not None and is_told_to_stop():
-            raise StoppedError(f"after {round_index} of {rounds} batches")
+        if round_index and should_stop is not None and should_stop():
+            raise EvaluationInterruptedError(f"after {round_index} of {rounds} batches")
         number = round_index * ranks.world_size + ranks.rank
         count = min(batch_size, samples.samples - number * batch_size) if number < batches else 0
         fields = batch_tensors(samples.batch(min(number, batches - 1) * batch_size, max(count, 1)))

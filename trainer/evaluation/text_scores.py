@@ -40,20 +40,20 @@ def score_predictions(targets: Sequence[str], predictions: Sequence[str]) -> Tex
     )
 
 
-def rouge_l(target: str, written: str) -> float:
+def rouge_l(target: str, prediction: str) -> float:
     """ROUGE-L (Lin 2004, https://aclanthology.org/W04-1013, section 3.1) with beta 1, 0 to 1.
 
     With L the length of the longest common subsequence of words, m words in the target and n in the prediction, recall
     is R = L / m, precision P = L / n, and the score 2 R P / (R + P). Words are lower-case runs of ASCII letters and
     digits, without stemming; results equal those of the rouge-score package.
     """
-    reference, prediction = words_of(target), words_of(written)
-    common = _lcs_length(reference, prediction)
+    reference, candidate = split_words(target), split_words(prediction)
+    common = _lcs_length(reference, candidate)
     # 2 R P / (R + P) = 2 L / (m + n)
-    return 2 * common / (len(reference) + len(prediction)) if common else 0.0
+    return 2 * common / (len(reference) + len(candidate)) if common else 0.0
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Split a text into lower-case runs of ASCII letters and digits."""
     return _NON_WORD.sub(" ", text.lower()).split()
 

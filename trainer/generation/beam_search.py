@@ -55,7 +55,7 @@ class Hypothesis:
 
     score: float
     tokens: tuple[int, ...]
-    ended: bool
+    ended_by_eos: bool
 
 
 class _BeamState:
@@ -117,10 +117,10 @@ def run_beam_search(
     prompts: Sequence[Sequence[int]],
     search: BeamSearchConfig,
     *,
-    most: int,
+    max_new_tokens: int,
     eos_ids: Collection[int],
     device: torch.device,
-    within: Callable[[], AbstractContextManager[object]],
+    autocast: Callable[[], AbstractContextManager[object]],
     decoder_start_id: int | None,
 ) -> list[list[Hypothesis]]:
     """Search the best continuations of each prompt (GPT) or answers to it (T5).
@@ -139,28 +139,28 @@ def run_beam_search(
         The finished hypotheses of each prompt, best first, at least one each.
     """
     beams = search.beams
-    searches = [_BeamState(search, eos_ids, most) for _ in prompts]
+    searches = [_BeamState(search, eos_ids, max_new_tokens) for _ in prompts]
     read = [prompt for prompt in prompts for _ in range(beams if decoder_start_id is None else 1)]
     longest = max(map(len, read))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in read], device=device)
-    with within():
-        logits = decoder.begin(tokens, torch.tensor([len(prompt) for prompt in read], device=device))
+    with autocast():
+        logits = decoder.prefill(tokens, torch.tensor([len(prompt) for prompt in read], device=device))
         if logits is None:
             assert decoder_start_id is not None
-            logits = decoder.step(torch.full((decoder.rows,), decoder_start_id, device=device))
-    for number in range(most):
+            logits = decoder.step(torch.full((decoder.batch_size,), decoder_start_id, device=device))
+    for number in range(max_new_tokens):
         scores, indices = _best(logits, searches, (1 + max(1, len(eos_ids))) * beams)
         extensions = [
             one.extend(score, index, logits.shape[1])
             for one, score, index in zip(searches, scores, indices, strict=True)
         ]
-        if number + 1 == most or all(one.done for one in searches):
+        if number + 1 == max_new_tokens or all(one.done for one in searches):
             break
         rows = [text * beams + beam for text, (sources, _) in enumerate(extensions) for beam in sources]
-        if rows != list(range(decoder.rows)):
+        if rows != list(range(decoder.batch_size)):
             decoder.reorder(torch.tensor(rows, device=device))
         next_tokens = torch.tensor([token for _, new in extensions for token in new], device=device)
-        with within():
+        with autocast():
             logits = decoder.step(next_tokens)
     return [one.found for one in searches]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...models.incremental_decoding import Decoder
 from ..utils.errors import UserError
-from .sampling import DIVERGED, SamplingParams, uniforms
+from .sampling import DIVERGED, SamplingParams, draw_uniforms
 
 _EAGER_STEPS = 2
 """Warm-up steps before graph capture: they compile kernels and let libraries allocate workspaces."""
@@ -53,42 +53,42 @@ class DecodeLoop:
         self,
         decoder: Decoder,
         sampling: SamplingParams,
-        most: int,
+        max_new_tokens: int,
         *,
-        vocabulary: int,
+        vocab_size: int,
         device: torch.device,
-        within: Callable[[], AbstractContextManager[object]],
-        start: int | None = None,
-        recorded: bool = False,
+        autocast: Callable[[], AbstractContextManager[object]],
+        decoder_start_id: int | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         self._decoder = decoder
         self._sampling = sampling
-        self._most = most
+        self._most = max_new_tokens
         self._device = device
-        self._within = within
-        self._start = start
-        self._recorded = recorded and most >= _WORTH_RECORDING
+        self._within = autocast
+        self._start = decoder_start_id
+        self._recorded = cuda_graph and max_new_tokens >= _WORTH_RECORDING
         self._replay: Callable[[], None] | None = None
         self._steps = 0
-        rows = decoder.rows
+        rows = decoder.batch_size
         # MPS does not support fp64, which sampling uses
         self._sampling_device = torch.device("cpu") if device.type == "mps" else device
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._count = torch.zeros(1, dtype=torch.int64, device=self._sampling_device)
-        draws = most if sampling.temperature > 0 else 1
+        draws = max_new_tokens if sampling.temperature > 0 else 1
         self._uniforms = torch.zeros(rows, draws, dtype=torch.float64, device=self._sampling_device)
         penalty = sampling.repetition_penalty != 1
-        self._seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self._sampling_device) if penalty else None
+        self._seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=self._sampling_device) if penalty else None
         pinned = device.type == "cuda"
         self._on_host = [torch.zeros(rows, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._finished: set[int] = set()
 
-    def end(self, row: int) -> None:
+    def finish_row(self, row: int) -> None:
         """Mark a row as finished; its tokens are meaningless from then on, until all rows have finished."""
         self._finished.add(row)
 
     @torch.no_grad()
-    def run(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Iterator[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Iterator[list[int]]:
         """Generate `most` tokens for every prompt, a step at a time.
 
         Args:
@@ -101,11 +101,11 @@ class DecodeLoop:
         Raises:
             UserError: the model has diverged.
         """
-        rows, padding = self._decoder.rows, [0]
+        rows, padding = self._decoder.batch_size, [0]
         sequences = [list(prompt) for prompt in prompts]
         self._finished = set()
         self._count.zero_()
-        self._uniforms[: len(sequences)] = uniforms(seeds, self._uniforms.shape[1]).to(self._sampling_device)
+        self._uniforms[: len(sequences)] = draw_uniforms(seeds, self._uniforms.shape[1]).to(self._sampling_device)
         if self._seen is not None:
             self._seen.zero_()
             for row, sequence in enumerate(sequences):
@@ -148,7 +148,7 @@ class DecodeLoop:
         if self._start is not None:
             return False
         return any(
-            len(sequence) + unread > self._decoder.slots
+            len(sequence) + unread > self._decoder.max_length
             for row, sequence in enumerate(sequences)
             if row not in self._finished
         )
@@ -157,7 +157,7 @@ class DecodeLoop:
         """Return the tokens to prefill again when the KV cache is full: the last half of a row that does not fit."""
         if row in self._finished:
             return [0]
-        slots = self._decoder.slots
+        slots = self._decoder.max_length
         return sequence if len(sequence) <= slots else sequence[-max(1, slots // 2) :]
 
     # ---------------------------------------------------------------- steps
@@ -168,7 +168,7 @@ class DecodeLoop:
         tokens = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences])
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         with self._within():
-            logits = self._decoder.begin(tokens.to(self._device), lengths.to(self._device))
+            logits = self._decoder.prefill(tokens.to(self._device), lengths.to(self._device))
         if logits is None:
             assert self._start is not None
             self._tokens.fill_(self._start)
@@ -199,7 +199,7 @@ class DecodeLoop:
         """Sample tokens into the input buffer of the next step."""
         column = self._count.clamp(max=self._uniforms.shape[1] - 1)
         numbers = self._uniforms.index_select(1, column)[:, 0]
-        tokens = self._sampling.choose(logits.to(self._sampling_device), numbers, self._seen)
+        tokens = self._sampling.sample(logits.to(self._sampling_device), numbers, self._seen)
         if self._seen is not None:
             self._seen.scatter_(1, tokens.clamp(min=0)[:, None], True)
         self._tokens.copy_(tokens)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...models.t5 import T5
-from ..data.datasets.seq2seq import Shape
+from ..data.datasets.seq2seq import PairShape
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..device.precision import PrecisionPlan
 from .text_generator import Generator, StoppingCriteria
@@ -25,16 +25,16 @@ class EncoderDecoderGenerator:
     """
 
     def __init__(
-        self, model: T5, tokenizer: Tokenizer, shape: Shape, precision: PrecisionPlan, device: torch.device
+        self, model: T5, tokenizer: Tokenizer, shape: PairShape, precision: PrecisionPlan, device: torch.device
     ) -> None:
         if tokenizer.eos_id is None:
             raise ValueError("`tokenizer` must have an end token")
         self._tokenizer = tokenizer
         self._eos_id = tokenizer.eos_id
         self._shape = shape
-        self._generator = Generator(model, tokenizer, precision, device, shape.encoder)
+        self._generator = Generator(model, tokenizer, precision, device, shape.encoder_length)
 
-    def answers(self, inputs: Sequence[str], batch_size: int) -> list[str]:
+    def generate(self, inputs: Sequence[str], batch_size: int) -> list[str]:
         """Generate the output of each input.
 
         Args:
@@ -42,6 +42,6 @@ class EncoderDecoderGenerator:
             batch_size: number of inputs per batch; changes outputs by rounding only.
         """
         ids = self._tokenizer.encode_batch(inputs)
-        prompts = [[*row[: self._shape.encoder - 1].tolist(), self._eos_id] for row in ids]
-        outputs = self._generator.write(prompts, StoppingCriteria(self._shape.decoder), batch_size=batch_size)
+        prompts = [[*row[: self._shape.encoder_length - 1].tolist(), self._eos_id] for row in ids]
+        outputs = self._generator.generate(prompts, StoppingCriteria(self._shape.decoder_length), batch_size=batch_size)
         return [self._tokenizer.decode(output.tokens) for output in outputs]

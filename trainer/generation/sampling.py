@@ -49,7 +49,7 @@ class SamplingParams:
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"`repetition_penalty` ({self.repetition_penalty}) must be above 0; use 1 for none")
 
-    def choose(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None = None) -> Tensor:
+    def sample(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None = None) -> Tensor:
         """Sample one token per row, without a host sync.
 
         Args:
@@ -117,7 +117,7 @@ class SamplingParams:
         return probabilities, order
 
 
-def uniforms(seeds: Sequence[int], count: int) -> Tensor:
+def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
     """Return the random numbers of each sequence, fp64 (len(seeds), count); each row depends on its seed alone."""
     return torch.stack(
         [torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
@@ -136,16 +136,19 @@ class TextStreamer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), names: Mapping[int, str] = MappingProxyType({})
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        token_names: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
-        self._names = names
-        self._stop = [string for string in stop if string]
+        self._names = token_names
+        self._stop = [string for string in stop_strings if string]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.stopped = False
 
-    def feed(self, token: int) -> str:
+    def put(self, token: int) -> str:
         """Add a token and return the text that is final now; sets `stopped` when a stop string appears."""
         if token in self._names:
             return self._advance(self._decoder.decode(b"", final=True) + self._names[token])

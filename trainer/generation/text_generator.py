@@ -13,7 +13,7 @@ import torch
 from ...models.bert import BERT
 from ...models.build import LanguageModel, get_stacks
 from ...models.incremental_decoding import Decoder, GPTDecoder, T5Decoder, kv_cache_bytes, max_input_length
-from ...models.moe.find_moe_layers import moe_layers
+from ...models.moe.find_moe_layers import find_moe_layers
 from ...models.t5 import T5
 from ..conversion.load_model import LoadedModel
 from ..data.tokenizers.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class GenerationOutput:
 
     tokens: list[int]
     text: str
-    ended: bool
+    is_finished: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class StoppingCriteria:
     """
 
     max_new_tokens: int
-    stop: Sequence[str] = ()
-    ends: Collection[int] | None = None
+    stop_strings: Sequence[str] = ()
+    eos_ids: Collection[int] | None = None
 
 
 class Generator:
@@ -82,7 +82,7 @@ class Generator:
         precision: PrecisionPlan,
         device: torch.device,
         context: int,
-        names: Mapping[int, str] = MappingProxyType({}),
+        token_names: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         if isinstance(model, BERT):
             raise UserError("a BERT predicts masked tokens and cannot generate text; use a GPT or a T5")
@@ -92,12 +92,19 @@ class Generator:
         self._device = device
         self._longest = max_input_length(model)
         self._context = context if self._longest is None else min(context, self._longest)
-        self._names = names
+        self._names = token_names
 
     @classmethod
-    def of(cls, restored: LoadedModel, names: Mapping[int, str] = MappingProxyType({})) -> Generator:
+    def from_restored(cls, restored: LoadedModel, token_names: Mapping[int, str] = MappingProxyType({})) -> Generator:
         """Create a generator from a restored checkpoint."""
-        return cls(restored.model, restored.tokenizer, restored.precision, restored.device, restored.context, names)
+        return cls(
+            restored.model,
+            restored.tokenizer,
+            restored.precision,
+            restored.device,
+            restored.context_length,
+            token_names,
+        )
 
     @property
     def context(self) -> int | None:
@@ -130,7 +137,7 @@ class Generator:
             if piece:
                 yield number, piece
 
-    def write(
+    def generate(
         self,
         prompts: Sequence[Sequence[int]],
         limits: StoppingCriteria,
@@ -164,7 +171,7 @@ class Generator:
                 pass
         return [row.written() for row in rows]
 
-    def search(
+    def beam_search(
         self,
         prompts: Sequence[Sequence[int]],
         limits: StoppingCriteria,
@@ -184,8 +191,8 @@ class Generator:
             with self._within():
                 decoder = self._decoder(len(texts) * search.beams, max(map(len, texts)), most, search.beams)
             results = run_beam_search(
-                decoder, texts, search, most=most, eos_ids=self._ends(limits), device=self._device, within=self._within,
-                decoder_start_id=self._start,
+                decoder, texts, search, max_new_tokens=most, eos_ids=self._ends(limits), device=self._device,
+                autocast=self._within, decoder_start_id=self._start,
             )  # fmt: skip
             for number, result in zip(batch, results, strict=True):
                 row = self._row(limits)
@@ -193,7 +200,7 @@ class Generator:
                     row.take(token)
                     if row.done:
                         break
-                row.finish(ended=row.done or result[0].ended)
+                row.finish(ended=row.done or result[0].ended_by_eos)
                 found[number] = row.written()
         return [found[number] for number in range(len(read))]
 
@@ -208,7 +215,7 @@ class Generator:
         return _ends_of(self._tokenizer, limits)
 
     def _within(self) -> AbstractContextManager[object]:
-        return self._precision.context(self._device)
+        return self._precision.autocast_context(self._device)
 
     def _truncated(self, prompt: Sequence[int]) -> list[int]:
         """Return the prompt, for a GPT truncated on the left to the context length.
@@ -275,11 +282,11 @@ class Generator:
             decoder,
             sampling,
             most,
-            vocabulary=len(self._model.output_weight),
+            vocab_size=len(self._model.output_weight),
             device=self._device,
-            within=self._within,
-            start=self._start,
-            recorded=self._device.type == "cuda" and not _synchronizes(self._model),
+            autocast=self._within,
+            decoder_start_id=self._start,
+            cuda_graph=self._device.type == "cuda" and not _synchronizes(self._model),
         )
 
     def _pieces(
@@ -287,11 +294,11 @@ class Generator:
     ) -> Iterator[tuple[int, str]]:
         """Run a batch until all its sequences have ended; yield (row, text part)."""
         running = set(range(len(rows)))
-        for tokens in loop.run(prompts, seeds):
+        for tokens in loop.generate(prompts, seeds):
             for number in sorted(running):
                 yield number, rows[number].take(tokens[number])
                 if rows[number].done:
-                    loop.end(number)
+                    loop.finish_row(number)
                     running.discard(number)
             if not running:
                 break
@@ -315,7 +322,7 @@ class _Row:
         self._tokenizer = tokenizer
         self._answer = answer
         self._space_first = False
-        self._stream = TextStreamer(tokenizer, limits.stop, names)
+        self._stream = TextStreamer(tokenizer, limits.stop_strings, names)
         self._ends = _ends_of(tokenizer, limits)
         self._tokens: list[int] = []
         self._text: list[str] = []
@@ -331,7 +338,7 @@ class _Row:
             spaced = self._tokenizer.decode_bytes([token]).startswith(b" ")
             self._space_first = spaced and not self._tokenizer.decode([token]).startswith(" ")
         self._tokens.append(token)
-        piece = self._stream.feed(token)
+        piece = self._stream.put(token)
         self.done = self._stream.stopped
         return self._add(piece)
 
@@ -359,8 +366,8 @@ def _batches(order: Sequence[int], kinds: Sequence[int], size: int) -> Iterator[
 
 
 def _ends_of(tokenizer: Tokenizer, limits: StoppingCriteria) -> Collection[int]:
-    if limits.ends is not None:
-        return limits.ends
+    if limits.eos_ids is not None:
+        return limits.eos_ids
     return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
@@ -368,7 +375,7 @@ def _synchronizes(model: LanguageModel) -> bool:
     """Return True if a step synchronizes with the device: sequential experts read their token counts on the host."""
     return any(
         moe.experts.implementation == "sequential" or moe.experts.up.dtype == torch.float64
-        for moe in moe_layers(model).values()
+        for moe in find_moe_layers(model).values()
     )
 
 
@@ -404,4 +411,4 @@ def generate_batch(
     """
     limits = StoppingCriteria(max_new_tokens, stop, stop_ids)
     sampling = SamplingParams(temperature, top_k, top_p)
-    return Generator.of(restored).write(prompts, limits, sampling, seeds, batch_size)
+    return Generator.from_restored(restored).generate(prompts, limits, sampling, seeds, batch_size)

@@ -18,7 +18,7 @@ from ..utils.errors import UserError
 from ..utils.host_memory import is_out_of_memory
 
 # Eager micro batches before capture: they compile and autotune the kernels, which is not possible during capture.
-WARM_UP = 3
+WARM_UP_MICRO_BATCHES = 3
 
 Fields = Mapping[str, Tensor]
 RunMicroBatch = Callable[[Fields, Tensor], Tensor]
@@ -42,7 +42,7 @@ class CapturedGraph(NamedTuple):
     gradients: list[Tensor | None]
 
 
-def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: list[nn.Parameter]) -> CapturedGraph:
+def capture(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: list[nn.Parameter]) -> CapturedGraph:
     """Capture a micro batch as a CUDA graph; nothing runs during capture, so `.grad` is unchanged.
 
     Raises:
@@ -110,13 +110,13 @@ class CapturedMicroBatches:
         self,
         run: RunMicroBatch,
         parameters: Iterable[nn.Parameter],
-        give_up: Callable[[str], None] | None = None,
-        record: Callable[..., CapturedGraph] = record,
+        on_failure: Callable[[str], None] | None = None,
+        capture: Callable[..., CapturedGraph] = capture,
     ) -> None:
         self._run = run
-        self._give_up = give_up
+        self._give_up = on_failure
         self._given_up = False
-        self._record = record
+        self._record = capture
         self._parameters = list(parameters)
         self._recordings: dict[Any, CapturedGraph] = {}
         self._seen: dict[Any, int] = {}
@@ -125,7 +125,7 @@ class CapturedMicroBatches:
         """Return the loss and accumulate the gradients into `.grad`, as `run` does."""
         shape = tuple((name, field.shape, field.dtype) for name, field in fields.items())
         seen = self._seen[shape] = self._seen.get(shape, 0) + 1
-        if seen > WARM_UP and shape not in self._recordings and not self._given_up:
+        if seen > WARM_UP_MICRO_BATCHES and shape not in self._recordings and not self._given_up:
             self._add(shape, fields, denominator)
         if shape not in self._recordings:
             return self._run(fields, denominator)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...models.build import LanguageModel
 from ...models.config.family_rules import keys_by_stack
 from ...models.config.stack import StackKeys
-from ...models.moe.find_moe_layers import moe_layers
+from ...models.moe.find_moe_layers import find_moe_layers
 from ...models.moe.moe_layer import MoE
 from ..config.schema.root import AnyModelBlock, RootBlock
 from ..distributed.process_group import DistributedContext
@@ -82,7 +82,7 @@ def build_expert_balancer(
     root: RootBlock, model: LanguageModel, micro_batches: Callable[[int], int], ranks: DistributedContext
 ) -> ExpertBalancer | None:
     """Build the `ExpertBalancer` of a model, or None without MoE layers."""
-    layers = moe_layers(model)
+    layers = find_moe_layers(model)
     if not layers:
         return None
     rates = {

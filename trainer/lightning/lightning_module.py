@@ -57,22 +57,22 @@ class LanguageModule(pl.LightningModule):
         model: nn.Module,
         optimizer: Optimizer,
         schedule: Schedule,
-        feed: PrefetchingDataLoader,
+        dataloader: PrefetchingDataLoader,
         precision: PrecisionPlan,
         *,
         seed: int,
         step: int = 0,
         ranks: DistributedContext | None = None,
         data_parallel: DataParallel | None = None,
-        recorder: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
-        experts: ExpertBalancer | None = None,
+        graph_capture: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
+        expert_balancer: ExpertBalancer | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model: Any = model
         self.unwrapped_optimizer = optimizer
         self.schedule = schedule
-        self.feed = feed
+        self.dataloader = dataloader
         self.precision = precision
         self.seed = seed
         self.step = step
@@ -81,9 +81,9 @@ class LanguageModule(pl.LightningModule):
         if data_parallel is not None:
             data_parallel.attach(self.model, optimizer)
         self._run_micro_batch: RunMicroBatch = (
-            self._loss_and_gradients if recorder is None else recorder(self._loss_and_gradients)
+            self._loss_and_gradients if graph_capture is None else graph_capture(self._loss_and_gradients)
         )
-        self.experts = experts
+        self.expert_balancer = expert_balancer
         self._weight_offloads = find_weight_offloads(model)
         self.lr = schedule(step)
         self.pending_metrics: list[tuple[Tensor, Tensor]] = []
@@ -94,7 +94,7 @@ class LanguageModule(pl.LightningModule):
 
     def train_dataloader(self) -> PrefetchingDataLoader:
         """Return the dataloader; it is infinite, `max_steps` ends the run."""
-        return self.feed
+        return self.dataloader
 
     def transfer_batch_to_device(self, batch: GlobalBatch, device: torch.device, dataloader_idx: int) -> GlobalBatch:
         """Return the batch as is: the dataloader has already copied it to the device."""
@@ -105,12 +105,12 @@ class LanguageModule(pl.LightningModule):
         optimizer: Any = self.optimizers()
         state = self.unwrapped_optimizer
         device = batch.labels.device
-        targets = self.ranks.all_reduce_(batch.targets).clamp(min=1)
-        if self.experts is not None:
-            self.experts.before_step(self.step)
+        targets = self.ranks.all_reduce_(batch.num_targets).clamp(min=1)
+        if self.expert_balancer is not None:
+            self.expert_balancer.before_step(self.step)
         losses: list[Tensor] = []
-        first, last = min(batch.numbers), max(batch.numbers)
-        accumulates = len(batch.numbers) > 1 and not (self.data_parallel and self.data_parallel.accumulates_gradients)
+        first, last = min(batch.indices), max(batch.indices)
+        accumulates = len(batch.indices) > 1 and not (self.data_parallel and self.data_parallel.accumulates_gradients)
         for number, fields in batch.micro_batches():
             seed_generators(micro_batch_seed(self.seed, self.step, number), device)
             if self.data_parallel is not None:
@@ -129,19 +129,19 @@ class LanguageModule(pl.LightningModule):
             self.data_parallel.after_update()
         self.step += 1
         assert state.grad_norm is not None
-        if self.experts is not None:
-            self.experts.after_update(state.grad_norm)
+        if self.expert_balancer is not None:
+            self.expert_balancer.after_update(state.grad_norm)
         self.pending_metrics.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))
 
     def _loss_and_gradients(self, fields: Fields, targets: Tensor) -> Tensor:
         """Run forward and backward of one micro batch without a host sync; return its loss, accumulate into `.grad`."""
-        with self.precision.context(targets.device):
+        with self.precision.autocast_context(targets.device):
             loss = self.model.batch_loss(fields, targets)
         # Not `manual_backward`: its hooks and loss scaling do nothing here, but cost about as much as a small kernel.
         loss.backward()
         return loss.detach()
 
-    def take_unread(self) -> Callable[[], list[tuple[float, float]]]:
+    def read_metrics_async(self) -> Callable[[], list[tuple[float, float]]]:
         """Start copying loss and gradient norm of the steps since the last call to the host, oldest first.
 
         Returns:
@@ -158,7 +158,7 @@ class LanguageModule(pl.LightningModule):
 
     def read_metrics(self) -> list[tuple[float, float]]:
         """Return loss and gradient norm of the steps since the last call, oldest first; waits for the device."""
-        return self.take_unread()()
+        return self.read_metrics_async()()
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:

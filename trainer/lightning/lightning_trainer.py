@@ -18,7 +18,7 @@ from .lightning_module import LanguageModule
 
 
 def fit(
-    module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch.device, ranks: DistributedContext
+    module: LanguageModule, callback: pl.Callback, max_steps: int, device: torch.device, ranks: DistributedContext
 ) -> None:
     """Run Lightning's training loop from the module's step to `max_steps`.
 
@@ -32,7 +32,7 @@ def fit(
             devices=1 if device.type != "cuda" else [device.index or 0],
             strategy=_ResidentStrategy(device) if ranks.world_size == 1 else MeshStrategy(device, ranks),
             plugins=[_Environment(ranks)],
-            callbacks=[loop],
+            callbacks=[callback],
             max_steps=max_steps,
             max_epochs=-1,
             limit_val_batches=0,

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ...models.config.key_block import Block
+from ...models.config.key_block import ConfigBlock
 from ..utils.durable_files import atomic_write
 from ..utils.safetensors_io import DamagedFileError, read_json
 
@@ -32,7 +32,7 @@ MAX_COUNTS = 1 << 18
 Counts = Annotated[tuple[Annotated[tuple[int, ...], Field(strict=False)], ...], Field(strict=False)]
 
 
-class LoadRow(Block):
+class LoadRow(ConfigBlock):
     """Expert load summed over steps `first_step` to `step`, counted from 1.
 
     `reports` is the number of regular log steps in it; `tokens` holds the tokens of each expert, per layer.
@@ -43,7 +43,7 @@ class LoadRow(Block):
     reports: int = Field(ge=0)
     tokens: Counts
 
-    def plus(self, later: LoadRow) -> LoadRow:
+    def merge(self, later: LoadRow) -> LoadRow:
         """Return the sum of this row and the one after it."""
         pairs = zip(self.tokens, later.tokens, strict=True)
         return LoadRow(
@@ -54,7 +54,7 @@ class LoadRow(Block):
         )
 
 
-class LoadDocument(Block):
+class LoadDocument(ConfigBlock):
     """Schema of `expert_load.json`."""
 
     format: Literal[1] = 1
@@ -104,12 +104,12 @@ class ExpertLoadHistory:
         counts = tuple(tuple(map(round, layer)) for layer in tokens)
         row = LoadRow(first_step=self._last_step + 1, step=step, reports=int(regular), tokens=counts)
         if self._rows and self._rows[-1].reports < self._stride:
-            row = self._rows.pop().plus(row)
+            row = self._rows.pop().merge(row)
         self._rows.append(row)
         self._last_step = step
         if len(self._rows) > self._max_rows:
             first, second = self._rows[::2], self._rows[1::2]
-            self._rows = [a.plus(b) for a, b in zip(first, second, strict=False)] + first[len(second) :]
+            self._rows = [a.merge(b) for a, b in zip(first, second, strict=False)] + first[len(second) :]
             self._stride *= 2
 
     def write(self) -> None:
@@ -121,7 +121,7 @@ class ExpertLoadHistory:
         text = json.dumps(self.document.model_dump(), separators=(",", ":"))
         atomic_write(self._path, text.encode() + b"\n")
 
-    def draw(self) -> None:
+    def write_png(self) -> None:
         """Write the heat map, unless it is up to date; requires `can_draw()`.
 
         Raises:
@@ -132,7 +132,7 @@ class ExpertLoadHistory:
             atomic_write(self._path.with_suffix(".png"), render_heatmap(self.document))
 
 
-def can_draw() -> bool:
+def has_matplotlib() -> bool:
     """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 

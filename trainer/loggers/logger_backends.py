@@ -27,7 +27,7 @@ from ..utils.durable_files import atomic_write
 from ..utils.environment import snapshot, user_path
 from ..utils.errors import UserError
 from ..utils.redaction import redact, redact_arguments
-from ..utils.text import counted
+from ..utils.text import pluralize
 
 _MAX_QUEUED_RECORDS = 4096
 _CLOSE_TIMEOUT_SECONDS = 60.0
@@ -284,15 +284,15 @@ class BackgroundLogger:
         seconds_to_finish: longest time `close` waits for queued records.
     """
 
-    def __init__(self, sink: MetricLogger, seconds_to_finish: float = _CLOSE_TIMEOUT_SECONDS) -> None:
-        self._sink = sink
-        self._seconds = seconds_to_finish
+    def __init__(self, logger: MetricLogger, close_timeout: float = _CLOSE_TIMEOUT_SECONDS) -> None:
+        self._sink = logger
+        self._seconds = close_timeout
         self._records: queue.Queue[tuple[int, Mapping[str, float], str] | None] = queue.Queue(_MAX_QUEUED_RECORDS)
         self._error: Exception | None = None
         self._raised = False
         self._num_lost = 0
         self._failed = False
-        self._thread = threading.Thread(target=self._run, name=type(sink).__name__, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=type(logger).__name__, daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
@@ -321,7 +321,7 @@ class BackgroundLogger:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         lost = self._num_lost + self._records.qsize()
         if lost or self._error is not None:
-            raise RuntimeError(f"{counted(lost, 'record')} could not be sent") from self._error
+            raise RuntimeError(f"{pluralize(lost, 'record')} could not be sent") from self._error
         if self._thread.is_alive():
             raise RuntimeError(f"it has not finished within {self._seconds:g} s")
 

@@ -10,7 +10,7 @@ from .step_report import StepReport
 _REDRAW_SECONDS = 0.2
 
 
-class Panel:
+class ProgressDisplay:
     """Show the progress of a run.
 
     Args:
@@ -32,7 +32,7 @@ class Panel:
         self._step_seconds: float | None = None
         self._drawn_at = 0.0
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Print a line, above the live panel if there is one."""
         console = self._live.console if self._live is not None else self._console
         console.print(line, markup=False)
@@ -44,7 +44,7 @@ class Panel:
         if self._use_live:
             self._draw()
         else:
-            self.say(format_step(report, self._max_steps, self.remaining_seconds()))
+            self.print(format_step(report, self._max_steps, self.remaining_seconds()))
 
     def show_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Show the metrics of a validation."""
@@ -52,7 +52,7 @@ class Panel:
         if self._use_live and self._live is not None:
             self._draw(force=True)
         else:
-            self.say(format_validation(step, self._max_steps, metrics))
+            self.print(format_validation(step, self._max_steps, metrics))
 
     def remaining_seconds(self) -> float | None:
         """Estimate the remaining time in seconds, without validation and checkpoints; None before the first report."""
@@ -108,7 +108,7 @@ class Panel:
         outer.add_row(grid)
         outer.add_row(ProgressBar(total=self._max_steps, completed=report.step))
         remaining = self.remaining_seconds()
-        eta = f"{duration(remaining)} left" if remaining is not None else ""
+        eta = f"{format_duration(remaining)} left" if remaining is not None else ""
         return Frame(outer, title=self._title, subtitle=eta, expand=False)
 
 
@@ -131,7 +131,7 @@ def format_step(report: StepReport, max_steps: int, remaining: float | None) -> 
     if report.memory_gib is not None:
         parts.append(f"{report.memory_gib:5.2f} GiB")
     if remaining is not None:
-        parts.append(f"{duration(remaining)} left")
+        parts.append(f"{format_duration(remaining)} left")
     return "  ".join(parts)
 
 
@@ -141,7 +141,7 @@ def format_validation(step: int, max_steps: int, metrics: dict[str, float]) -> s
     return f"step {step:>{len(str(max_steps))}}/{max_steps}  val loss {metrics['val_loss']:.4f}  {others}".rstrip()
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as short as possible: `45 s`, `3:07`, `2:03:00`."""
     total = max(0, round(seconds))
     if total < 60:

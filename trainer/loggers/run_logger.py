@@ -15,11 +15,11 @@ from ..config.run_config import RunConfig
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_IO, UserError
 from .logger_backends import MetricLogger, open_loggers
-from .progress_bar import Panel
+from .progress_bar import ProgressDisplay
 from .step_report import StepReport
 
 
-class Journal:
+class RunLogger:
     """Log metrics and lines of a run to files, terminal and loggers. Active on rank 0; `silent` on the others.
 
     A context manager: on exit it closes everything, and the loggers learn if the run failed.
@@ -35,9 +35,14 @@ class Journal:
     """
 
     def __init__(
-        self, directory: Path | None, panel: Panel | None, *, resumed_at: int = 0, validates_again: bool = False
+        self,
+        directory: Path | None,
+        progress: ProgressDisplay | None,
+        *,
+        resumed_at: int = 0,
+        drop_validation: bool = False,
     ) -> None:
-        self._panel = panel
+        self._panel = progress
         self._metrics = self._log = None
         self._sinks: dict[str, MetricLogger] = {}
         self._warned: set[str] = set()
@@ -45,7 +50,7 @@ class Journal:
             return
         path = directory / "metrics.jsonl"
         try:
-            _drop_lines_after(path, resumed_at, validates_again)
+            _drop_lines_after(path, resumed_at, drop_validation)
             self._metrics = path.open("a", encoding="utf-8")
             self._log = (directory / "run.log").open("a", encoding="utf-8")
         except OSError as error:
@@ -53,14 +58,20 @@ class Journal:
 
     @classmethod
     def open(
-        cls, config: RunConfig, directory: Path, panel: Panel, *, resumed_at: int, validates_again: bool = False
-    ) -> Journal:
+        cls,
+        config: RunConfig,
+        directory: Path,
+        progress: ProgressDisplay,
+        *,
+        resumed_at: int,
+        drop_validation: bool = False,
+    ) -> RunLogger:
         """Open the logger of rank 0, with the loggers of the configuration.
 
         Raises:
             UserError: the files cannot be written (exit code 74), or a logger cannot start.
         """
-        journal = cls(directory, panel, resumed_at=resumed_at, validates_again=validates_again)
+        journal = cls(directory, progress, resumed_at=resumed_at, drop_validation=drop_validation)
         try:
             journal._sinks = open_loggers(config, directory, resumed_at)
         except OSError as error:
@@ -72,7 +83,7 @@ class Journal:
         return journal
 
     @classmethod
-    def silent(cls) -> Journal:
+    def disabled(cls) -> RunLogger:
         """Return the disabled logger of every other rank."""
         return cls(None, None)
 
@@ -81,19 +92,19 @@ class Journal:
         """True if this process writes the files of the run."""
         return self._log is not None
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> RunLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.close(failed=kind is not None)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Log a line to the terminal and run.log."""
         if self._panel is not None:
-            self._panel.say(line)
-        self.note(line)
+            self._panel.print(line)
+        self.log_to_file(line)
 
-    def note(self, text: str) -> None:
+    def log_to_file(self, text: str) -> None:
         """Log text to run.log only."""
         if self._log is None:
             return
@@ -103,9 +114,9 @@ class Journal:
         except OSError as error:
             raise _cannot_write(error) from error
 
-    def report(self, report: StepReport) -> None:
+    def log_step(self, report: StepReport) -> None:
         """Log the metrics of a step."""
-        self._write(report.step, report.figures(), "train")
+        self._write(report.step, report.to_metrics(), "train")
         if self._panel is not None:
             self._panel.show_step(report)
 
@@ -157,7 +168,7 @@ class Journal:
         self._warned.add(name)
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
         text = " ".join(f"{type(error).__name__}: {error}{cause}".split())[:300]
-        self.say(f"warning: {name} failed; training continues without it: {text}")
+        self.log(f"warning: {name} failed; training continues without it: {text}")
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

@@ -36,7 +36,7 @@ class StepReport:
     memory_gib: float | None = None
     experts: Mapping[str, float] = field(default_factory=dict)
 
-    def figures(self) -> dict[str, float]:
+    def to_metrics(self) -> dict[str, float]:
         """Return the measured metrics by name."""
         fields = ("loss", "grad_norm", "lr", "consumed_samples", "skipped_steps", "step_seconds", "tokens_per_second")
         values = {name: getattr(self, name) for name in (*fields, "mfu", "memory_gib")}

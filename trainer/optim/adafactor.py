@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base_optimizer import Optimizer, arithmetic_dtype, overwrite, write_weight
+from .base_optimizer import Optimizer, arithmetic_dtype, copy_unless_skipped, write_weight
 
 
 class Adafactor(Optimizer):
@@ -107,7 +107,7 @@ class Adafactor(Optimizer):
             step.div_(((step_square / parameter.numel()).sqrt() / self.clip_threshold).clamp(min=1.0)).mul_(rate)
             if self.beta1 is not None:
                 mean = torch.lerp(step, state["exp_avg"], self.beta1)
-                overwrite(state["exp_avg"], mean, live)
+                copy_unless_skipped(state["exp_avg"], mean, live)
                 step = mean
             new = state["main"].to(step.dtype) * (1 - group["weight_decay"] * rate) - step
             write_weight(weight, state["main"], new, live)
@@ -128,7 +128,7 @@ class Adafactor(Optimizer):
 
         def update_moment(key: str, mean_squares: Tensor) -> Tensor:
             moment = torch.lerp(mean_squares + self.eps[0], state[key], decay)
-            overwrite(state[key], moment, live)
+            copy_unless_skipped(state[key], moment, live)
             return moment
 
         if step.ndim < 2:

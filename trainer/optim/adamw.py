@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...kernels.optim.adamw_kernel import adamw_step
 from .base_optimizer import Optimizer, arithmetic_dtype
 
-LEAST_SIZE = 1e-3
+MIN_RMS = 1e-3
 """Lower bound of the RMS of a weight for `scale_parameter`, as in Adafactor, so that zero weights are updated."""
 
 
@@ -82,10 +82,10 @@ class AdamW(Optimizer):
                 continue
             shard = self.piece_of(parameter)
             # The experts of a layer share one RMS.
-            parts = self._parts(name, shard.rows) if parameter.ndim < 3 else [shard.rows]
-            for rows, part in _split(shard_tensors, shard.start, parts):
+            parts = self._parts(name, shard.num_rows) if parameter.ndim < 3 else [shard.num_rows]
+            for rows, part in _split(shard_tensors, shard.first_row, parts):
                 tensors.append(part)
-                counts.append(parameter.numel() * rows // shard.rows)
+                counts.append(parameter.numel() * rows // shard.num_rows)
         if not tensors:
             return
         adamw_step(
@@ -111,7 +111,7 @@ class AdamW(Optimizer):
         """Return the RMS of each weight, at least `LEAST_SIZE`, from its local shard and its full element count."""
         norms = torch._foreach_norm(mains, 2, dtype=arithmetic_dtype(mains[0]))  # pyright: ignore[reportPrivateImportUsage]
         shares = torch._foreach_div(norms, [math.sqrt(count) for count in counts])  # pyright: ignore[reportPrivateImportUsage]
-        return self.sum_over_shards(torch.stack(shares).square()).sqrt().clamp(min=LEAST_SIZE)
+        return self.sum_over_shards(torch.stack(shares).square()).sqrt().clamp(min=MIN_RMS)
 
 
 class _Tensors(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...kernels.launch import triton_runs_on
 from ...kernels.optim.sum_of_squares import sum_of_squares
 from ...models.memory.host_copies import CopyEngine
-from ..utils.local_shard import LocalShard, local_tensor, piece_of, rank_and_world_size
+from ..utils.local_shard import LocalShard, local_shard, local_tensor, rank_and_world_size
 from .host_state import HostState
 from .state_buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
 
@@ -88,7 +88,7 @@ class Optimizer(torch.optim.Optimizer):
         clip_norm: float | None = None,
         sum_over_shards: Callable[[Tensor], Tensor] = no_reduce,
         gather_rows: Callable[[Tensor, int], Tensor] = no_gather,
-        piece_of: Callable[[Tensor], LocalShard] = piece_of,
+        piece_of: Callable[[Tensor], LocalShard] = local_shard,
         host: CopyEngine | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -250,7 +250,7 @@ class Optimizer(torch.optim.Optimizer):
         self._sums_in_use.clear()
         return result
 
-    def pieces(self) -> dict[str, LocalShard]:
+    def local_shards(self) -> dict[str, LocalShard]:
         """Return the state for a checkpoint, by parameter name plus `.main` or a key of `initial_state`.
 
         With `host`, the tensors are in host memory, and this synchronizes until they are up to date.
@@ -258,7 +258,7 @@ class Optimizer(torch.optim.Optimizer):
         `.main` is present with `main_weights` only, but then also for fp32 parameters, which have no copy: the keys of
         a checkpoint do not depend on the dtype of the parameters.
         """
-        self.settle()
+        self.synchronize()
         named: dict[str, LocalShard] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -270,13 +270,13 @@ class Optimizer(torch.optim.Optimizer):
                         rows = tensor.shape[0] if tensor.ndim else 1
                         named[f"{name}.{key}"] = LocalShard(tensor, 0, rows, *rank_and_world_size())
                     else:
-                        named[f"{name}.{key}"] = shard.of(tensor)
+                        named[f"{name}.{key}"] = shard.with_local(tensor)
         return named
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """With `host`, wait until the state of the last step is in host memory; call before reading it there."""
         if self.host_state is not None:
-            self.host_state.settle()
+            self.host_state.synchronize()
 
     def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         weight = self.piece_of(parameter).local
@@ -301,7 +301,7 @@ class Optimizer(torch.optim.Optimizer):
             return ({"main": main} if has_main_weight else {}) | self.initial_state(name, main, shape)
 
         # The largest shard of any rank, given how `pieces.chunk` splits rows.
-        max_rows = (max(weight.shape[0], -(-shard.rows // shards)),) if weight.ndim else ()
+        max_rows = (max(weight.shape[0], -(-shard.num_rows // shards)),) if weight.ndim else ()
         return StateShape(
             {key: (tuple(t.shape), t.dtype) for key, t in tensors(tuple(weight.shape[:1])).items()},
             max_shard_bytes=sum(t.numel() * t.element_size() for t in tensors(max_rows).values()),
@@ -314,11 +314,11 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[bucket.group]
         indices = [stretch.index for stretch in bucket.slices]
         bucket_group = {**group, **{key: [group[key][index] for index in indices] for key in ("params", "names")}}
-        weights = [s.of(self.piece_of(p).local) for s, p in zip(bucket.slices, bucket_group["params"], strict=True)]
+        weights = [s.view(self.piece_of(p).local) for s, p in zip(bucket.slices, bucket_group["params"], strict=True)]
         for weight, state in zip(weights, states, strict=True):
             state.setdefault("main", weight)
         bucket_gradients = [
-            s.of(gradient if s.cut is None else gradient.contiguous())
+            s.view(gradient if s.element_range is None else gradient.contiguous())
             for s, gradient in zip(bucket.slices, (gradients[bucket.group][i] for i in indices), strict=True)
         ]
         self.update(bucket_group, weights, bucket_gradients, states, scale)
@@ -345,14 +345,14 @@ def arithmetic_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def overwrite(old: Tensor, new: Tensor, live: Tensor) -> None:
+def copy_unless_skipped(old: Tensor, new: Tensor, live: Tensor) -> None:
     """Copy `new` into `old`, cast to its dtype, unless the scalar tensor `live` is False (a skipped step)."""
     old.copy_(torch.where(live, new, old))
 
 
 def write_weight(weight: Tensor, main: Tensor, new: Tensor, live: Tensor) -> None:
     """Overwrite a main weight, and the local shard of the parameter if it is a separate tensor."""
-    overwrite(main, new, live)
+    copy_unless_skipped(main, new, live)
     if weight.dtype != main.dtype:
         weight.copy_(main)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..utils.local_shard import LocalShard, local_tensor, piece_of
+from ..utils.local_shard import LocalShard, local_shard, local_tensor
 
 
 class EMA:
@@ -37,15 +37,15 @@ class EMA:
         decay: float,
         every_n_steps: int = 1,
         cpu_offload: bool = False,
-        piece_of: Callable[[Tensor], LocalShard] = piece_of,
-        spread: Callable[[], None] = lambda: None,
-        settle: Callable[[], None] = lambda: None,
+        local_shard: Callable[[Tensor], LocalShard] = local_shard,
+        all_gather_weights: Callable[[], None] = lambda: None,
+        wait_for_copies: Callable[[], None] = lambda: None,
     ) -> None:
         self._decay = decay
         self._every_n_steps = every_n_steps
-        self._spread = spread
-        self._settle = settle if cpu_offload else lambda: None
-        self._pieces = {name: piece_of(parameter) for name, parameter in parameters.items()}
+        self._spread = all_gather_weights
+        self._settle = wait_for_copies if cpu_offload else lambda: None
+        self._pieces = {name: local_shard(parameter) for name, parameter in parameters.items()}
         self._parameters = {name: piece.local for name, piece in self._pieces.items()}
         self._sources = self._parameters | {name: local_tensor(weight) for name, weight in (main_weights or {}).items()}
         self._averages = {
@@ -90,9 +90,9 @@ class EMA:
         finally:
             self._fill(originals)
 
-    def pieces(self) -> dict[str, LocalShard]:
+    def local_shards(self) -> dict[str, LocalShard]:
         """Return the local shards of the averages by parameter name, for checkpoints."""
-        return {name: self._pieces[name].of(average) for name, average in self._averages.items()}
+        return {name: self._pieces[name].with_local(average) for name, average in self._averages.items()}
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((source, self._averages[name]) for name, source in self._sources.items())

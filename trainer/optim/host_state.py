@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...models.memory.host_copies import CopyEngine
-from .state_buckets import SLOTS, Bucket, BucketPlan, Place
+from .state_buckets import NUM_SLOTS, Bucket, BucketPlan, TensorLocation
 
 Update = Callable[[Bucket, list[dict[str, Tensor]]], None]
 """Updates a bucket: changes the states of its parameters, on the device, in place."""
@@ -43,9 +43,9 @@ class HostState:
     def __init__(self, plan: BucketPlan, copies: CopyEngine) -> None:
         self.plan = plan
         self._copies = copies
-        self.memory = copies.host(plan.host_bytes)
+        self.memory = copies.allocate_host(plan.host_bytes)
         self.tensors = tuple(
-            tuple({key: place.of(self.memory) for key, place in home.items()} for home in homes)
+            tuple({key: place.view(self.memory) for key, place in home.items()} for home in homes)
             for homes in plan.host_locations
         )
 
@@ -55,8 +55,8 @@ class HostState:
         All state is back in host memory before device work submitted after this call runs.
         """
         copies, buckets = self._copies, self.plan.buckets
-        copies.begin()
-        slots = [copies.new(size) for size in self.plan.slots]
+        copies.use_current_stream()
+        slots = [copies.allocate_device(size) for size in self.plan.slot_bytes]
         fetches: dict[int, list[Any]] = {}
         write_backs: dict[int, list[Any]] = {}
 
@@ -65,10 +65,10 @@ class HostState:
                 copies.wait(event)
 
         def fetch(number: int) -> None:
-            wait(write_backs.pop(number - SLOTS, []))  # then its slot is free
+            wait(write_backs.pop(number - NUM_SLOTS, []))  # then its slot is free
             fetches[number] = [
                 copies.copy_to_device(host, memory)
-                for host, memory in self._copy_views(buckets[number], slots[number % SLOTS])
+                for host, memory in self._copy_views(buckets[number], slots[number % NUM_SLOTS])
             ]
 
         for number, bucket in enumerate(buckets):
@@ -77,21 +77,23 @@ class HostState:
             if number + 1 < len(buckets):
                 fetch(number + 1)
             wait(fetches.pop(number))
-            slot = slots[number % SLOTS]
+            slot = slots[number % NUM_SLOTS]
             update(bucket, [_views(stretch.state, slot) for stretch in bucket.slices])
-            write_backs[number] = [copies.send(memory, host) for host, memory in self._copy_views(bucket, slot)]
+            write_backs[number] = [copies.copy_to_host(memory, host) for host, memory in self._copy_views(bucket, slot)]
         for events in write_backs.values():  # before the memory of the slots is freed
             wait(events)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until host memory contains the results of all updates so far; call before reading it."""
         if self._copies.device.type == "cuda":
             torch.cuda.synchronize(self._copies.device)
 
     def _copy_views(self, bucket: Bucket, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the host and device views of each transfer of a bucket."""
-        return [(self.memory[host : host + size], slot[device : device + size]) for host, device, size in bucket.copies]
+        return [
+            (self.memory[host : host + size], slot[device : device + size]) for host, device, size in bucket.transfers
+        ]
 
 
-def _views(state: Mapping[str, Place], memory: Tensor) -> dict[str, Tensor]:
-    return {key: place.of(memory) for key, place in state.items()}
+def _views(state: Mapping[str, TensorLocation], memory: Tensor) -> dict[str, Tensor]:
+    return {key: place.view(memory) for key, place in state.items()}

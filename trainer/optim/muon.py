@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .adamw import AdamW
-from .base_optimizer import arithmetic_dtype, overwrite, write_weight
+from .base_optimizer import arithmetic_dtype, copy_unless_skipped, write_weight
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of X <- a X + (b A + c A A) X with A = X X^T: steepest at 0 (Jordan et al. 2024)."""
@@ -151,7 +151,7 @@ class Muon(AdamW):
         dtype = arithmetic_dtype(main)
         gradient = gradient.to(dtype) * scale.to(dtype)
         mean = torch.lerp(state["momentum_buffer"].to(dtype), gradient, 1 - self.momentum)
-        overwrite(state["momentum_buffer"], mean, live)
+        copy_unless_skipped(state["momentum_buffer"], mean, live)
         direction = torch.lerp(gradient, mean, self.momentum) if self.nesterov else mean
         narrow = direction.to(torch.float64 if dtype == torch.float64 else torch.bfloat16)
 
@@ -163,7 +163,7 @@ class Muon(AdamW):
         ]
         step = torch.cat(steps, dim=-2)
         if not is_stack:
-            first = self.piece_of(parameter).start
+            first = self.piece_of(parameter).first_row
             step = step[first : first + main.shape[0]]
         lr, weight_decay = group["lr"], group["weight_decay"]
         write_weight(weight, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)

@@ -60,14 +60,14 @@ def offloads_optimizer_state(keys: AnyModelBlock, device: torch.device) -> bool:
     return keys.cpu_offloading_optimizer and device.type == "cuda"
 
 
-def host_copies(keys: AnyModelBlock, device: torch.device) -> CopyEngine | None:
+def host_copy_engine(keys: AnyModelBlock, device: torch.device) -> CopyEngine | None:
     """Return the argument `host` of `Optimizer`; None to keep the state on the device."""
     return PinnedStateCopyEngine(device) if offloads_optimizer_state(keys, device) else None
 
 
 def fused_projection_rows(keys: AnyModelBlock) -> dict[str, tuple[int, ...]]:
     """Return the rows of each projection of the fused weights, by suffix of the parameter name."""
-    model = family_slice(keys, vocab_size=1, form=BatchSpec(length=sequence_length_of(keys)))
+    model = family_slice(keys, vocab_size=1, batch_spec=BatchSpec(seq_length=sequence_length_of(keys)))
     if not isinstance(model, T5Slice):
         return _fused_rows("", model.stack)
     rows: dict[str, tuple[int, ...]] = {}
@@ -93,7 +93,7 @@ def _fused_rows(prefix: str, stack: StackSlice) -> dict[str, tuple[int, ...]]:
     return rows
 
 
-def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float | None]:
+def recorded_settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float | None]:
     """Return the optimizer and schedule settings recorded in a checkpoint: effective keys, relative to `model`.
 
     Args:
@@ -115,7 +115,7 @@ def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float |
     return {key: str(value) if isinstance(value, list | bool) else value for key, value in found.items()}
 
 
-def min_state_elements(keys: AnyModelBlock, vocab_size: int, trained: int | None = None) -> int:
+def min_state_elements(keys: AnyModelBlock, vocab_size: int, trainable: int | None = None) -> int:
     """Return a lower bound of the elements of optimizer state besides main weights; Adafactor's vectors are left out.
 
     Args:
@@ -123,14 +123,14 @@ def min_state_elements(keys: AnyModelBlock, vocab_size: int, trained: int | None
         vocab_size: vocabulary size of the tokenizer.
         trained: number of trainable parameters, if others are frozen; None: all.
     """
-    parameters = count_parameters(keys, vocab_size) if trained is None else trained
+    parameters = count_parameters(keys, vocab_size) if trainable is None else trainable
     kind, chosen = optimizer_kind(keys.optim.name), optimizer_settings(keys.optim)
     if kind == "adamw":
         return 2 * parameters
-    if kind == "muon" and trained is not None:
+    if kind == "muon" and trainable is not None:
         return parameters  # lower bound: one element per parameter of a matrix
     if kind == "muon":
-        model = family_slice(keys, vocab_size=vocab_size, form=BatchSpec(length=sequence_length_of(keys)))
+        model = family_slice(keys, vocab_size=vocab_size, batch_spec=BatchSpec(seq_length=sequence_length_of(keys)))
         cross = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)
         stacks = sum(count_stack(stack, each) for stack, each in zip(model.stacks, cross, strict=True))
         return parameters + parameters - stacks

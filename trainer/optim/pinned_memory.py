@@ -28,7 +28,7 @@ class PinnedStateCopyEngine(CudaCopyEngine):
         """See `CopyEngine`."""
         return self._pinned
 
-    def host(self, size: int) -> Tensor:
+    def allocate_host(self, size: int) -> Tensor:
         """Allocate pinned host memory, uint8 (size,).
 
         Raises:
@@ -50,7 +50,7 @@ class PinnedStateCopyEngine(CudaCopyEngine):
         weakref.finalize(self, _unregister, memory, self.device).atexit = False
         return memory
 
-    def give_back(self, host: Tensor) -> None:
+    def release_host(self, host: Tensor) -> None:
         """Do nothing: the memory is freed with this object."""
 
 

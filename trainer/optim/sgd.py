@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base_optimizer import Optimizer, arithmetic_dtype, overwrite, write_weight
+from .base_optimizer import Optimizer, arithmetic_dtype, copy_unless_skipped, write_weight
 
 
 class SGD(Optimizer):
@@ -71,6 +71,6 @@ class SGD(Optimizer):
                 step.add_(old, alpha=group["weight_decay"])
             if self.momentum:
                 total = state["momentum_buffer"].to(dtype) * self.momentum + step
-                overwrite(state["momentum_buffer"], total, live)
+                copy_unless_skipped(state["momentum_buffer"], total, live)
                 step = step.add_(total, alpha=self.momentum) if self.nesterov else total
             write_weight(weight, main, old - group["lr"] * step, live)

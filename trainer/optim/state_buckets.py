@@ -17,13 +17,13 @@ from torch import Tensor
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of state per bucket: about a millisecond of transfer, against microseconds to launch a copy."""
-SLOTS = 3
+NUM_SLOTS = 3
 """Device buffers: for the bucket being fetched, the one being updated, and the one being written back."""
 _ALIGNMENT = 256  # bytes; more than the 16 bytes that vectorized kernels need
 _GRAIN = 1024  # elements; slices start at multiples of it, so that vectorized kernels process the same vectors
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Location of a tensor in a byte buffer."""
 
     start: int
@@ -35,16 +35,16 @@ class Place(NamedTuple):
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def of(self, memory: Tensor) -> Tensor:
+    def view(self, memory: Tensor) -> Tensor:
         """Return a view of the buffer as the tensor."""
         return memory[self.start : self.start + self.size].view(self.dtype).view(self.shape)
 
 
-class Copy(NamedTuple):
+class Transfer(NamedTuple):
     """One transfer: offset in host memory, offset in the bucket's device memory, and size, in bytes."""
 
-    host: int
-    device: int
+    host_offset: int
+    device_offset: int
     size: int
 
 
@@ -75,12 +75,12 @@ class BucketSlice:
     """
 
     index: int
-    state: Mapping[str, Place]
-    cut: tuple[int, int] | None = None
+    state: Mapping[str, TensorLocation]
+    element_range: tuple[int, int] | None = None
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def view(self, tensor: Tensor) -> Tensor:
         """Return a view of the slice of a contiguous tensor, shaped like the local shard of the parameter."""
-        return tensor if self.cut is None else tensor.view(-1)[slice(*self.cut)]
+        return tensor if self.element_range is None else tensor.view(-1)[slice(*self.element_range)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Bucket:
 
     group: int
     slices: tuple[BucketSlice, ...]
-    copies: tuple[Copy, ...]
+    transfers: tuple[Transfer, ...]
     size: int
 
 
@@ -110,22 +110,24 @@ class BucketPlan:
         host_bytes: total bytes of host memory.
     """
 
-    host_locations: tuple[tuple[Mapping[str, Place], ...], ...]
+    host_locations: tuple[tuple[Mapping[str, TensorLocation], ...], ...]
     buckets: tuple[Bucket, ...]
     host_bytes: int
 
     @property
-    def slots(self) -> tuple[int, ...]:
+    def slot_bytes(self) -> tuple[int, ...]:
         """Bytes of each of the `SLOTS` device buffers; bucket i uses buffer i % `SLOTS`."""
-        return tuple(max((bucket.size for bucket in self.buckets[slot::SLOTS]), default=0) for slot in range(SLOTS))
+        return tuple(
+            max((bucket.size for bucket in self.buckets[slot::NUM_SLOTS]), default=0) for slot in range(NUM_SLOTS)
+        )
 
     @property
     def moved_bytes(self) -> int:
         """Bytes copied to the device per step, and the same number back."""
-        return sum(copy.size for bucket in self.buckets for copy in bucket.copies)
+        return sum(copy.size for bucket in self.buckets for copy in bucket.transfers)
 
 
-def plan_buckets(groups: Sequence[Sequence[StateShape]], limit: int = BUCKET_BYTES) -> BucketPlan:
+def plan_buckets(groups: Sequence[Sequence[StateShape]], bucket_bytes: int = BUCKET_BYTES) -> BucketPlan:
     """Assign the state of all parameters to buckets, group by group.
 
     Ranks with different shards get the same assignment of parameters to buckets, so that collectives during an update
@@ -135,19 +137,19 @@ def plan_buckets(groups: Sequence[Sequence[StateShape]], limit: int = BUCKET_BYT
         groups: state shapes, for each group and each parameter in it.
         limit: maximal bytes of a bucket; a state that must be on the device as a whole may be larger.
     """
-    homes: list[tuple[Mapping[str, Place], ...]] = []
+    homes: list[tuple[Mapping[str, TensorLocation], ...]] = []
     buckets: list[Bucket] = []
     end = 0
     for group, states in enumerate(groups):
-        group_homes: list[Mapping[str, Place]] = []
-        for indices in _pack([state.max_shard_bytes for state in states], limit):
+        group_homes: list[Mapping[str, TensorLocation]] = []
+        for indices in _pack([state.max_shard_bytes for state in states], bucket_bytes):
             begin = end
             for index in indices:
                 places, end = _lay_out(states[index].tensors, end)
                 group_homes.append(places)
             elements = states[indices[0]].elements
-            if elements is not None and states[indices[0]].max_shard_bytes > limit:
-                buckets.extend(_slice(group, indices[0], group_homes[-1], elements, limit))
+            if elements is not None and states[indices[0]].max_shard_bytes > bucket_bytes:
+                buckets.extend(_slice(group, indices[0], group_homes[-1], elements, bucket_bytes))
                 continue
             stretches = tuple(
                 BucketSlice(
@@ -156,7 +158,7 @@ def plan_buckets(groups: Sequence[Sequence[StateShape]], limit: int = BUCKET_BYT
                 )
                 for index in indices
             )
-            copies = (Copy(begin, 0, end - begin),) if end > begin else ()
+            copies = (Transfer(begin, 0, end - begin),) if end > begin else ()
             buckets.append(Bucket(group, stretches, copies, end - begin))
         homes.append(tuple(group_homes))
     return BucketPlan(tuple(homes), tuple(buckets), end)
@@ -174,16 +176,18 @@ def _pack(sizes: Sequence[int], limit: int) -> Iterator[range]:
         yield range(first, len(sizes))
 
 
-def _lay_out(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], start: int) -> tuple[Mapping[str, Place], int]:
+def _lay_out(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], start: int
+) -> tuple[Mapping[str, TensorLocation], int]:
     """Place tensors consecutively from `start`; return their locations and the next free offset."""
-    places: dict[str, Place] = {}
+    places: dict[str, TensorLocation] = {}
     for key, (shape, dtype) in tensors.items():
-        places[key] = Place(start, shape, dtype)
+        places[key] = TensorLocation(start, shape, dtype)
         start = _aligned(start + places[key].size)
     return places, start
 
 
-def _slice(group: int, index: int, home: Mapping[str, Place], elements: int, limit: int) -> Iterator[Bucket]:
+def _slice(group: int, index: int, home: Mapping[str, TensorLocation], elements: int, limit: int) -> Iterator[Bucket]:
     """Slice the state of one parameter into buckets of at most `limit` bytes (at least `_GRAIN` elements)."""
     element_bytes = sum(place.dtype.itemsize for place in home.values())
     step = max(_GRAIN, limit // element_bytes // _GRAIN * _GRAIN)
@@ -191,7 +195,7 @@ def _slice(group: int, index: int, home: Mapping[str, Place], elements: int, lim
         stop = min(start + step, elements)
         state, size = _lay_out({key: ((stop - start,), place.dtype) for key, place in home.items()}, 0)
         copies = tuple(
-            Copy(place.start + start * place.dtype.itemsize, state[key].start, state[key].size)
+            Transfer(place.start + start * place.dtype.itemsize, state[key].start, state[key].size)
             for key, place in home.items()
         )
         yield Bucket(group, (BucketSlice(index, state, (start, stop)),), copies, size)

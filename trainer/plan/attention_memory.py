@@ -32,15 +32,15 @@ class SavedTensors(NamedTuple):
     """
 
     part: str
-    size: int
+    num_bytes: int
     module: RecomputeModule | None = None
-    also: RecomputeModule | None = None
+    also_requires: RecomputeModule | None = None
     alternative_module: RecomputeModule | None = None
 
-    def is_made_again(self, modules: frozenset[RecomputeModule]) -> bool:
+    def is_recomputed(self, modules: frozenset[RecomputeModule]) -> bool:
         """True if it is recomputed, and so not saved, with these `modules`."""
         return self.alternative_module in modules or (
-            self.module in modules and (self.also is None or self.also in modules)
+            self.module in modules and (self.also_requires is None or self.also_requires in modules)
         )
 
 
@@ -55,7 +55,7 @@ class AttentionMemory:
         beside_scores: bytes saved additionally (or fewer, if negative) then: inputs of the scores instead of copies.
     """
 
-    kept: tuple[SavedTensors, ...]
+    saved: tuple[SavedTensors, ...]
     working: int
     working_recomputed: int
     scores_recompute_bytes: int = 0
@@ -73,7 +73,7 @@ class AttentionTokens:
 
     queries: int
     keys: int
-    across: bool = False
+    is_cross: bool = False
 
 
 def attention_memory(
@@ -127,7 +127,7 @@ def attention_memory(
     else:
         accumulator = sides.queries * q_width * 4 if decision.backend in _FP32_DQ_ACCUMULATOR else 0
         working = gradients + accumulator + _bias_bytes(decision)
-    return AttentionMemory(tuple(each for each in kept if each.size), working, working - freed, beside_scores)
+    return AttentionMemory(tuple(each for each in kept if each.num_bytes), working, working - freed, beside_scores)
 
 
 def recomputes_from_log_sum_exp(attention: AttentionSlice, decision: BackendSelection) -> bool:
@@ -144,7 +144,7 @@ def _projections(
     """
     if attention.qk_norm:
         return q_bytes + 2 * k_bytes, q_bytes + k_bytes
-    has_rotary = not sides.across and stack.rotary is not None
+    has_rotary = not sides.is_cross and stack.rotary is not None
     return (k_bytes, q_bytes + k_bytes) if has_rotary else (q_bytes + 2 * k_bytes, 0)
 
 

@@ -23,9 +23,9 @@ class LossMemory:
     """
 
     forward: int
-    kept: int
+    saved: int
     backward: int
-    parameters: int
+    num_parameters: int
 
 
 def loss_memory(facts: RunInputs) -> LossMemory:
@@ -36,9 +36,11 @@ def loss_memory(facts: RunInputs) -> LossMemory:
     cuda = facts.target.device == "cuda"
     chunk = min(default_chunk_tokens(vocab, cuda=cuda), tokens)
     logits, weights = chunk * vocab * e, vocab * hidden
-    uncast_input = widths.stream if widths.casts_weights else 0  # under autocast the fp32 input exists beside its copy
+    uncast_input = (
+        widths.residual if widths.casts_weights else 0
+    )  # under autocast the fp32 input exists beside its copy
     inputs, input_gradient = tokens * hidden * (e + uncast_input), tokens * hidden * e
-    frozen = facts.keys.peft.is_on  # the head has no gradient
+    frozen = facts.model_config.peft.is_on  # the head has no gradient
     # gradient of the weight of one chunk in the compute dtype, and its sum over chunks in at least fp32
     product, accumulator = (0, 0) if frozen else (weights * e, weights * max(4, e))
     if chunk == tokens:
@@ -60,9 +62,9 @@ def loss_memory(facts: RunInputs) -> LossMemory:
     cast_gradient = weights * widths.weights if widths.casts_weights and not frozen else 0
     return LossMemory(
         forward=inputs + input_gradient + peak + cast_weight,
-        kept=kept,
+        saved=kept,
         backward=kept * (1 if cuda and e < 8 else 2) + cast_gradient,
-        parameters=0 if frozen else weights,
+        num_parameters=0 if frozen else weights,
     )
 
 
@@ -88,7 +90,7 @@ def embedding_saved_bytes(facts: RunInputs, stack: StackInputs) -> int:
     elements = stack.tokens * stack.stack.hidden_size
     kept = elements if dropout else 0
     if isinstance(family, BertSlice) and family.embedding_norm:
-        kept += elements * stack.widths.stream + norm_saved_bytes(stack, elements)
+        kept += elements * stack.widths.residual + norm_saved_bytes(stack, elements)
     return kept
 
 
@@ -98,8 +100,8 @@ def final_norm_saved_bytes(stack: StackInputs) -> int:
         return 0
     elements = stack.tokens * stack.stack.hidden_size
     if stack.compiled:
-        return elements * stack.widths.stream
-    return (elements * stack.widths.stream if norm_saves_input(stack) else 0) + norm_saved_bytes(stack, elements)
+        return elements * stack.widths.residual
+    return (elements * stack.widths.residual if norm_saves_input(stack) else 0) + norm_saved_bytes(stack, elements)
 
 
 def encoder_output_bytes(facts: RunInputs) -> int:
@@ -108,7 +110,7 @@ def encoder_output_bytes(facts: RunInputs) -> int:
         return 0
     encoder = facts.stacks[0]
     elements = encoder.tokens * encoder.stack.hidden_size
-    return elements * (encoder.widths.stream + (encoder.widths.compute if encoder.widths.casts_weights else 0))
+    return elements * (encoder.widths.residual + (encoder.widths.compute if encoder.widths.casts_weights else 0))
 
 
 def mlm_transform_saved_bytes(facts: RunInputs) -> int:

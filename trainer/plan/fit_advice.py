@@ -6,9 +6,9 @@ import torch
 
 from ..config.schema.root import RootBlock
 from .inputs import Target
-from .report import change_lines, gib
+from .report import change_lines, format_gib
 from .run_plan import Plan, local_target, make_plan
-from .search import suggestions
+from .search import suggest_changes
 
 
 def plan_run(root: RootBlock, device: torch.device, *, world_size: int, vocab_size: int | None) -> Plan | None:
@@ -34,16 +34,16 @@ def out_of_memory_lines(root: RootBlock, plan: Plan | None) -> list[str]:
         root: validated configuration.
         plan: of the run that failed; None if there is none.
     """
-    if plan is None or plan.facts.target.device != "cuda":
+    if plan is None or plan.inputs.target.device != "cuda":
         return ["use a smaller model.micro_batch_size, shorter samples or a smaller model"]
-    target: Target = plan.facts.target
-    lines = [f"the plan estimated {gib(plan.needed)} of {gib(plan.available or 0)} device memory"]
-    if plan.facts.uses_cuda_graph:
+    target: Target = plan.inputs.target
+    lines = [f"the plan estimated {format_gib(plan.needed)} of {format_gib(plan.available or 0)} device memory"]
+    if plan.inputs.uses_cuda_graph:
         lines.append(
             "CUDA graphs use a memory pool of their own, not shared with other tensors; "
             "`model.enable_cuda_graph=False` frees it"
         )
-    changes = suggestions(root, target, plan)
+    changes = suggest_changes(root, target, plan)
     if not changes:
         return [*lines, "use shorter samples or a smaller model"]
     return [*lines, "changes that need less memory:", *change_lines(plan, changes)]

@@ -75,7 +75,7 @@ def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: BatchSpec
         form: sample lengths.
         frozen: weights are frozen, which saves 2 of the 6; added PEFT parameters do not count.
     """
-    length, answer = form.length, form.decoder_length
+    length, answer = form.seq_length, form.decoder_seq_length
     each = 4.0 if frozen else 6.0
     match keys:
         case T5Keys():
@@ -111,7 +111,7 @@ def _stack_parameters(keys: StackKeys, *, of_t5: bool = False) -> int:
     attention = keys.hidden_size * (query + 2 * key_value) + query * keys.hidden_size
     per_channel = (3 if mlp_slice(keys).gated else 2) * keys.hidden_size
     dense = per_channel * keys.ffn_hidden_size
-    moe = moe_slice(keys, of_t5=of_t5)
+    moe = moe_slice(keys, is_t5=of_t5)
     if moe is None:
         return keys.num_layers * (attention + dense)
     routed = moe.topk * min(1.0, moe.capacity_factor or 1.0)

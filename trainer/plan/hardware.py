@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class GPUSpec:
     """Specification of a GPU.
 
     Attributes:
@@ -49,50 +49,50 @@ class Card:
 # are those of the data sheets. The fractions are a fit to the H100 steps of docs/benchmarks.md: 1.2 B at 4,096 to
 # 106,496 tokens, wide and T5 within 2 %, LoRA 4 %, MoE 5 %. They agree with single kernels on the H100: GEMMs at 700 to
 # 760 of 989 TFLOP/s, attention at 565 with sequences of 16,384.
-_TABLE: dict[str, Card] = {
-    "h100": Card(
+_TABLE: dict[str, GPUSpec] = {
+    "h100": GPUSpec(
         name="NVIDIA H100 80GB HBM3", memory=int(79.1 * GIB), capability=(9, 0), bandwidth=3.35e12, host_link=50e9,
         peer_link=330e9, measured=True,
     ),
-    "h100-pcie": Card(
+    "h100-pcie": GPUSpec(
         name="NVIDIA H100 PCIe", memory=int(79.1 * GIB), capability=(9, 0), bandwidth=2.0e12, host_link=50e9,
         peer_link=40e9,
     ),
-    "h200": Card(
+    "h200": GPUSpec(
         name="NVIDIA H200", memory=int(139.8 * GIB), capability=(9, 0), bandwidth=4.8e12, host_link=50e9,
         peer_link=330e9,
     ),
-    "gh200": Card(
+    "gh200": GPUSpec(
         name="NVIDIA GH200 96GB HBM3", memory=int(95.0 * GIB), capability=(9, 0), bandwidth=4.0e12, host_link=350e9,
         peer_link=330e9,
     ),
-    "b200": Card(
+    "b200": GPUSpec(
         name="NVIDIA B200", memory=int(178.0 * GIB), capability=(10, 0), bandwidth=8.0e12, host_link=50e9,
         peer_link=650e9,
     ),
-    "a100": Card(
+    "a100": GPUSpec(
         name="NVIDIA A100-SXM4-80GB", memory=int(79.1 * GIB), capability=(8, 0), bandwidth=2.04e12, host_link=24e9,
         peer_link=220e9,
     ),
-    "a100-40": Card(
+    "a100-40": GPUSpec(
         name="NVIDIA A100-SXM4-40GB", memory=int(39.4 * GIB), capability=(8, 0), bandwidth=1.56e12, host_link=24e9,
         peer_link=220e9,
     ),
-    "a10": Card(
+    "a10": GPUSpec(
         name="NVIDIA A10", memory=int(22.0 * GIB), capability=(8, 6), bandwidth=0.6e12, host_link=24e9, peer_link=20e9
     ),
-    "l4": Card(
+    "l4": GPUSpec(
         name="NVIDIA L4", memory=int(22.0 * GIB), capability=(8, 9), bandwidth=0.3e12, host_link=24e9, peer_link=20e9
     ),
-    "l40s": Card(
+    "l40s": GPUSpec(
         name="NVIDIA L40S", memory=int(44.4 * GIB), capability=(8, 9), bandwidth=0.864e12, host_link=24e9,
         peer_link=20e9,
     ),
-    "rtx4090": Card(
+    "rtx4090": GPUSpec(
         name="NVIDIA GeForce RTX 4090", memory=int(23.5 * GIB), capability=(8, 9), bandwidth=1.008e12,
         host_link=24e9, peer_link=20e9,
     ),
-    "rtx5090": Card(
+    "rtx5090": GPUSpec(
         name="NVIDIA GeForce RTX 5090", memory=int(31.4 * GIB), capability=(12, 0), bandwidth=1.79e12,
         host_link=48e9, peer_link=40e9,
     ),
@@ -116,7 +116,7 @@ GPU_NAMES = tuple(_TABLE)
 DEFAULT_GPU = "h100"
 
 
-def parse_gpu(text: str) -> Card:
+def parse_gpu(text: str) -> GPUSpec:
     """Parse `--device`: a name in the table, a memory size (`80GiB`, `24GB`), or both (`h100:40GiB`).
 
     A size alone is an H100 with that much memory, not marked as measured.
@@ -137,7 +137,7 @@ def parse_gpu(text: str) -> Card:
     return replace(_TABLE[DEFAULT_GPU], memory=memory, measured=False)
 
 
-def match_gpu(driver_name: str, memory: int, capability: tuple[int, int]) -> Card:
+def match_gpu(driver_name: str, memory: int, capability: tuple[int, int]) -> GPUSpec:
     """Return the specification of an installed GPU: its own memory, and the rates of the most similar GPU in the table.
 
     Args:

@@ -27,15 +27,15 @@ from ...models.config.slices import AttentionSlice, StackSlice
 from ...models.config.t5_slice import T5Slice
 from ...models.dispatch.attention_calls import CallKind, choose_backends
 from ...models.dispatch.attention_choices import CallContext, plan_attentions
-from ...models.peft.lora_mlp import is_one_operation
+from ...models.peft.lora_mlp import is_lora_mlp_fused
 from ...models.recompute.analysis import has_dropout
-from ..config.batch_spec import sample_form
-from ..config.parameter_layout import DataParallelLayout, layout_of
+from ..config.batch_spec import batch_spec
+from ..config.parameter_layout import DataParallelLayout, layout_from_config
 from ..config.schema.root import AnyModelBlock, RootBlock
 from ..device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from ..device.precision import PrecisionPlan, plan_precision
-from ..distributed.build_data_parallel import reduce_dtype
-from .hardware import Card
+from ..distributed.build_data_parallel import grad_reduce_dtype
+from .hardware import GPUSpec
 from .trainable_count import count_trainable
 
 
@@ -56,7 +56,7 @@ class Target:
 
     device: str
     capability: tuple[int, int] | None
-    gpu: Card | None
+    gpu: GPUSpec | None
     memory: int | None
     software: InstalledSoftware
     flags: AttentionFlags
@@ -76,7 +76,7 @@ class ByteWidths:
 
     weights: int
     compute: int
-    stream: int
+    residual: int
 
     @property
     def casts_weights(self) -> bool:
@@ -119,11 +119,11 @@ class StackInputs:
     widths: ByteWidths
     compiled: bool
     trained_projections: frozenset[Projection]
-    spares_norms: bool
+    skips_norm_outputs: bool
     fused_lora_mlp: bool
     lora_experts: bool
     trains_router: bool
-    begins: int
+    first_trained_layer: int
 
     @property
     def tokens(self) -> int:
@@ -163,10 +163,10 @@ class RunInputs:
         can_use_cuda_graph: micro batches can run as CUDA graphs, whether or not they are configured to.
     """
 
-    keys: AnyModelBlock
+    model_config: AnyModelBlock
     target: Target
     family: FamilySlice
-    form: BatchSpec
+    batch_spec: BatchSpec
     stacks: tuple[StackInputs, ...]
     precision: PrecisionPlan
     layout: DataParallelLayout | None
@@ -181,7 +181,7 @@ class RunInputs:
     @property
     def uses_cuda_graph(self) -> bool:
         """True if micro batches run as CUDA graphs, each launched with one call."""
-        return self.can_use_cuda_graph and self.keys.enable_cuda_graph is not False
+        return self.can_use_cuda_graph and self.model_config.enable_cuda_graph is not False
 
     @property
     def ranks(self) -> int:
@@ -224,10 +224,10 @@ def collect_inputs(
         ValueError: no attention backend supports the run, compilation is not available, or the vocabulary is too small.
         UserError: CUDA graphs are required but not supported for this run.
     """
-    keys, form = root.model, sample_form(root)
+    keys, form = root.model, batch_spec(root)
     vocab_size = vocab_size or keys.override_vocab_size or 1
-    family = family_slice(keys, vocab_size=vocab_size, form=form)
-    dtype = precision.autocast or precision.weights
+    family = family_slice(keys, vocab_size=vocab_size, batch_spec=form)
+    dtype = precision.autocast_dtype or precision.param_dtype
     common: CallContext = {
         "device": target.device,
         "capability": target.capability,
@@ -238,7 +238,7 @@ def collect_inputs(
     peft = peft_slice(keys.peft)
     layer_form = form  # prompt tuning lengthens the sequences that layers see
     if isinstance(peft, PromptSlice):
-        layer_form = replace(form, length=form.length + peft.virtual_tokens)
+        layer_form = replace(form, length=form.seq_length + peft.virtual_tokens)
     decisions: dict[str, BackendSelection] = {}
     for planned in plan_attentions(family, layer_form, common):
         calls: dict[CallKind, AttentionCall] = {"training": planned.calls["training"]}
@@ -249,32 +249,32 @@ def collect_inputs(
     dropout = any(map(has_dropout, family.stacks)) or peft_dropout(peft) > 0
     compiled, _ = decide_compile(keys.compile, target.device, target.software.torch, dropout=dropout)
     widths = ByteWidths(
-        weights=precision.weights.itemsize,
+        weights=precision.param_dtype.itemsize,
         compute=dtype.itemsize,
-        stream=precision.weights.itemsize if precision.autocast else dtype.itemsize,
+        residual=precision.param_dtype.itemsize if precision.autocast_dtype else dtype.itemsize,
     )
-    layout = layout_of(root, target.world_size)
-    gradient_dtype = reduce_dtype(root, precision.weights) or precision.weights
+    layout = layout_from_config(root, target.world_size)
+    gradient_dtype = grad_reduce_dtype(root, precision.param_dtype) or precision.param_dtype
     ema = root.exp_manager.ema
     return RunInputs(
-        keys=keys,
+        model_config=keys,
         target=target,
         family=family,
-        form=form,
+        batch_spec=form,
         stacks=_stacks(
             family,
             layer_form,
             decisions,
             keys,
             widths,
-            count_trainable(keys, vocab_size, form).begins,
+            count_trainable(keys, vocab_size, form).first_backward_layers,
             compiled=compiled,
         ),
         precision=precision,
         layout=layout,
         reduce_itemsize=gradient_dtype.itemsize,
         micro_batches=keys.global_batch_size // keys.micro_batch_size // target.world_size,
-        ema_itemsize=max(4, precision.weights.itemsize) if ema.enable else 0,
+        ema_itemsize=max(4, precision.param_dtype.itemsize) if ema.enable else 0,
         ema_on_host=ema.cpu_offload and target.device == "cuda",
         ema_every_n_steps=ema.every_n_steps,
         vocab_size=vocab_size,
@@ -294,7 +294,9 @@ def _stacks(
 ) -> tuple[StackInputs, ...]:
     peft = peft_slice(keys.peft)
     cross = family.cross_attention if isinstance(family, T5Slice) else None
-    names, lengths = (("encoder", "decoder"), (form.length, form.decoder_length)) if cross else (("",), (form.length,))
+    names, lengths = (
+        (("encoder", "decoder"), (form.seq_length, form.decoder_seq_length)) if cross else (("",), (form.seq_length,))
+    )
     stacks: list[StackInputs] = []
     for index, (name, stack, length) in enumerate(zip_longest(names, family.stacks, lengths)):
         stack_cross, call = cross if index else None, decisions[name].call
@@ -307,17 +309,17 @@ def _stacks(
                 attention=decisions[name],
                 cross=stack_cross,
                 cross_attention=decisions["cross"] if stack_cross else None,
-                encoder_length=form.length if stack_cross else 0,
+                encoder_length=form.seq_length if stack_cross else 0,
                 widths=widths,
                 compiled=compiled,
                 trained_projections=_trained_projections(peft),
-                spares_norms=compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack),
+                skips_norm_outputs=compiled and isinstance(peft, LoRASlice) and peft.can_skip_norm_output(stack),
                 lora_experts=isinstance(peft, LoRASlice)
                 and peft.layers.numbers is None
                 and bool(peft.targets & {"mlp_fc1", "mlp_fc2"}),
                 trains_router=peft is None or isinstance(peft, SelectiveSlice),
-                fused_lora_mlp=is_one_operation(peft, stack, call.device, call.dtype),
-                begins=begins[index],
+                fused_lora_mlp=is_lora_mlp_fused(peft, stack, call.device, call.dtype),
+                first_trained_layer=begins[index],
             )
         )
     return tuple(stacks)

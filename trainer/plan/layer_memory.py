@@ -51,24 +51,24 @@ class LayerMemory:
     has_experts: bool
     scores_recompute_bytes: int
     activation_recompute_bytes: int
-    mlp: tuple[SavedTensors, ...]
+    mlp_saved: tuple[SavedTensors, ...]
     other_saved: tuple[SavedTensors, ...]
-    normed: int
-    parts: int
+    mlp_input_bytes: int
+    num_sublayers: int
     mlp_working: int
     attention_working: int
     attention_working_recomputed: int
-    parameters: int
+    num_parameters: int
 
     @property
-    def kept(self) -> tuple[SavedTensors, ...]:
+    def saved(self) -> tuple[SavedTensors, ...]:
         """Tensors saved besides the layer's input if nothing is recomputed."""
-        return self.other_saved + self.mlp
+        return self.other_saved + self.mlp_saved
 
     @property
     def saved_bytes(self) -> int:
         """Bytes saved besides the layer's input if nothing is recomputed."""
-        return sum(each.size for each in self.kept)
+        return sum(each.num_bytes for each in self.saved)
 
     def saved_bytes_with(self, modules: frozenset[RecomputeModule]) -> int:
         """Bytes saved besides the layer's input if `modules` are recomputed."""
@@ -76,20 +76,20 @@ class LayerMemory:
         inputs = (min(norms, 1) if self.shares_norm_input else norms) * self.norm_input_bytes
         inputs += self.scores_recompute_bytes if "core_attention" in modules else 0
         inputs += self.activation_recompute_bytes_with(modules)
-        return inputs + self.saved_bytes - recomputed(self.kept, modules)
+        return inputs + self.saved_bytes - recomputed_bytes(self.saved, modules)
 
     def backward_peak(self, modules: frozenset[RecomputeModule]) -> tuple[int, int]:
         """Return (recomputed bytes, working bytes) at the peak of the backward pass if `modules` are recomputed.
 
         The peak is in the MLP, or in attention after the MLP's saved tensors were freed.
         """
-        norm_bytes = recomputed(tuple(each for each in self.other_saved if each.module == "norm"), modules)
-        norms, in_mlp = self._recomputed_norms(modules), recomputed(self.mlp, modules)
+        norm_bytes = recomputed_bytes(tuple(each for each in self.other_saved if each.module == "norm"), modules)
+        norms, in_mlp = self._recomputed_norms(modules), recomputed_bytes(self.mlp_saved, modules)
         norm = norm_bytes // norms if norms else 0
-        mlp_norm_saved = norms < self.parts
-        freed = sum(each.size for each in self.mlp) - in_mlp + self.normed * mlp_norm_saved
+        mlp_norm_saved = norms < self.num_sublayers
+        freed = sum(each.num_bytes for each in self.mlp_saved) - in_mlp + self.mlp_input_bytes * mlp_norm_saved
         freed += self.activation_recompute_bytes_with(modules)
-        in_attention = recomputed(self.other_saved, modules) - norm_bytes + norm
+        in_attention = recomputed_bytes(self.other_saved, modules) - norm_bytes + norm
         working = self.attention_working_recomputed if "core_attention" in modules else self.attention_working
         candidates = (in_mlp + norm * (not mlp_norm_saved), self.mlp_working), (in_attention, working - freed)
         return max(candidates, key=sum)
@@ -98,7 +98,7 @@ class LayerMemory:
         """Return the number of sublayers whose norm is recomputed; the last one is the MLP."""
         if "norm" not in modules:
             return 0
-        return self.parts - (self.has_experts and "moe" not in modules)
+        return self.num_sublayers - (self.has_experts and "moe" not in modules)
 
     def activation_recompute_bytes_with(self, modules: frozenset[RecomputeModule]) -> int:
         """Bytes saved to recompute the activation function if `modules` are recomputed."""
@@ -107,16 +107,16 @@ class LayerMemory:
 
     def full_recompute_backward_peak(self) -> tuple[int, int]:
         """Return (recomputed bytes, working bytes) at the peak of the backward pass of a fully recomputed layer."""
-        freed = sum(each.size for each in self.mlp) + self.normed
+        freed = sum(each.num_bytes for each in self.mlp_saved) + self.mlp_input_bytes
         return self.saved_bytes, max(self.mlp_working, self.attention_working - freed)
 
 
-def recomputed(kept: tuple[SavedTensors, ...], modules: frozenset[RecomputeModule]) -> int:
+def recomputed_bytes(kept: tuple[SavedTensors, ...], modules: frozenset[RecomputeModule]) -> int:
     """Bytes of the tensors in `kept` that are recomputed with `modules`."""
-    return sum(each.size for each in kept if each.is_made_again(modules))
+    return sum(each.num_bytes for each in kept if each.is_recomputed(modules))
 
 
-def layer_memory(facts: StackInputs, *, experts: bool) -> LayerMemory:
+def layer_memory(facts: StackInputs, *, is_moe: bool) -> LayerMemory:
     """Return the memory of a layer.
 
     Args:
@@ -124,7 +124,7 @@ def layer_memory(facts: StackInputs, *, experts: bool) -> LayerMemory:
         experts: it is an MoE layer.
     """
     stack, widths, tokens = facts.stack, facts.widths, facts.tokens
-    e, s = widths.compute, widths.stream
+    e, s = widths.compute, widths.residual
     elements = tokens * stack.hidden_size
     own = attention_memory(
         stack.attention,
@@ -134,14 +134,14 @@ def layer_memory(facts: StackInputs, *, experts: bool) -> LayerMemory:
         widths,
         compiled=facts.compiled,
     )
-    moe = stack.moe if experts else None
-    saved = [*own.kept, *_stream_and_norms(facts, moe)]
+    moe = stack.moe if is_moe else None
+    saved = [*own.saved, *_stream_and_norms(facts, moe)]
     working, working_again, beside_scores = own.working, own.working_recomputed, own.scores_recompute_bytes
     parameters = count_layer(stack)
     if facts.cross is not None and facts.cross_attention is not None:
-        sides = AttentionTokens(queries=tokens, keys=facts.encoder_tokens, across=True)
+        sides = AttentionTokens(queries=tokens, keys=facts.encoder_tokens, is_cross=True)
         cross = attention_memory(facts.cross, stack, facts.cross_attention, sides, widths, compiled=facts.compiled)
-        saved += cross.kept
+        saved += cross.saved
         beside_scores += cross.scores_recompute_bytes
         working, working_again = max(working, cross.working), max(working_again, cross.working_recomputed)
         parameters += count_cross_attention(stack, facts.cross)
@@ -170,14 +170,14 @@ def layer_memory(facts: StackInputs, *, experts: bool) -> LayerMemory:
         has_experts=moe is not None,
         scores_recompute_bytes=beside_scores,
         activation_recompute_bytes=_beside_activation(facts, moe),
-        mlp=tuple(each for each in mlp if each.size),
-        other_saved=tuple(each for each in saved if each.size),
-        normed=elements * e if _saves_norm_output(facts, "mlp_fc1") or moe is not None else 0,
-        parts=_num_sublayers(facts),
+        mlp_saved=tuple(each for each in mlp if each.num_bytes),
+        other_saved=tuple(each for each in saved if each.num_bytes),
+        mlp_input_bytes=elements * e if _saves_norm_output(facts, "mlp_fc1") or moe is not None else 0,
+        num_sublayers=_num_sublayers(facts),
         mlp_working=residual_gradients + mlp_working + down,
         attention_working=attention_base + working,
         attention_working_recomputed=attention_base + working_again,
-        parameters=parameters,
+        num_parameters=parameters,
     )
 
 
@@ -194,12 +194,12 @@ def _norm_input(facts: StackInputs, *, keeps_boundary: bool) -> int:
     stack, elements = facts.stack, facts.tokens * facts.stack.hidden_size
     if facts.compiled and stack.block == "parallel_ln" and stack.norm.kind == "layernorm":
         return elements * 4  # the compiler shares one normalized fp32 input among all norms, and saves it
-    return 0 if keeps_boundary else elements * facts.widths.stream
+    return 0 if keeps_boundary else elements * facts.widths.residual
 
 
 def norm_saves_input(facts: StackInputs) -> bool:
     """True if an eager norm saves the residual stream itself instead of an fp32 copy."""
-    return facts.widths.stream >= 4 or (facts.stack.norm.kind == "layernorm" and not facts.stack.norm.zero_centered)
+    return facts.widths.residual >= 4 or (facts.stack.norm.kind == "layernorm" and not facts.stack.norm.zero_centered)
 
 
 def norm_saved_bytes(facts: StackInputs, elements: int) -> int:
@@ -211,7 +211,7 @@ def norm_saved_bytes(facts: StackInputs, elements: int) -> int:
 
 def _stream_and_norms(facts: StackInputs, moe: MoESlice | None) -> list[SavedTensors]:
     stack, widths = facts.stack, facts.widths
-    e, s = widths.compute, widths.stream
+    e, s = widths.compute, widths.residual
     elements = facts.tokens * stack.hidden_size
     parts = _num_sublayers(facts)
     # inputs of the first projection of each sublayer; with post-LN the residual stream, of which the layer's input
@@ -254,7 +254,7 @@ def _stream_and_norms(facts: StackInputs, moe: MoESlice | None) -> list[SavedTen
 
 def _saves_norm_output(facts: StackInputs, projection: Projection) -> bool:
     """True if a projection after a norm saves the norm's output."""
-    return projection in facts.trained_projections and not facts.spares_norms
+    return projection in facts.trained_projections and not facts.skips_norm_outputs
 
 
 # ---------------------------------------------------------------- MLP and experts
@@ -302,7 +302,7 @@ def _beside_activation(facts: StackInputs, moe: MoESlice | None) -> int:
     return facts.tokens * width * facts.widths.compute if saves_only_output(facts.stack.mlp) else 0
 
 
-def rows_of(moe: MoESlice, tokens: int) -> int:
+def expert_rows(moe: MoESlice, tokens: int) -> int:
     """Number of rows the experts of a layer compute, N * K unless padded to capacity."""
     rows = tokens * moe.topk
     if moe.capacity_factor is not None and moe.pad_to_capacity:
@@ -321,7 +321,7 @@ def _copies_for_router(facts: StackInputs, moe: MoESlice) -> bool:
         return False
     if moe.jitter or moe.router_dtype == "fp64":
         return True
-    if facts.widths.stream >= 4:
+    if facts.widths.residual >= 4:
         return False
     aligned = supports_fp32_output(moe.experts, facts.stack.hidden_size)
     return not (facts.attention.call.device == "cuda" and aligned)
@@ -332,7 +332,7 @@ def _experts(facts: StackInputs, moe: MoESlice) -> tuple[list[SavedTensors], int
     stack, widths, tokens = facts.stack, facts.widths, facts.tokens
     e, hidden = widths.compute, stack.hidden_size
     ups = 2 if stack.mlp.gated else 1
-    rows, width = rows_of(moe, tokens), moe.ffn_hidden_size
+    rows, width = expert_rows(moe, tokens), moe.ffn_hidden_size
     router_itemsize = 8 if moe.router_dtype == "fp64" else 4
     # the input in the router's dtype, jitter noise, and for each token the scores of all experts and its top-k
     router = tokens * hidden * router_itemsize * (1 + bool(moe.jitter)) if _copies_for_router(facts, moe) else 0

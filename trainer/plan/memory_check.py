@@ -18,8 +18,8 @@ from ...models.config.moe_slice import MoESlice
 from ...models.config.slices import AttentionSlice, StackSlice
 from ...models.config.t5 import T5Keys
 from ...models.config.t5_slice import T5Slice
-from ...models.memory.offload_activations import LEAST_SIZE
-from ..config.batch_spec import sample_form
+from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
+from ..config.batch_spec import batch_spec
 from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import AnyModelBlock, RootBlock
 from ..data.dataloader import PREFETCH_FACTOR
@@ -54,15 +54,15 @@ def check_memory(
         UserError: the run cannot fit; the message names the keys that determine the size.
     """
     keys = root.model
-    form = sample_form(root)
+    form = batch_spec(root)
     vocab_size = keys.override_vocab_size or 1
     counts = count_trainable(keys, vocab_size, form)
-    parameters, trained = counts.all, counts.trained
-    model = family_slice(keys, vocab_size=vocab_size, form=form)
+    parameters, trained = counts.total, counts.trainable
+    model = family_slice(keys, vocab_size=vocab_size, batch_spec=form)
     stacks = model.stacks
-    lengths = (form.length, form.decoder_length)[: len(stacks)]
+    lengths = (form.seq_length, form.decoder_seq_length)[: len(stacks)]
     table = rotary_table_bytes(stacks)
-    itemsize = precision.weights.itemsize
+    itemsize = precision.param_dtype.itemsize
     main = main_weight_bytes(precision)
     state_size = (
         min_state_elements(keys, vocab_size, trained) if keys.peft.is_on else min_state_elements(keys, vocab_size)
@@ -81,10 +81,10 @@ def check_memory(
     if manager.create_checkpoint_callback and manager.checkpoint_callback_params.async_save:
         on_host *= 2  # an asynchronous save writes from a copy in host memory
     state = weights + (0 if on_host else optimizer) + ema_bytes - ema_on_host + table
-    compute_itemsize = (precision.autocast or precision.weights).itemsize
+    compute_itemsize = (precision.autocast_dtype or precision.param_dtype).itemsize
     tokens = [keys.micro_batch_size * length for length in lengths]
     # layers before `first` need no backward pass and save nothing
-    spans = list(zip(stacks, tokens, counts.begins, strict=True))
+    spans = list(zip(stacks, tokens, counts.first_backward_layers, strict=True))
     activations = compute_itemsize * sum(
         _saved_activations(stack, n, max(first, _num_offloaded_layers(stack, device))) for stack, n, first in spans
     )
@@ -94,7 +94,7 @@ def check_memory(
     away = parameters * itemsize if any(_num_offloaded_layers(stack, device, weights=True) for stack in stacks) else 0
     mask = _mask_bytes(root, precision, device)
     # tokens and labels in int64, document ids in int32
-    document_id_bytes = 4 * (form.packed or form.restart)
+    document_id_bytes = 4 * (form.packed or form.reset_position_ids)
     sample_bytes = sum(lengths) * (8 + document_id_bytes) + lengths[-1] * 8
     batches = keys.global_batch_size // ranks * sample_bytes * PREFETCH_FACTOR
     host = host_memory()
@@ -178,7 +178,7 @@ def _weights_on_host(model: FamilySlice, device: torch.device, itemsize: int) ->
         for layer in range(_num_offloaded_layers(stack, device, weights=True)):
             moe = stack.moe if stack.moe is not None and stack.moe.layers[layer] else None
             sizes = (count * itemsize for count in _matrix_sizes(stack, moe, cross))
-            total += sum(size for size in sizes if size >= LEAST_SIZE)
+            total += sum(size for size in sizes if size >= MIN_OFFLOAD_BYTES)
     return total
 
 
@@ -232,17 +232,17 @@ def _saved_in_experts(stack: StackSlice, tokens: int, first: int = 0) -> int:
 
 def _mask_bytes(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> int:
     """Return the bytes of the attention masks of packed documents; 0 if the attention backends need none."""
-    form = sample_form(root)
+    form = batch_spec(root)
     if not form.packed:
         return 0
     try:
         plan = plan_model(
-            family_slice(root.model, vocab_size=1, form=form),
+            family_slice(root.model, vocab_size=1, batch_spec=form),
             device=device,
-            dtype=precision.autocast or precision.weights,
+            dtype=precision.autocast_dtype or precision.param_dtype,
             flags=attention_flags(root),
             micro_batch_size=root.model.micro_batch_size,
-            form=form,
+            batch_spec=form,
         )
     except ValueError:  # no backend is available; the attention check reports that with its reasons
         return 0

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ...models.config.memory import RecomputeModule
-from ...models.config.memory_slice import named
-from ..utils.text import counted
+from ...models.config.memory_slice import join_module_names
+from ..utils.text import pluralize
 from .hardware import GIB
 from .inputs import RunInputs, StackInputs
-from .run_plan import Plan, effective_recompute, made_again
+from .run_plan import Plan, effective_recompute, offload_recompute
 from .search import NO_OVERRIDES, Change, CurrentOverrides
-from .state_memory import CONTEXT
+from .state_memory import CUDA_CONTEXT_BYTES
 from .timeline import Moment
 
 _LABELS = {
@@ -32,19 +32,19 @@ _MIN_WAITING = 0.1
 """Fraction of the step spent waiting for the host above which CUDA graphs are recommended."""
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     """Format a size in GiB, or in MiB if it is small."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.0f} MiB"
 
 
 def memory_categories(plan: Plan) -> list[tuple[str, int]]:
     """Return (name, bytes) of each kind of memory at the peak; their sum is the peak."""
-    held, peak = plan.memory.held, plan.memory.peak
+    held, peak = plan.memory.persistent, plan.memory.peak
     return [
         ("weights", held.weights - peak.offloaded_weights),
         ("main weights", held.main_weights),
         ("optimizer state", held.optimizer),
-        ("average of the weights", held.average),
+        ("average of the weights", held.ema),
         ("sums of gradients", held.gradient_sums),
         ("tables and masks", held.tables),
         ("batches", held.batches),
@@ -63,13 +63,13 @@ def _activation_parts(plan: Plan) -> list[tuple[str, int]]:
     for layer in plan.memory.layers:
         if layer.skips_backward:
             continue
-        own = layer.kept
+        own = layer.saved_bytes
         if not layer.is_recomputed:
-            modules = layer.modules
-            for part in layer.memory.kept:
-                if not part.is_made_again(modules):
-                    found[part.part] = found.get(part.part, 0) + part.size
-                    own -= part.size
+            modules = layer.recomputed_modules
+            for part in layer.memory.saved:
+                if not part.is_recomputed(modules):
+                    found[part.part] = found.get(part.part, 0) + part.num_bytes
+                    own -= part.num_bytes
             if "core_attention" in modules:
                 found["attention"] = found.get("attention", 0) + layer.memory.scores_recompute_bytes
                 own -= layer.memory.scores_recompute_bytes
@@ -80,24 +80,25 @@ def _activation_parts(plan: Plan) -> list[tuple[str, int]]:
     return sorted(found.items(), key=lambda item: -item[1])
 
 
-def summary(plan: Plan) -> list[str]:
+def summary_lines(plan: Plan) -> list[str]:
     """Return a few lines for the log at the start of a run."""
-    device = plan.facts.target
+    device = plan.inputs.target
     if device.device != "cuda":
         return [
-            f"plan: {gib(plan.memory.held.total)} of weights and optimizer state; with gradients and activations "
-            f"about {gib(plan.allocated)}"
+            f"plan: {format_gib(plan.memory.persistent.total)} of weights and optimizer state; with gradients "
+            "and activations "
+            f"about {format_gib(plan.allocated)}"
         ]
     largest = sorted(memory_categories(plan), key=lambda item: -item[1])[:4]
-    parts = ", ".join(f"{_LABELS.get(name, name)} {gib(size)}" for name, size in largest if size >= _MIN_SHOWN)
-    lines = [f"plan: {gib(plan.allocated)} at the peak ({plan.memory.peak.where}): {parts}"]
+    parts = ", ".join(f"{_LABELS.get(name, name)} {format_gib(size)}" for name, size in largest if size >= _MIN_SHOWN)
+    lines = [f"plan: {format_gib(plan.allocated)} at the peak ({plan.memory.peak.where}): {parts}"]
     if plan.available is not None:
         if plan.needed <= plan.available:
-            lines[0] += f"; {gib(plan.available - plan.needed)} left of {gib(plan.available)}"
+            lines[0] += f"; {format_gib(plan.available - plan.needed)} left of {format_gib(plan.available)}"
         else:
             lines.append(
-                f"warning: plan: needs {gib(plan.needed)} including allocator overhead and the CUDA context, of "
-                f"{gib(plan.available)}; `stoker plan --fit` with the same keys searches for settings that fit"
+                f"warning: plan: needs {format_gib(plan.needed)} including allocator overhead and the CUDA context, of "
+                f"{format_gib(plan.available)}; `stoker plan --fit` with the same keys searches for settings that fit"
             )
     if plan.time is not None:
         time = plan.time
@@ -108,13 +109,13 @@ def summary(plan: Plan) -> list[str]:
         )
         lines += [f"plan: {line}" for line in _cuda_graph_advice(plan)]
     if plan.on_host:
-        lines.append(f"plan: {gib(plan.on_host)} of host memory per process")
+        lines.append(f"plan: {format_gib(plan.on_host)} of host memory per process")
     if plan.missing_host_memory:
-        lines.append(f"warning: plan: {gib(plan.missing_host_memory)} more host memory is needed than available")
+        lines.append(f"warning: plan: {format_gib(plan.missing_host_memory)} more host memory is needed than available")
     return lines
 
 
-def comparison(plan: Plan, allocated: int, reserved: int) -> str:
+def measured_line(plan: Plan, allocated: int, reserved: int) -> str:
     """Return a line that compares measured with planned memory.
 
     Args:
@@ -124,7 +125,7 @@ def comparison(plan: Plan, allocated: int, reserved: int) -> str:
     """
 
     def compare(measured: int, planned: int) -> str:
-        return f"{gib(measured)} (planned {gib(planned)}, {100 * (planned / measured - 1):+.1f} %)"
+        return f"{format_gib(measured)} (planned {format_gib(planned)}, {100 * (planned / measured - 1):+.1f} %)"
 
     return (
         f"memory at the peak: allocated {compare(allocated, plan.allocated)}, "
@@ -132,7 +133,7 @@ def comparison(plan: Plan, allocated: int, reserved: int) -> str:
     )
 
 
-def report(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> Iterator[str]:
+def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> Iterator[str]:
     """Yield the lines of the full text report.
 
     Args:
@@ -140,20 +141,22 @@ def report(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_O
         changes: suggested changes of keys.
         given: values set by files and the command line.
     """
-    facts, target = plan.facts, plan.facts.target
+    facts, target = plan.inputs, plan.inputs.target
     active = (
-        f", {plan.num_active_parameters:,} active per token" if plan.num_active_parameters < plan.parameters else ""
+        f", {plan.num_active_parameters:,} active per token" if plan.num_active_parameters < plan.num_parameters else ""
     )
-    yield f"model        {plan.parameters:,} parameters{active}"
+    yield f"model        {plan.num_parameters:,} parameters{active}"
     yield f"device       {_device(plan)}"
     ranks = f"{facts.ranks} processes, " if facts.ranks > 1 else ""
     layout = f"{facts.layout.name}, " if facts.layout else ""
-    samples = f"{facts.keys.micro_batch_size} sample{'s' * (facts.keys.micro_batch_size != 1)}"
+    samples = f"{facts.model_config.micro_batch_size} sample{'s' * (facts.model_config.micro_batch_size != 1)}"
     yield (
         f"step         {ranks}{layout}{facts.micro_batches} micro batch{'es' * (facts.micro_batches != 1)} of {samples}"
         f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}{', as CUDA graphs' * facts.uses_cuda_graph}"
     )
-    for stack, modules, recompute in zip(facts.stacks, made_again(facts), effective_recompute(facts), strict=True):
+    for stack, modules, recompute in zip(
+        facts.stacks, offload_recompute(facts), effective_recompute(facts), strict=True
+    ):
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
         mode = "compiled" if stack.compiled else "eager"
         saves = (recompute.description if recompute else "") or "nothing"
@@ -162,24 +165,25 @@ def report(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_O
             f"{stack.attention.backend}{cross}; recomputes {saves}{_offloaded(stack, modules)}"
         )
     yield ""
-    yield f"memory       {gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
+    yield f"memory       {format_gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
     for name, size in memory_categories(plan):
         if size >= _MIN_SHOWN:
             yield f"  {_LABELS.get(name, name):<26} {size / GIB:>9,.2f} GiB"
     saved = [(_LABELS.get(name, name), size) for name, size in _activation_parts(plan) if size >= _MIN_SHOWN]
     parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in saved)
-    yield f"  saved by layers, in GiB: {parts}" if parts else f"  layers save less than {gib(_MIN_SHOWN)}"
+    yield f"  saved by layers, in GiB: {parts}" if parts else f"  layers save less than {format_gib(_MIN_SHOWN)}"
     yield f"  {_by_moment(plan)}"
     yield (
-        f"  {gib(plan.reserved)} reserved by the allocator, {gib(plan.needed)} with the CUDA context ({gib(CONTEXT)})"
+        f"  {format_gib(plan.reserved)} reserved by the allocator, {format_gib(plan.needed)} with the CUDA "
+        f"context ({format_gib(CUDA_CONTEXT_BYTES)})"
     )
     if plan.on_host:
-        yield f"  {gib(plan.on_host)} of host memory{' per process' * (facts.ranks > 1)}"
+        yield f"  {format_gib(plan.on_host)} of host memory{' per process' * (facts.ranks > 1)}"
     if plan.fits is not None and plan.available is not None:
         left = plan.available - plan.needed
-        yield f"  fits, with {gib(left)} left" if left >= 0 else f"  does not fit: {gib(-left)} too much"
+        yield f"  fits, with {format_gib(left)} left" if left >= 0 else f"  does not fit: {format_gib(-left)} too much"
     if plan.missing_host_memory:
-        yield f"  does not fit: {gib(plan.missing_host_memory)} more host memory is needed than available"
+        yield f"  does not fit: {format_gib(plan.missing_host_memory)} more host memory is needed than available"
     yield ""
     yield from _time_lines(plan)
     if changes:
@@ -196,7 +200,7 @@ def report(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_O
 def _offloaded(stack: StackInputs, recomputed: frozenset[RecomputeModule]) -> str:
     """Describe what a stack offloads, and which modules it recomputes to avoid copies."""
     what = _on_host(stack)
-    instead = f", which recompute {named(recomputed)}" if recomputed else ""
+    instead = f", which recompute {join_module_names(recomputed)}" if recomputed else ""
     return f"; {what} on the host{instead}" if what else ""
 
 
@@ -205,23 +209,23 @@ def _on_host(stack: StackInputs) -> str:
     if offload is None or stack.attention.call.device != "cuda":
         return ""
     what = " and ".join(name for name in ("activations", "weights") if getattr(offload, name))
-    return f"{what} of {counted(offload.layers, 'layer')}"
+    return f"{what} of {pluralize(offload.layers, 'layer')}"
 
 
 def change_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> Iterator[str]:
     """Yield one line for each change: memory needed, effects, overrides and the words they replace."""
     for change in changes:
         more = change.plan.needed - plan.needed
-        effects = [f"{'+' if more > 0 else '-'}{gib(abs(more))}"]
+        effects = [f"{'+' if more > 0 else '-'}{format_gib(abs(more))}"]
         if plan.time and change.plan.time:
             effects.append(f"step {100 * (change.plan.seconds / plan.seconds - 1):+.0f} %")
         if change.plan.on_host:
-            effects.append(f"{gib(change.plan.on_host)} on the host")
+            effects.append(f"{format_gib(change.plan.on_host)} on the host")
         if change.plan.fits is False:
             effects.append("does not fit yet")
         replaced = change.replaced(given)
         instead = f"  (instead of {' '.join(replaced)})" if replaced else ""
-        yield f"  {gib(change.plan.needed)} ({', '.join(effects)})  {' '.join(change.overrides(given))}{instead}"
+        yield f"  {format_gib(change.plan.needed)} ({', '.join(effects)})  {' '.join(change.overrides(given))}{instead}"
 
 
 def _by_moment(plan: Plan) -> str:
@@ -231,14 +235,16 @@ def _by_moment(plan: Plan) -> str:
         kind = "a layer, backward" if moment.where.startswith("layer") else moment.where
         if kind not in kinds or moment.total > kinds[kind].total:
             kinds[kind] = moment
-    sizes = ", ".join(f"{kind} {(plan.memory.held.total + moment.total) / GIB:,.1f}" for kind, moment in kinds.items())
+    sizes = ", ".join(
+        f"{kind} {(plan.memory.persistent.total + moment.total) / GIB:,.1f}" for kind, moment in kinds.items()
+    )
     return f"by moment, in GiB: {sizes}"
 
 
 def _time_lines(plan: Plan) -> Iterator[str]:
     time = plan.time
     if time is None:
-        other_precision = plan.facts.widths.compute != 2
+        other_precision = plan.inputs.widths.compute != 2
         yield f"time         not known: no peak is known for this device{' in this precision' * other_precision}"
         return
     recomputed = f" and {time.recomputed_flops / 1e12:,.1f} recomputed" if time.recomputed_flops else ""
@@ -251,17 +257,18 @@ def _time_lines(plan: Plan) -> Iterator[str]:
             yield f"  {_LABELS.get(name, name):<26} {seconds * 1e3:>9,.1f} ms"
     yield from (f"  {line}" for line in _cuda_graph_advice(plan))
     if time.sent:
-        gpu = plan.facts.target.gpu
+        gpu = plan.inputs.target.gpu
         assert gpu is not None
         yield (
-            f"  {gib(time.sent)} per step to the host and back, {1e3 * time.sent / gpu.host_link:,.0f} ms each way at "
+            f"  {format_gib(time.sent)} per step to the host and back, {1e3 * time.sent / gpu.host_link:,.0f} "
+            "ms each way at "
             f"{gpu.host_link / 1e9:,.0f} GB/s"
         )
 
 
 def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
     """Recommend CUDA graphs if the GPU waits for kernel launches and graphs are supported."""
-    facts, time = plan.facts, plan.time
+    facts, time = plan.inputs, plan.time
     assert time is not None
     waiting = time.parts["waiting for the host"]
     if facts.can_use_cuda_graph and not facts.uses_cuda_graph and waiting > _MIN_WAITING * time.seconds:
@@ -272,13 +279,13 @@ def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
 
 
 def _device(plan: Plan) -> str:
-    target = plan.facts.target
+    target = plan.inputs.target
     name = target.gpu.name if target.gpu else target.device
-    return name if plan.available is None else f"{name}, {gib(plan.available)}"
+    return name if plan.available is None else f"{name}, {format_gib(plan.available)}"
 
 
 def _not_measured(plan: Plan) -> str:
-    gpu = plan.facts.target.gpu
+    gpu = plan.inputs.target.gpu
     return "" if gpu is None or gpu.measured else " (efficiencies of this GPU not measured)"
 
 
@@ -290,14 +297,14 @@ def _seconds(seconds: float) -> str:
 
 def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> dict[str, Any]:
     """Return the plan as a JSON document; sizes in bytes, times in seconds."""
-    facts, target = plan.facts, plan.facts.target
+    facts, target = plan.inputs, plan.inputs.target
     return {
         "device": {
             "name": target.gpu.name if target.gpu else target.device,
             "memory": plan.available,
             "measured": target.gpu.measured if target.gpu else False,
         },
-        "parameters": plan.parameters,
+        "parameters": plan.num_parameters,
         "active_parameters": plan.num_active_parameters,
         "processes": facts.ranks,
         "micro_batches": facts.micro_batches,
@@ -318,7 +325,7 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
             "peak_at": plan.memory.peak.where,
             "at_peak": dict(memory_categories(plan)),
             "layers_keep": dict(_activation_parts(plan)),
-            "moments": {moment.where: plan.memory.held.total + moment.total for moment in plan.memory.moments},
+            "moments": {moment.where: plan.memory.persistent.total + moment.total for moment in plan.memory.moments},
         },
         "fits": plan.fits,
         "time": None

@@ -16,12 +16,12 @@ from ...models.config.slices import AttentionSlice, StackSlice
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from .attention_memory import recomputes_from_log_sum_exp
 from .flops import training_flops_per_sample
-from .hardware import Card
+from .hardware import GPUSpec
 from .inputs import RunInputs, StackInputs
-from .layer_memory import recomputed, rows_of
-from .state_memory import main_weight_bytes, num_parameters, state_of, trained_of
+from .layer_memory import expert_rows, recomputed_bytes
+from .state_memory import main_weight_bytes, num_parameters, num_state_elements, num_trainable_parameters
 from .timeline import LayerInStack, MemoryPlan
-from .transfers import offload_stall_seconds, sent_by
+from .transfers import offload_stall_seconds, offloaded_bytes
 
 _ATTENTION_BACKWARD_RATIO = 2.5
 """FLOPs of fused attention's backward pass over those of its forward pass: five matmuls to two."""
@@ -142,7 +142,7 @@ def _attention_forward(
     return Work(matmul=4.0 * width * pairs, moved=decision.call.score_bytes * (_SCORE_PASSES / 3))
 
 
-def projection_flops(facts: StackInputs, *, experts: bool) -> tuple[float, float]:
+def projection_flops(facts: StackInputs, *, is_moe: bool) -> tuple[float, float]:
     """Forward FLOPs of the matmuls of a layer, and of the last one (fc2; 0 with experts)."""
     stack, tokens = facts.stack, facts.tokens
     hidden = stack.hidden_size
@@ -150,13 +150,13 @@ def projection_flops(facts: StackInputs, *, experts: bool) -> tuple[float, float
     if facts.cross is not None:
         query, key = facts.cross.heads * facts.cross.head_dim, facts.cross.groups * facts.cross.head_dim
         total += 2 * tokens * hidden * query + facts.encoder_tokens * hidden * 2 * key
-    ups, moe = (2 if stack.mlp.gated else 1), stack.moe if experts else None
+    ups, moe = (2 if stack.mlp.gated else 1), stack.moe if is_moe else None
     if moe is None:
         last = tokens * hidden * stack.mlp.ffn_hidden_size
         total += last * (ups + 1)
     else:
         last = 0.0
-        total += rows_of(moe, tokens) * (ups + 1) * hidden * moe.ffn_hidden_size + tokens * hidden * moe.experts
+        total += expert_rows(moe, tokens) * (ups + 1) * hidden * moe.ffn_hidden_size + tokens * hidden * moe.experts
         total += tokens * (ups + 1) * hidden * (moe.shared_ffn_hidden_size or 0)
     return 2.0 * total, 2.0 * last
 
@@ -170,12 +170,14 @@ def _grouped_forward(facts: StackInputs) -> float:
     """Forward FLOPs of the grouped GEMMs of an MoE layer."""
     stack, moe = facts.stack, facts.stack.moe
     assert moe is not None
-    return 2.0 * rows_of(moe, facts.tokens) * (3 if stack.mlp.gated else 2) * stack.hidden_size * moe.ffn_hidden_size
+    return (
+        2.0 * expert_rows(moe, facts.tokens) * (3 if stack.mlp.gated else 2) * stack.hidden_size * moe.ffn_hidden_size
+    )
 
 
 def _experts_forward(facts: StackInputs) -> float:
     """Forward FLOPs of router, experts and shared expert of an MoE layer."""
-    total, _ = projection_flops(facts, experts=True)
+    total, _ = projection_flops(facts, is_moe=True)
     attention = 2.0 * facts.tokens * _attention_weights(facts.stack, facts.stack.attention)
     if facts.cross is not None:
         query, key = facts.cross.heads * facts.cross.head_dim, facts.cross.groups * facts.cross.head_dim
@@ -194,11 +196,13 @@ def _attentions(facts: StackInputs) -> Iterator[tuple[AttentionSlice, BackendSel
         yield cross, decision, _attention_forward(cross, decision, facts.batch, facts.length, facts.encoder_length)
 
 
-def attention_core_work(facts: StackInputs, *, again: bool = False) -> Work:
+def attention_core_work(facts: StackInputs, *, recompute_scores: bool = False) -> Work:
     """Forward work of the cores of all attentions of a layer; `again`: the backward pass recomputes the scores."""
     total = Work()
     for attention, decision, work in _attentions(facts):
-        from_log_sum_exp = again and decision.saves_scores and recomputes_from_log_sum_exp(attention, decision)
+        from_log_sum_exp = (
+            recompute_scores and decision.saves_scores and recomputes_from_log_sum_exp(attention, decision)
+        )
         if from_log_sum_exp:
             work = replace(work, moved=work.moved * _SCORE_PASSES_RECOMPUTED / _SCORE_PASSES)
         total += work
@@ -218,10 +222,10 @@ def _recompute_scores(facts: StackInputs) -> Work:
 def _layer_work(layer: LayerInStack, *, frozen: bool = False) -> Work:
     """Work of a layer's forward and backward pass without recomputation; frozen weights have no gradients."""
     facts, experts = layer.stack, _has_experts(layer)
-    matmul, _ = projection_flops(facts, experts=experts)
-    core = attention_core_work(facts, again="core_attention" in layer.modules)
+    matmul, _ = projection_flops(facts, is_moe=experts)
+    core = attention_core_work(facts, recompute_scores="core_attention" in layer.recomputed_modules)
     passes = _POINTWISE_PASSES_COMPILED if facts.compiled else _POINTWISE_PASSES_EAGER
-    saved = sum(each.size for each in layer.memory.kept if each.part not in ("scores", "weights"))
+    saved = sum(each.num_bytes for each in layer.memory.saved if each.part not in ("scores", "weights"))
     if layer.skips_backward:
         moved = passes * (saved + layer.memory.input_bytes) / 3
         return Work(matmul=matmul, grouped=_grouped_forward(facts) if experts else 0.0, moved=moved) + core
@@ -240,14 +244,14 @@ def recompute_work(layer: LayerInStack) -> Work:
     facts, experts = layer.stack, _has_experts(layer)
     core = attention_core_work(facts)
     if layer.is_recomputed:
-        matmul, last = projection_flops(facts, experts=experts)
+        matmul, last = projection_flops(facts, is_moe=experts)
         # the backward pass does not need the output of fc2, so the compiler does not recompute it
         skipped = last if facts.compiled and layer.recompute.chunk == 1 else 0.0
         moved = _layer_work(layer).moved - 3 * core.moved
         grouped = _grouped_forward(facts) if experts else 0.0
         return Work(matmul=matmul - skipped, grouped=grouped, moved=moved / 3) + core
-    modules = layer.modules
-    total = Work(moved=2.0 * recomputed(layer.memory.kept, modules - {"core_attention"}))
+    modules = layer.recomputed_modules
+    total = Work(moved=2.0 * recomputed_bytes(layer.memory.saved, modules - {"core_attention"}))
     if "core_attention" in modules:
         total += _recompute_scores(facts)
     if "moe" in modules and experts:
@@ -257,7 +261,7 @@ def recompute_work(layer: LayerInStack) -> Work:
 
 def _has_experts(layer: LayerInStack) -> bool:
     moe = layer.stack.stack.moe
-    return moe is not None and moe.layers[layer.number]
+    return moe is not None and moe.layers[layer.index]
 
 
 def _embedding_and_loss_work(facts: RunInputs) -> Work:
@@ -266,7 +270,7 @@ def _embedding_and_loss_work(facts: RunInputs) -> Work:
     e = facts.widths.compute
     logits = facts.output_tokens * vocab
     moved = logits * e * 4 + sum(stack.tokens * stack.stack.hidden_size for stack in facts.stacks) * e * 8
-    return Work(matmul=(4.0 if facts.keys.peft.is_on else 6.0) * logits * hidden, moved=moved)
+    return Work(matmul=(4.0 if facts.model_config.peft.is_on else 6.0) * logits * hidden, moved=moved)
 
 
 def _lora_work(facts: RunInputs) -> Work:
@@ -276,10 +280,10 @@ def _lora_work(facts: RunInputs) -> Work:
     and the gradient of that read once more (`kernels.lora_linear`). In a fused MLP only the output's part is added
     between its projections.
     """
-    peft = peft_slice(facts.keys.peft)
+    peft = peft_slice(facts.model_config.peft)
     if not isinstance(peft, LoRASlice):
         return Work()
-    tokens, trained = max(stack.tokens for stack in facts.stacks), trained_of(facts)
+    tokens, trained = max(stack.tokens for stack in facts.stacks), num_trainable_parameters(facts)
     passes = 1.5 if all(stack.fused_lora_mlp for stack in facts.stacks) else 2.0
     return Work(matmul=6.0 * tokens * trained, moved=passes * tokens * facts.widths.compute * trained / peft.rank)
 
@@ -293,9 +297,9 @@ def _messages(facts: RunInputs) -> float:
     if layout is None:
         return 0.0
     peers = (facts.ranks - 1) / facts.ranks
-    gradients = trained_of(facts) * facts.reduce_itemsize
+    gradients = num_trainable_parameters(facts) * facts.reduce_itemsize
     if layout.replicates_weights:
-        weights = trained_of(facts) * facts.widths.weights
+        weights = num_trainable_parameters(facts) * facts.widths.weights
         return peers * (2 * gradients if layout.shards == 1 else gradients + weights)
     weights = num_parameters(facts) * facts.widths.weights
     gathers = 2 if layout.reshard_after_forward else 1
@@ -305,22 +309,24 @@ def _messages(facts: RunInputs) -> float:
 def _update_bytes(facts: RunInputs) -> float:
     """Bytes of GPU memory that the optimizer's update reads and writes per step."""
     main = main_weight_bytes(facts.precision) or facts.widths.weights
-    state = state_of(facts) / trained_of(facts)
+    state = num_state_elements(facts) / num_trainable_parameters(facts)
     gradient = facts.widths.weights
     per_parameter = main * 2 + state * main * 2 + gradient * 2 + facts.widths.weights
     accumulation = (2 * 4 + gradient) * facts.micro_batches if facts.micro_batches > 1 else 0
-    return trained_of(facts) / facts.shards * per_parameter + trained_of(facts) * accumulation
+    return (
+        num_trainable_parameters(facts) / facts.shards * per_parameter + num_trainable_parameters(facts) * accumulation
+    )
 
 
 def _newton_schulz_flops(facts: RunInputs, memory: MemoryPlan) -> float:
     """FLOPs of Muon's Newton-Schulz iterations: 4 m^2 n + 2 m^3 each for an m x n matrix, m <= n."""
-    if optimizer_kind(facts.keys.optim.name) != "muon" or facts.keys.peft.is_on:
+    if optimizer_kind(facts.model_config.optim.name) != "muon" or facts.model_config.peft.is_on:
         return 0.0
-    steps, total = optimizer_settings(facts.keys.optim)["ns_steps"], 0.0
+    steps, total = optimizer_settings(facts.model_config.optim)["ns_steps"], 0.0
     for layer in memory.layers:
         stack = layer.stack.stack
         hidden, mlp = stack.hidden_size, stack.mlp
-        number = stack.moe.experts if stack.moe and stack.moe.layers[layer.number] else 1
+        number = stack.moe.experts if stack.moe and stack.moe.layers[layer.index] else 1
         width = stack.moe.ffn_hidden_size if number > 1 and stack.moe else mlp.ffn_hidden_size
         heads = stack.attention.heads * stack.attention.head_dim
         shapes = [(hidden, width)] * number * (3 if mlp.gated else 2) + [(hidden, heads)] * 3
@@ -328,13 +334,13 @@ def _newton_schulz_flops(facts: RunInputs, memory: MemoryPlan) -> float:
     return total * steps / facts.shards
 
 
-def _ema_seconds(facts: RunInputs, memory: MemoryPlan, gpu: Card) -> float:
+def _ema_seconds(facts: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> float:
     """Seconds per step of updating the EMA: read, update, write; plus a copy if weights and EMA are on two devices.
 
     The time a host needs to update an EMA in its memory is not known, and counts as zero.
     """
-    size = trained_of(facts) / facts.shards * facts.ema_itemsize
-    source_on_host = memory.held.on_host > 0 and main_weight_bytes(facts.precision) > 0
+    size = num_trainable_parameters(facts) / facts.shards * facts.ema_itemsize
+    source_on_host = memory.persistent.on_host > 0 and main_weight_bytes(facts.precision) > 0
     copy = size / gpu.host_link if facts.ema_on_host != source_on_host else 0.0
     update = 0.0 if facts.ema_on_host else 3 * size / (gpu.bandwidth * gpu.bandwidth_efficiency)
     return (copy + update) / facts.ema_every_n_steps
@@ -353,7 +359,7 @@ def step_time(facts: RunInputs, memory: MemoryPlan) -> StepTime | None:
         return None
     model_work, recompute = _embedding_and_loss_work(facts) + _lora_work(facts), Work()
     for layer in memory.layers:
-        model_work += _layer_work(layer, frozen=facts.keys.peft.is_on)
+        model_work += _layer_work(layer, frozen=facts.model_config.peft.is_on)
         recompute += recompute_work(layer)
     micro = facts.micro_batches
     attention_speed = gpu.peak * _attention_efficiency(facts) * gpu.attention_efficiency
@@ -367,7 +373,7 @@ def step_time(facts: RunInputs, memory: MemoryPlan) -> StepTime | None:
     computing = sum(parts.values())
 
     def forward_and_backward(layer: LayerInStack) -> tuple[float, float]:
-        work = _layer_work(layer, frozen=facts.keys.peft.is_on)
+        work = _layer_work(layer, frozen=facts.model_config.peft.is_on)
         seconds = _seconds(work, gpu, matmul_speed, attention_speed)
         if layer.skips_backward:
             return seconds, 0.0
@@ -382,20 +388,20 @@ def step_time(facts: RunInputs, memory: MemoryPlan) -> StepTime | None:
     parts["copies not hidden"] = micro * offload_stall_seconds(memory.layers, forward_and_backward, gpu.host_link)
     update = _update_bytes(facts) / (gpu.bandwidth * gpu.bandwidth_efficiency)
     update += _newton_schulz_flops(facts, memory) / matmul_speed
-    parts["update"] = max(update, memory.held.on_host / gpu.host_link) + _ema_seconds(facts, memory, gpu)
+    parts["update"] = max(update, memory.persistent.on_host / gpu.host_link) + _ema_seconds(facts, memory, gpu)
     parts["messages"] = _messages(facts) / gpu.peer_link
-    samples = facts.keys.global_batch_size
+    samples = facts.model_config.global_batch_size
     return StepTime(
         seconds=sum(parts.values()),
         model_flops=samples
         * training_flops_per_sample(
-            facts.keys, facts.family.padded_vocab_size, facts.form, frozen=facts.keys.peft.is_on
+            facts.model_config, facts.family.padded_vocab_size, facts.batch_spec, frozen=facts.model_config.peft.is_on
         ),
         recomputed_flops=facts.ranks * micro * (recompute.matmul + recompute.attention),
-        tokens=samples * (facts.form.length + facts.form.decoder_length),
+        tokens=samples * (facts.batch_spec.seq_length + facts.batch_spec.decoder_seq_length),
         peak_flops=gpu.peak * facts.ranks,
         parts=parts,
-        sent=micro * sum(map(sent_by, memory.layers)) + memory.held.on_host,
+        sent=micro * sum(map(offloaded_bytes, memory.layers)) + memory.persistent.on_host,
     )
 
 
@@ -419,7 +425,7 @@ def _matmul_efficiency(facts: RunInputs) -> float:
     return speed(max(stack.tokens for stack in facts.stacks)) / speed(_MEASURED_TOKENS)
 
 
-def _seconds(work: Work, gpu: Card, matmul_speed: float, attention_speed: float) -> float:
+def _seconds(work: Work, gpu: GPUSpec, matmul_speed: float, attention_speed: float) -> float:
     """Seconds of `work` at the given FLOP/s of matmuls and attention."""
     pointwise = work.moved / (gpu.bandwidth * gpu.bandwidth_efficiency)
     return work.dense_equivalent / matmul_speed + work.attention / attention_speed + pointwise

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.attention.backends.registry import installed
+from ...kernels.attention.backends.registry import detect_installed_software
 from ...kernels.attention.dispatch import BackendSelection
 from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import RecomputeSlice
@@ -16,12 +16,12 @@ from ...models.recompute.analysis import ineffective_recompute_messages, memory_
 from ..checkpoint.run_environment import device_name
 from ..config.schema.root import RootBlock
 from ..device.determinism import attention_flags
-from .hardware import Card, match_gpu
+from .hardware import GPUSpec, match_gpu
 from .inputs import RunInputs, Target, collect_inputs, target_precision
 from .roofline import StepTime, step_time
-from .state_memory import CONTEXT, num_inactive_parameters, num_parameters
+from .state_memory import CUDA_CONTEXT_BYTES, num_inactive_parameters, num_parameters
 from .timeline import MemoryPlan, memory_plan
-from .transfers import sent_by
+from .transfers import offloaded_bytes
 
 FRAGMENTS = 1.03
 """Reserved over allocated bytes of torch's allocator at the peak, with expandable segments. Of the runs of seed 3 in
@@ -40,8 +40,8 @@ class Plan:
         time: step time; None without a GPU, or if its peak is not known.
     """
 
-    facts: RunInputs
-    parameters: int
+    inputs: RunInputs
+    num_parameters: int
     num_active_parameters: int
     memory: MemoryPlan
     time: StepTime | None
@@ -59,12 +59,12 @@ class Plan:
     @property
     def needed(self) -> int:
         """Bytes of device memory needed, including the CUDA context."""
-        return self.reserved + CONTEXT
+        return self.reserved + CUDA_CONTEXT_BYTES
 
     @property
     def available(self) -> int | None:
         """Bytes of device memory; None if not known."""
-        return self.facts.target.memory
+        return self.inputs.target.memory
 
     @property
     def fits(self) -> bool | None:
@@ -74,13 +74,17 @@ class Plan:
     @property
     def on_host(self) -> int:
         """Bytes of host memory of each rank for offloading; that of layers is allocated in slabs."""
-        held = self.memory.held
-        return -(-sum(map(sent_by, self.memory.layers)) // SLAB_BYTES) * SLAB_BYTES + held.on_host + held.ema_on_host
+        held = self.memory.persistent
+        return (
+            -(-sum(map(offloaded_bytes, self.memory.layers)) // SLAB_BYTES) * SLAB_BYTES
+            + held.on_host
+            + held.ema_on_host
+        )
 
     @property
     def missing_host_memory(self) -> int:
         """Bytes of host memory that are missing, as far as known."""
-        available = self.facts.target.host_memory
+        available = self.inputs.target.host_memory
         return 0 if available is None else max(0, self.on_host - available)
 
     @property
@@ -104,8 +108,8 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
     facts = collect_inputs(root, target, target_precision(root, target), vocab_size=vocab_size)
     memory = memory_plan(facts)
     return Plan(
-        facts=facts,
-        parameters=num_parameters(facts),
+        inputs=facts,
+        num_parameters=num_parameters(facts),
         num_active_parameters=num_parameters(facts) - num_inactive_parameters(facts),
         memory=memory,
         time=step_time(facts, memory),
@@ -114,22 +118,24 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
 
 def useless_recompute_notes(plan: Plan) -> list[str]:
     """Explain, for each module whose recomputation saves no memory, why, and name modules that do."""
-    facts, peft = plan.facts, peft_slice(plan.facts.keys.peft)
+    facts, peft = plan.inputs, peft_slice(plan.inputs.model_config.peft)
     return list(ineffective_recompute_messages(facts.family, _decisions(facts), peft, compiled=facts.compiled))
 
 
 def effective_recompute(facts: RunInputs) -> tuple[RecomputeSlice | None, ...]:
     """Return, for each stack, the part of its recomputation that saves memory."""
-    peft = peft_slice(facts.keys.peft)
+    peft = peft_slice(facts.model_config.peft)
     return memory_saving_recompute(facts.family, _decisions(facts), peft, compiled=facts.compiled)
 
 
-def made_again(facts: RunInputs) -> tuple[frozenset[RecomputeModule], ...]:
+def offload_recompute(facts: RunInputs) -> tuple[frozenset[RecomputeModule], ...]:
     """Return, for each stack, the modules its offloaded layers recompute to avoid copies; empty without a GPU."""
     if facts.target.device != "cuda":
         return (frozenset(),) * len(facts.stacks)
     compiled = all(stack.compiled for stack in facts.stacks)
-    return recomputed_for_offload(facts.family, _decisions(facts), peft_slice(facts.keys.peft), compiled=compiled)
+    return recomputed_for_offload(
+        facts.family, _decisions(facts), peft_slice(facts.model_config.peft), compiled=compiled
+    )
 
 
 def _decisions(facts: RunInputs) -> dict[str, BackendSelection]:
@@ -153,13 +159,15 @@ def local_target(root: RootBlock, device: torch.device, world_size: int = 1) -> 
     from ..utils.host_memory import host_memory
 
     host = host_memory()
-    gpu: Card | None = None
+    gpu: GPUSpec | None = None
     capability, memory = None, None
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         memory = torch.cuda.get_device_properties(device).total_memory
         gpu = match_gpu(device_name(device), memory, capability)
-    software = replace(installed(device.type), deterministic_algorithms=bool(root.trainer.deterministic))
+    software = replace(
+        detect_installed_software(device.type), deterministic_algorithms=bool(root.trainer.deterministic)
+    )
     return Target(
         device=device.type,
         capability=capability,
@@ -172,7 +180,7 @@ def local_target(root: RootBlock, device: torch.device, world_size: int = 1) -> 
     )
 
 
-def gpu_target(root: RootBlock, card: Card, world_size: int = 1) -> Target:
+def gpu_target(root: RootBlock, gpu: GPUSpec, world_size: int = 1) -> Target:
     """Return the target for a GPU that need not be installed, with this machine's software as if it were.
 
     Args:
@@ -185,9 +193,9 @@ def gpu_target(root: RootBlock, card: Card, world_size: int = 1) -> Target:
     software = assumed_software(root, "cuda")
     return Target(
         device="cuda",
-        capability=card.capability,
-        gpu=card,
-        memory=card.memory,
+        capability=gpu.capability,
+        gpu=gpu,
+        memory=gpu.memory,
         software=replace(software, deterministic_algorithms=bool(root.trainer.deterministic)),
         flags=run_flags(root),
         world_size=world_size,

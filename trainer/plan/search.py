@@ -54,10 +54,10 @@ class CurrentOverrides:
     """
 
     keys: frozenset[str]
-    typed: Mapping[str, str]
+    arguments: Mapping[str, str]
 
 
-NO_OVERRIDES = CurrentOverrides(keys=frozenset(), typed={})
+NO_OVERRIDES = CurrentOverrides(keys=frozenset(), arguments={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class Change:
 
     def replaced(self, given: CurrentOverrides) -> list[str]:
         """Return the arguments of the command line that the overrides replace; a key can be given only once."""
-        arguments = (given.typed.get(override.partition("=")[0]) for override in self.overrides(given))
+        arguments = (given.arguments.get(override.partition("=")[0]) for override in self.overrides(given))
         return [argument for argument in arguments if argument is not None]
 
 
-def suggestions(root: RootBlock, target: Target, plan: Plan, *, most: int = 6) -> list[Change]:
+def suggest_changes(root: RootBlock, target: Target, plan: Plan, *, limit: int = 6) -> list[Change]:
     """Return single changes that lower memory: those that make the run fit first, then by step time.
 
     Args:
@@ -107,9 +107,9 @@ def suggestions(root: RootBlock, target: Target, plan: Plan, *, most: int = 6) -
         if change is not None and change.plan.allocated < 0.99 * plan.allocated:
             found.append(change)
     if not any(change.plan.fits for change in found):
-        return sorted(found, key=lambda change: change.plan.needed)[:most]
+        return sorted(found, key=lambda change: change.plan.needed)[:limit]
     found.sort(key=lambda change: (change.plan.fits is False, change.plan.seconds, change.plan.allocated))
-    return found[:most]
+    return found[:limit]
 
 
 def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, Change]:
@@ -198,7 +198,7 @@ def _recompute_modes(root: RootBlock, plan: Plan, *, partial: bool = False) -> l
     """Return recompute modes, cheap ones first; `partial`: also full recomputation of a part of the layers."""
     order, cheap = effective_modules(plan), _cheap_modules(plan)
     modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": order[:number]} for number in range(1, len(order) + 1)]
-    layers = min(stack.stack.num_layers for stack in plan.facts.stacks)
+    layers = min(stack.stack.num_layers for stack in plan.inputs.stacks)
     if partial and layers > 1:
         for eighths in range(1, 8):
             number = round(layers * eighths / 8)
@@ -214,12 +214,12 @@ def _recompute_modes(root: RootBlock, plan: Plan, *, partial: bool = False) -> l
 def effective_modules(plan: Plan) -> list[RecomputeModule]:
     """Return the modules whose recomputation saves memory in every stack, cheap ones first."""
     found = set(_CHEAP_FIRST)
-    for each in plan.facts.stacks:
-        found &= each.stack.acting_modules(range(each.stack.num_layers))
-    if not any(stack.saves_scores for stack in plan.facts.stacks):
+    for each in plan.inputs.stacks:
+        found &= each.stack.effective_modules(range(each.stack.num_layers))
+    if not any(stack.saves_scores for stack in plan.inputs.stacks):
         found.discard("core_attention")
-    peft = peft_slice(plan.facts.keys.peft)
-    if any(activation_recompute_saves_nothing(each.stack, peft, compiled=each.compiled) for each in plan.facts.stacks):
+    peft = peft_slice(plan.inputs.model_config.peft)
+    if any(activation_recompute_saves_nothing(each.stack, peft, compiled=each.compiled) for each in plan.inputs.stacks):
         found.discard("mlp_activation")
     return sorted(found, key=_CHEAP_FIRST.index)
 
@@ -229,7 +229,7 @@ def _cheap_modules(plan: Plan) -> list[RecomputeModule]:
 
 
 def _without_moe(plan: Plan) -> dict[str, Any]:
-    return {"moe_layer_recompute": False} if any(stack.stack.moe for stack in plan.facts.stacks) else {}
+    return {"moe_layer_recompute": False} if any(stack.stack.moe for stack in plan.inputs.stacks) else {}
 
 
 def _full(method: str, number: int) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def _changed(root: RootBlock, target: Target, plan: Plan, values: Values) -> Cha
     if errors and errors - _errors(root):
         return None
     try:
-        return Change(differing, make_plan(changed, target, vocab_size=plan.facts.vocab_size))
+        return Change(differing, make_plan(changed, target, vocab_size=plan.inputs.vocab_size))
     except (NoBackendError, UserError):  # attention and CUDA graphs may not support another micro batch size
         return None
 

@@ -23,7 +23,7 @@ _CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
 _SMALL_WORKSPACE = 8 << 20
 _CUBLAS_HANDLES = 2
 """One of the thread that runs the forward pass, one of autograd's thread."""
-CONTEXT = 600 << 20
+CUDA_CONTEXT_BYTES = 600 << 20
 """Bytes of a CUDA context with its libraries and kernels, outside of torch's allocator."""
 
 
@@ -47,7 +47,7 @@ class PersistentState:
     weights: int
     main_weights: int
     optimizer: int
-    average: int
+    ema: int
     gradient_sums: int
     tables: int
     batches: int
@@ -58,29 +58,31 @@ class PersistentState:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        held = self.weights + self.main_weights + self.optimizer + self.average + self.gradient_sums
+        held = self.weights + self.main_weights + self.optimizer + self.ema + self.gradient_sums
         return held + self.tables + self.batches + self.workspace
 
 
 def num_parameters(facts: RunInputs) -> int:
     """Number of parameters, including frozen ones."""
-    return count_trainable(facts.keys, facts.vocab_size, facts.form).all
+    return count_trainable(facts.model_config, facts.vocab_size, facts.batch_spec).total
 
 
 def num_inactive_parameters(facts: RunInputs) -> int:
     """Number of expert parameters that are inactive for a token."""
-    args = facts.keys, facts.vocab_size, facts.form
+    args = facts.model_config, facts.vocab_size, facts.batch_spec
     return count_parameters(*args) - count_parameters(*args, active=True)
 
 
-def trained_of(facts: RunInputs) -> int:
+def num_trainable_parameters(facts: RunInputs) -> int:
     """Number of trainable parameters."""
-    return count_trainable(facts.keys, facts.vocab_size, facts.form).trained
+    return count_trainable(facts.model_config, facts.vocab_size, facts.batch_spec).trainable
 
 
-def state_of(facts: RunInputs) -> int:
+def num_state_elements(facts: RunInputs) -> int:
     """Number of elements of optimizer state besides main weights."""
-    return min_state_elements(facts.keys, facts.vocab_size, trained_of(facts) if facts.keys.peft.is_on else None)
+    return min_state_elements(
+        facts.model_config, facts.vocab_size, num_trainable_parameters(facts) if facts.model_config.peft.is_on else None
+    )
 
 
 def rotary_table_bytes(stacks: tuple[StackSlice, ...]) -> int:
@@ -94,23 +96,23 @@ def rotary_table_bytes(stacks: tuple[StackSlice, ...]) -> int:
 
 def main_weight_bytes(precision: PrecisionPlan) -> int:
     """Bytes of the fp32 main copy of one weight; 0 without a copy."""
-    return 4 if precision.main_weights and precision.weights.itemsize < 4 else 0
+    return 4 if precision.main_weights and precision.param_dtype.itemsize < 4 else 0
 
 
 def persistent_state(facts: RunInputs) -> PersistentState:
     """Return the persistent memory of a rank of a run on CUDA."""
-    keys, widths = facts.keys, facts.widths
-    parameters = trained_of(facts)
+    keys, widths = facts.model_config, facts.widths
+    parameters = num_trainable_parameters(facts)
     shards, main = facts.shards, main_weight_bytes(facts.precision)
     weight_shards = 1 if facts.layout is None or facts.layout.replicates_weights else shards
-    state = state_of(facts) * (main or widths.weights) // shards
+    state = num_state_elements(facts) * (main or widths.weights) // shards
     on_host = offloads_optimizer_state(keys, torch.device(facts.target.device))
     ema = parameters * facts.ema_itemsize // shards
     return PersistentState(
         weights=num_parameters(facts) * widths.weights // weight_shards,
         main_weights=0 if on_host else parameters * main // shards,
         optimizer=0 if on_host else state,
-        average=0 if facts.ema_on_host else ema,
+        ema=0 if facts.ema_on_host else ema,
         gradient_sums=parameters * 4 // weight_shards if main and accumulates_in_fp32(facts) else 0,
         tables=rotary_table_bytes(tuple(each.stack for each in facts.stacks)) + _masks(facts),
         batches=_batches(facts),
@@ -147,11 +149,11 @@ def _masks(facts: RunInputs) -> int:
 
 def _batches(facts: RunInputs) -> int:
     """Bytes on the device of the current batch and the prefetched next one."""
-    form = facts.form
-    lengths = [form.length, *([form.decoder_length] if form.decoder_length else [])]
-    extras = 4 * (form.packed or form.restart) + (1 if form.padded else 0)  # document ids, padding mask
+    form = facts.batch_spec
+    lengths = [form.seq_length, *([form.decoder_seq_length] if form.decoder_seq_length else [])]
+    extras = 4 * (form.packed or form.reset_position_ids) + (1 if form.padded else 0)  # document ids, padding mask
     sample = sum(lengths) * (8 + extras) + lengths[-1] * 8
-    return 2 * facts.keys.global_batch_size // facts.ranks * sample
+    return 2 * facts.model_config.global_batch_size // facts.ranks * sample
 
 
 def _workspace(facts: RunInputs) -> int:
@@ -161,12 +163,16 @@ def _workspace(facts: RunInputs) -> int:
 
 def update_working_bytes(facts: RunInputs) -> int:
     """Bytes of temporary memory of the optimizer's update."""
-    kind, settings = optimizer_kind(facts.keys.optim.name), optimizer_settings(facts.keys.optim)
+    kind, settings = optimizer_kind(facts.model_config.optim.name), optimizer_settings(facts.model_config.optim)
     weights = _weights(facts)
-    parameters = trained_of(facts) // facts.shards
+    parameters = num_trainable_parameters(facts) // facts.shards
     largest = max(weight.elements for weight in weights) // facts.shards
     hidden = max((weight.elements for weight in weights if weight.is_hidden), default=0) // facts.shards
-    slots = slots_of(facts) if offloads_optimizer_state(facts.keys, torch.device(facts.target.device)) else 0
+    slots = (
+        offload_bucket_bytes(facts)
+        if offloads_optimizer_state(facts.model_config, torch.device(facts.target.device))
+        else 0
+    )
     match kind:
         case "adafactor":  # updates of all weights at once, in fp32 unless they overwrite the gradients
             elements = largest if slots else parameters
@@ -180,9 +186,9 @@ def update_working_bytes(facts: RunInputs) -> int:
             return slots
 
 
-def slots_of(facts: RunInputs) -> int:
+def offload_bucket_bytes(facts: RunInputs) -> int:
     """Bytes of the device buckets through which optimizer state on the host is streamed."""
-    kind, settings = optimizer_kind(facts.keys.optim.name), optimizer_settings(facts.keys.optim)
+    kind, settings = optimizer_kind(facts.model_config.optim.name), optimizer_settings(facts.model_config.optim)
     main = main_weight_bytes(facts.precision)
     states: list[tuple[int, int, bool]] = []
     for weight in _weights(facts):
@@ -201,7 +207,7 @@ def _slots(states: tuple[tuple[int, int, bool], ...]) -> int:
         unit = torch.float32 if width % 4 == 0 else torch.bfloat16
         tensors = {str(number): ((elements,), unit) for number in range(width // unit.itemsize)}
         shapes.append(StateShape(tensors, max_shard_bytes=elements * width, elements=None if whole else elements))
-    return sum(plan_buckets([shapes]).slots)
+    return sum(plan_buckets([shapes]).slot_bytes)
 
 
 def _count_moments(kind: str, settings: dict[str, Any], *, is_hidden: bool) -> int:
@@ -231,8 +237,8 @@ class _Weight(NamedTuple):
 
 def _weights(facts: RunInputs) -> list[_Weight]:
     """Return the large parameters in the optimizer's order."""
-    if facts.keys.peft.is_on:
-        trained = count_trainable(facts.keys, facts.vocab_size, facts.form).sizes
+    if facts.model_config.peft.is_on:
+        trained = count_trainable(facts.model_config, facts.vocab_size, facts.batch_spec).trainable_tensors
         return [_Weight(elements, is_hidden=dimensions > 1) for elements, dimensions in trained]
     first = facts.stacks[0].stack.hidden_size
     embedding = _Weight(facts.family.padded_vocab_size * first, is_hidden=False)

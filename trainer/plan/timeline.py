@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import OffloadSlice, RecomputeSlice
-from ...models.memory.offload_activations import LEAST_SIZE
+from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
 from .embeddings_and_loss import (
     decoder_embedding_grad_is_separate,
     embedding_grad_is_sum,
@@ -29,9 +29,9 @@ from .state_memory import (
     PersistentState,
     accumulates_in_fp32,
     num_parameters,
+    num_trainable_parameters,
     persistent_state,
     reduces_in_other_dtype,
-    trained_of,
     update_working_bytes,
 )
 
@@ -80,7 +80,7 @@ class LayerInStack:
 
     name: str
     stack: StackInputs
-    number: int
+    index: int
     memory: LayerMemory
     recompute: RecomputeSlice
 
@@ -90,13 +90,13 @@ class LayerInStack:
 
         Layers recomputed as one chunk either all have a backward pass or none has.
         """
-        first = self.stack.begins
-        return self.number < first - first % (self.recompute.chunk if first < self.recompute.layers else 1)
+        first = self.stack.first_trained_layer
+        return self.index < first - first % (self.recompute.chunk if first < self.recompute.layers else 1)
 
     @property
     def is_recomputed(self) -> bool:
         """True if the whole layer is recomputed."""
-        return self.number < self.recompute.layers and not self.skips_backward
+        return self.index < self.recompute.layers and not self.skips_backward
 
     @property
     def offload(self) -> OffloadSlice | None:
@@ -104,24 +104,24 @@ class LayerInStack:
         return self.stack.stack.offload if self.on_cuda else None
 
     @property
-    def modules(self) -> frozenset[RecomputeModule]:
+    def recomputed_modules(self) -> frozenset[RecomputeModule]:
         """Modules that its backward pass recomputes; empty if the whole layer is recomputed."""
-        return self.stack.stack.made_again(self.number, offloads=self.on_cuda)
+        return self.stack.stack.recomputed_modules(self.index, offloading=self.on_cuda)
 
     @property
     def begins_chunk(self) -> bool:
         """True if it is the first layer of a recomputed chunk."""
-        return self.is_recomputed and self.number % self.recompute.chunk == 0
+        return self.is_recomputed and self.index % self.recompute.chunk == 0
 
     @property
-    def kept(self) -> int:
+    def saved_bytes(self) -> int:
         """Bytes saved for its backward pass, including its input."""
         if self.skips_backward:
             return 0
         if self.is_recomputed:
             return self.memory.input_bytes if self.begins_chunk else 0
         own = self.memory.input_bytes if self.memory.saves_input else 0
-        return own + self.memory.saved_bytes_with(self.modules)
+        return own + self.memory.saved_bytes_with(self.recomputed_modules)
 
     @property
     def not_offloaded_bytes(self) -> int:
@@ -129,10 +129,10 @@ class LayerInStack:
         if self.skips_backward:
             return 0
         if self.is_recomputed:
-            return self.kept if self.kept < LEAST_SIZE else 0
-        modules = self.modules
-        kept = (each.size for each in self.memory.kept if not each.is_made_again(modules))
-        return sum(size for size in kept if size < LEAST_SIZE)
+            return self.saved_bytes if self.saved_bytes < MIN_OFFLOAD_BYTES else 0
+        modules = self.recomputed_modules
+        kept = (each.num_bytes for each in self.memory.saved if not each.is_recomputed(modules))
+        return sum(size for size in kept if size < MIN_OFFLOAD_BYTES)
 
     @property
     def on_cuda(self) -> bool:
@@ -146,10 +146,10 @@ class LayerInStack:
         If it is recomputed in a chunk, the activations of the earlier layers of that chunk exist as well.
         """
         if not self.is_recomputed:
-            return self.memory.backward_peak(self.modules)
+            return self.memory.backward_peak(self.recomputed_modules)
         own, working = self.memory.full_recompute_backward_peak()
         own_input = self.memory.input_bytes if self.memory.saves_input else 0
-        before = self.number % self.recompute.chunk
+        before = self.index % self.recompute.chunk
         return own + before * (self.memory.saved_bytes + own_input), working
 
 
@@ -158,12 +158,12 @@ def layers_in_order(facts: RunInputs) -> tuple[LayerInStack, ...]:
     found: list[LayerInStack] = []
     for stack in facts.stacks:
         moe = stack.stack.moe
-        kinds = {experts: layer_memory(stack, experts=experts) for experts in set(moe.layers if moe else (False,))}
+        kinds = {experts: layer_memory(stack, is_moe=experts) for experts in set(moe.layers if moe else (False,))}
         for number in range(stack.stack.num_layers):
             memory = kinds[moe.layers[number] if moe else False]
             name = f"layer {number}" + (f" of the {stack.name}" if stack.name else "")
             recompute = stack.stack.recompute or _NO_RECOMPUTE
-            found.append(LayerInStack(name=name, stack=stack, number=number, memory=memory, recompute=recompute))
+            found.append(LayerInStack(name=name, stack=stack, index=number, memory=memory, recompute=recompute))
     return tuple(found)
 
 
@@ -178,7 +178,7 @@ class MemoryPlan:
         layers: of all stacks.
     """
 
-    held: PersistentState
+    persistent: PersistentState
     peak: Moment
     moments: tuple[Moment, ...]
     layers: tuple[LayerInStack, ...]
@@ -186,7 +186,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Bytes allocated at the peak."""
-        return self.held.total + self.peak.total
+        return self.persistent.total + self.peak.total
 
 
 def memory_plan(facts: RunInputs) -> MemoryPlan:
@@ -194,7 +194,7 @@ def memory_plan(facts: RunInputs) -> MemoryPlan:
     layers = layers_in_order(facts)
     moments = tuple(_moments(facts, layers))
     peak = max(moments, key=lambda moment: moment.total)
-    return MemoryPlan(held=persistent_state(facts), peak=peak, moments=moments, layers=layers)
+    return MemoryPlan(persistent=persistent_state(facts), peak=peak, moments=moments, layers=layers)
 
 
 def _moments(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Moment]:
@@ -214,8 +214,8 @@ def _moments(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Mom
             working=gathered + mlm_transform_saved_bytes(facts),
             offloaded_weights=away,
         )
-    accumulated = gradients.of(loss.parameters)
-    entries = 0 if facts.keys.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
+    accumulated = gradients.of(loss.num_parameters)
+    entries = 0 if facts.model_config.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
     embedding = entries * facts.widths.weights
     # the head's part of a tied embedding's gradient is separate until the embedding's part exists; `accumulated`
     # counts it, unless gradients are added to those of the micro batch before
@@ -229,12 +229,12 @@ def _moments(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Mom
         for layer in reversed(stack.layers):
             if layer.skips_backward:
                 continue
-            parameters = layer.memory.parameters
+            parameters = layer.memory.num_parameters
             recomputed, working = layer.backward_peak
             yield Moment(
                 where=f"{layer.name}, backward",
                 gradients=max(gradients.before, accumulated),
-                activations=saved_below + stack.during_backward(layer.number),
+                activations=saved_below + stack.during_backward(layer.index),
                 recomputed=recomputed,
                 # the gradient of the encoder's output is accumulated over the cross-attentions
                 working=working
@@ -243,7 +243,7 @@ def _moments(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Mom
                 + gradients.reducing(parameters)
                 + 2 * memory * has_cross
                 + pending,
-                offloaded_weights=away_below + stack.weights_away_at(layer.number),
+                offloaded_weights=away_below + stack.weights_away_at(layer.index),
             )
             accumulated += gradients.of(parameters)
         if below:
@@ -292,14 +292,14 @@ class _StackOnDevice:
         self._offloaded = number if offload is not None and offload.activations else 0
         self._ahead = max(layers[0].recompute.chunk, len(layers) - number - 1)
         width = layers[0].stack.widths.weights
+        on_host = offload.layers if offload is not None and offload.weights else 0
         self._weights = [
-            layer.memory.parameters * width if offload is not None and offload.weights and layer.number < offload.layers
-            else 0
+            layer.memory.num_parameters * width if layer.index < on_host else 0
             for layer in layers
         ]  # fmt: skip
         self._offloaded_weights = max(0, min(last.start, last.stop - max(2, len(layers) - number) + 1))
         self.weights_away = sum(self._weights[: self._offloaded_weights])
-        self._saved = [0, *accumulate(layer.kept for layer in layers)]
+        self._saved = [0, *accumulate(layer.saved_bytes for layer in layers)]
         self._not_offloaded = [0, *accumulate(layer.not_offloaded_bytes for layer in layers[: self._offloaded])]
         self.after_forward = self._on_device(len(layers), self._offloaded)
 
@@ -342,7 +342,7 @@ class _Gradients:
         self._freed_at_once = facts.layout is not None and self._replicated and accumulates_in_fp32(facts)
         self._shards = facts.shards
         parameters = num_parameters(facts)
-        self._trained_fraction = trained_of(facts) / parameters
+        self._trained_fraction = num_trainable_parameters(facts) / parameters
         # 16-bit gradients are added to fp32 sums at once (several ranks) or after the micro batch, and freed
         uses_fp32_sums = self._width < 4 and facts.precision.main_weights
         self._reduce_copy_width = facts.reduce_itemsize if reduces_in_other_dtype(facts) else 0
@@ -370,7 +370,7 @@ def _gathered(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
     layout = facts.layout
     if layout is None or layout.replicates_weights:
         return 0
-    largest = max(layer.memory.parameters for layer in layers)
+    largest = max(layer.memory.num_parameters for layer in layers)
     unsharded = num_parameters(facts) if not layout.reshard_after_forward else 2 * largest
     width = facts.widths.weights
     return unsharded * width + largest * (width + facts.reduce_itemsize)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.attention.flags import AttentionFlags
-from ...models.build import LanguageModel, build_model, get_stacks, parameter_count
+from ...models.build import LanguageModel, build_model, get_stacks, num_parameters
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.family_rules import keys_by_stack
 from ...models.config.memory import MemoryKeys
@@ -28,7 +28,7 @@ _IRRELEVANT_KEYS: Any = {
 """Keys without effect on the counts, left out of the cache key, so that a search over them counts only once."""
 
 
-class Counts(NamedTuple):
+class ParameterCounts(NamedTuple):
     """Parameter counts of a model.
 
     Attributes:
@@ -38,13 +38,13 @@ class Counts(NamedTuple):
         begins: for each stack, index of the first layer whose backward pass runs; earlier layers need no gradients.
     """
 
-    all: int
-    trained: int
-    sizes: tuple[tuple[int, int], ...]
-    begins: tuple[int, ...]
+    total: int
+    trainable: int
+    trainable_tensors: tuple[tuple[int, int], ...]
+    first_backward_layers: tuple[int, ...]
 
 
-def count_trainable(keys: AnyModelBlock, vocab_size: int, form: BatchSpec) -> Counts:
+def count_trainable(keys: AnyModelBlock, vocab_size: int, form: BatchSpec) -> ParameterCounts:
     """Count the parameters of a model and those trained; nothing is allocated.
 
     Args:
@@ -54,12 +54,12 @@ def count_trainable(keys: AnyModelBlock, vocab_size: int, form: BatchSpec) -> Co
     """
     if not keys.peft.is_on:
         number = count_parameters(keys, vocab_size, form)
-        return Counts(number, number, (), (0,) * len(keys_by_stack(keys)))
+        return ParameterCounts(number, number, (), (0,) * len(keys_by_stack(keys)))
     return _count_on_meta(keys.family, keys.model_dump_json(exclude=_IRRELEVANT_KEYS), vocab_size, form)
 
 
 @lru_cache(maxsize=16)
-def _count_on_meta(family: Family, keys: str, vocab_size: int, form: BatchSpec) -> Counts:
+def _count_on_meta(family: Family, keys: str, vocab_size: int, form: BatchSpec) -> ParameterCounts:
     block = MODEL_BLOCKS[family].model_validate_json(keys)
     model = build_model(
         block,
@@ -68,15 +68,15 @@ def _count_on_meta(family: Family, keys: str, vocab_size: int, form: BatchSpec) 
         dtype=torch.float32,
         flags=AttentionFlags(),
         micro_batch_size=1,
-        form=form,
+        batch_spec=form,
         peft=peft_slice(block.peft),
     )
     trained = trainable_parameters(model)
-    return Counts(
-        all=parameter_count(model),
-        trained=sum(parameter.numel() for parameter in trained.values()),
-        sizes=tuple((parameter.numel(), parameter.ndim) for parameter in trained.values()),
-        begins=_first_backward_layers(model),
+    return ParameterCounts(
+        total=num_parameters(model),
+        trainable=sum(parameter.numel() for parameter in trained.values()),
+        trainable_tensors=tuple((parameter.numel(), parameter.ndim) for parameter in trained.values()),
+        first_backward_layers=_first_backward_layers(model),
     )
 
 

@@ -27,14 +27,14 @@ class LayerChunk:
         weights: time of the copy of the weights of each layer, in one direction.
     """
 
-    numbers: range
+    layers: range
     forward: float
     backward: float
     activations: float = 0.0
     weights: tuple[float, ...] = ()
 
 
-def sent_by(layer: LayerInStack) -> int:
+def offloaded_bytes(layer: LayerInStack) -> int:
     """Bytes of a layer copied to the host in its forward pass; as many are copied back in its backward pass."""
     activations, weights = _offloaded_bytes(layer)
     return activations + weights
@@ -62,34 +62,34 @@ def offload_stall_seconds(
             times, sizes = [layer_seconds(layer) for layer in members], [_offloaded_bytes(layer) for layer in members]
             runs.append(
                 LayerChunk(
-                    numbers=range(first, first + len(members)),
+                    layers=range(first, first + len(members)),
                     forward=sum(time[0] for time in times),
                     backward=sum(time[1] for time in times),
                     activations=sum(size[0] for size in sizes) / link_bandwidth,
                     weights=tuple(size[1] / link_bandwidth for size in sizes),
                 )
             )
-        total += waited(runs, len(stack) - offload.layers)
+        total += stall_seconds(runs, len(stack) - offload.layers)
     return total
 
 
-def waited(runs: Sequence[LayerChunk], num_resident: int) -> float:
+def stall_seconds(chunks: Sequence[LayerChunk], num_resident: int) -> float:
     """Return the seconds the forward and backward pass of a stack stall on copies.
 
     Args:
         runs: of the stack in forward order.
         num_resident: number of layers that are not offloaded, L - N.
     """
-    return _forward_stall(runs, num_resident) + _backward_stall(runs, num_resident)
+    return _forward_stall(chunks, num_resident) + _backward_stall(chunks, num_resident)
 
 
 def _offloaded_bytes(layer: LayerInStack) -> tuple[int, int]:
     """Bytes of activations and of weights that a layer offloads."""
     offload = layer.offload
-    if offload is None or layer.number >= offload.layers:
+    if offload is None or layer.index >= offload.layers:
         return 0, 0
-    activations = (layer.kept - layer.not_offloaded_bytes) * offload.activations
-    return activations, layer.memory.parameters * layer.stack.widths.weights * offload.weights
+    activations = (layer.saved_bytes - layer.not_offloaded_bytes) * offload.activations
+    return activations, layer.memory.num_parameters * layer.stack.widths.weights * offload.weights
 
 
 def _first_activations_on_device(numbers: range, away: int) -> int:
@@ -149,35 +149,35 @@ def _forward_stall(runs: Sequence[LayerChunk], away: int) -> float:
     clock = _Clock()
     activations, weights = _Copies(clock, _activation_times(runs)), _Copies(clock, _weight_times(runs))
     for run in runs:
-        activations.wait(range(_first_activations_on_device(run.numbers, away)))
-        activations.start(run.numbers)
+        activations.wait(range(_first_activations_on_device(run.layers, away)))
+        activations.start(run.layers)
         clock.now += run.forward
-        weights.start(run.numbers)
-        weights.wait(range(_first_weights_on_device(run.numbers, away)))
+        weights.start(run.layers)
+        weights.wait(range(_first_weights_on_device(run.layers, away)))
     return clock.stalled
 
 
 def _backward_stall(runs: Sequence[LayerChunk], away: int) -> float:
-    clock, last = _Clock(), runs[-1].numbers
+    clock, last = _Clock(), runs[-1].layers
     # only layers that the forward pass has offloaded by its end are copied back
     activation_end, weight_end = _first_activations_on_device(last, away), _first_weights_on_device(last, away)
     activations = _Copies(clock, {at: time for at, time in _activation_times(runs).items() if at < activation_end})
     weights = _Copies(clock, {at: time for at, time in _weight_times(runs).items() if at < weight_end})
-    prefetch = max(1, away - 1, len(runs[0].numbers))
+    prefetch = max(1, away - 1, len(runs[0].layers))
     for run in reversed(runs):
-        first = run.numbers.start
+        first = run.layers.start
         activations.start(reversed(range(max(first - prefetch, 0), last.stop)))
-        weights.start(run.numbers)
-        weights.start(reversed(range(max(first - len(run.numbers), 0), first)))
-        activations.wait(run.numbers)
-        weights.wait(run.numbers)
+        weights.start(run.layers)
+        weights.start(reversed(range(max(first - len(run.layers), 0), first)))
+        activations.wait(run.layers)
+        weights.wait(run.layers)
         clock.now += run.backward
     return clock.stalled
 
 
 def _activation_times(runs: Sequence[LayerChunk]) -> dict[int, float]:
-    return {run.numbers.start: run.activations for run in runs}
+    return {run.layers.start: run.activations for run in runs}
 
 
 def _weight_times(runs: Sequence[LayerChunk]) -> dict[int, float]:
-    return {number: each for run in runs for number, each in zip(run.numbers, run.weights, strict=bool(run.weights))}
+    return {number: each for run in runs for number, each in zip(run.layers, run.weights, strict=bool(run.weights))}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def runs_behind(device: torch.device) -> bool:
+def is_async(device: torch.device) -> bool:
     """Return True if the device is asynchronous: the host can launch the next step before reading this one's values."""
     return device.type == "cuda"
 
@@ -50,8 +50,8 @@ class DeviceTimestamp:
         aside: total seconds to exclude so far, such as time spent writing a profile.
     """
 
-    def __init__(self, device: torch.device, aside: float) -> None:
-        self._aside = aside
+    def __init__(self, device: torch.device, excluded_seconds: float) -> None:
+        self._aside = excluded_seconds
         self._seconds = time.perf_counter()
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":

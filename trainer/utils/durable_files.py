@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def sync_directory(path: Path) -> None:
+def fsync_directory(path: Path) -> None:
     """Fsync a directory, so that file creations and renames in it survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

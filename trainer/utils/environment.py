@@ -30,7 +30,7 @@ def config_folders(environ: Mapping[str, str]) -> list[Path]:
     ]
 
 
-def user_path(text: str, named_by: str) -> Path:
+def user_path(text: str, source: str) -> Path:
     """Parse a path given by the user, expanding `~`.
 
     Args:
@@ -41,11 +41,11 @@ def user_path(text: str, named_by: str) -> Path:
         UserError: no such home directory, or not a valid path.
     """
     if "\0" in text:
-        raise UserError(f"`{named_by}`: {text!r} is not a path: it contains a null byte")
+        raise UserError(f"`{source}`: {text!r} is not a path: it contains a null byte")
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise UserError(f"`{named_by}` ({text}): there is no such home directory; write the whole path") from None
+        raise UserError(f"`{source}` ({text}): there is no such home directory; write the whole path") from None
 
 
 def format_variable(value: str | int | float | bool) -> str:

@@ -15,7 +15,7 @@ from ..utils import environment
 from ..utils.errors import UserError
 
 
-def import_modules(names: Sequence[str]) -> None:
+def import_plugins(names: Sequence[str]) -> None:
     """Import modules by their dotted names, from the installed packages or else the current directory.
 
     Raises:

@@ -27,29 +27,29 @@ class LocalShard:
     """
 
     local: Tensor
-    start: int = 0
-    rows: int = 1
-    copy: int = 0
-    copies: int = 1
+    first_row: int = 0
+    num_rows: int = 1
+    replica: int = 0
+    num_replicas: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the full tensor."""
-        return (self.rows, *self.local.shape[1:]) if self.local.ndim else ()
+        return (self.num_rows, *self.local.shape[1:]) if self.local.ndim else ()
 
-    def of(self, local: Tensor) -> LocalShard:
+    def with_local(self, local: Tensor) -> LocalShard:
         """Return a shard with the same rows of another, equally sharded tensor."""
-        return LocalShard(local, self.start, self.rows, self.copy, self.copies)
+        return LocalShard(local, self.first_row, self.num_rows, self.replica, self.num_replicas)
 
     def part_to_save(self) -> LocalShard:
         """Return the part of the rows that this rank saves, so that replicas together save every row once."""
         if not self.local.ndim:
-            return self if self.copy == 0 else LocalShard(self.local.new_empty(0), 0, 0)
-        first, count = chunk(self.local.shape[0], self.copies, self.copy)
-        return LocalShard(self.local[first : first + count], self.start + first, self.rows)
+            return self if self.replica == 0 else LocalShard(self.local.new_empty(0), 0, 0)
+        first, count = chunk_bounds(self.local.shape[0], self.num_replicas, self.replica)
+        return LocalShard(self.local[first : first + count], self.first_row + first, self.num_rows)
 
 
-def piece_of(tensor: Tensor) -> LocalShard:
+def local_shard(tensor: Tensor) -> LocalShard:
     """Return the local shard of a parameter: the local rows of a DTensor, or all rows of a plain, replicated tensor.
 
     Raises:
@@ -66,7 +66,7 @@ def piece_of(tensor: Tensor) -> LocalShard:
         if placement.is_replicate():
             copy, copies = copy * size + place, copies * size
         elif isinstance(placement, Shard) and placement.dim == 0:
-            start, _ = chunk(rows, size, place)
+            start, _ = chunk_bounds(rows, size, place)
         else:
             raise ValueError(f"`tensor` ({placement}) must be sharded along its first dimension only")
     return LocalShard(local, start, rows, copy, copies)
@@ -83,7 +83,7 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def chunk(rows: int, parts: int, part: int) -> tuple[int, int]:
+def chunk_bounds(rows: int, parts: int, part: int) -> tuple[int, int]:
     """Return first row and number of rows of a chunk, as split by `torch.chunk`: the last ones may be smaller."""
     size = -(-rows // parts)
     first = min(part * size, rows)

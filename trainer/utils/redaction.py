@@ -54,11 +54,11 @@ def redact_value(name: str, text: str) -> str:
     return REDACTED if is_secret(name) and "${" not in text else redact(text)
 
 
-def redact_arguments(words: Sequence[str]) -> list[str]:
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """Redact a command line; also `VALUE` in `--api-key VALUE` becomes `***`."""
     redacted: list[str] = []
     hides_next = False
-    for word in words:
+    for word in arguments:
         is_option = word.startswith("-")
         redacted.append(REDACTED if hides_next and not is_option else redact(word))
         hides_next = is_option and "=" not in word and is_secret(word)

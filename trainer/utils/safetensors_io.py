@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .durable_files import sync_directory as sync_directory
+from .durable_files import fsync_directory as fsync_directory
 
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
@@ -94,7 +94,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Size of the data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -130,7 +130,7 @@ def write_safetensors_stream(
     offset = 0
     for name in order:
         spec = specs[name]
-        end = offset + spec.bytes
+        end = offset + spec.num_bytes
         header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()

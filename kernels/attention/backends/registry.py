@@ -92,7 +92,7 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def installed(device_type: str = "cpu") -> InstalledSoftware:
+def detect_installed_software(device_type: str = "cpu") -> InstalledSoftware:
     """Detect the software versions of this process.
 
     Args:

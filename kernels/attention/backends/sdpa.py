@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..dense_bias import combine_biases, fully_masked_rows, hidden_keys
+from ..dense_bias import build_mask, combine_biases, fully_masked_rows
 from ..packed_sequences import PackedSequences
 from ..reference import visibility_mask
 
@@ -61,7 +61,7 @@ class SDPAAttention:
         empty = None
         across = packed is not None and packed.key_document_ids is not None
         if key_padding_mask is not None or across:
-            hidden = hidden_keys(
+            hidden = build_mask(
                 queries, keys, causal=causal, window=None, packed=packed, key_padding_mask=key_padding_mask,
                 device=query.device,
             )  # fmt: skip

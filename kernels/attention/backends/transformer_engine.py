@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..dense_bias import combine_biases, hidden_keys
+from ..dense_bias import build_mask, combine_biases
 from ..flags import cudnn_path_is_set, override_environment
 from ..no_compile import disable_compile
 from ..packed_sequences import PackedSequences, unpadded_cu_seqlens, unpadded_key_cu_seqlens
@@ -162,7 +162,7 @@ class TEAttention:
         if packed is None:
             return {"attn_mask_type": mask_type, "window_size": window_size}
         if self.family == "unfused":  # with cu_seqlens it would pad every document to the length of a row
-            hidden = hidden_keys(
+            hidden = build_mask(
                 queries, keys, causal=causal, window=window, packed=packed, key_padding_mask=None, device=device
             )
             return {"attn_mask_type": "arbitrary", "attention_mask": hidden, "window_size": (-1, -1)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...launch import triton_runs_on
 from ...masked_softmax import scaled_masked_softmax
-from ..dense_bias import combine_biases, fully_masked_rows, hidden_keys
+from ..dense_bias import build_mask, combine_biases, fully_masked_rows
 from ..packed_sequences import PackedSequences
 
 
@@ -48,7 +48,7 @@ class UnfusedAttention:
             alibi_slopes=alibi_slopes, window=window, softcap=softcap, packed=packed,
             key_padding_mask=key_padding_mask,
         )  # fmt: skip
-        return self.product(weights, value)
+        return self.weighted_sum(weights, value)
 
     def weights(
         self,
@@ -86,7 +86,7 @@ class UnfusedAttention:
             scores = scores if dense is None else scores + dense
         fused = self.masked_softmax_fusion and triton_runs_on(scores)
         causal_in_kernel = fused and causal and packed is None  # the document mask is causal already
-        hidden = hidden_keys(
+        hidden = build_mask(
             queries, keys, causal=causal and not causal_in_kernel, window=window, packed=packed,
             key_padding_mask=key_padding_mask, device=query.device,
         )  # fmt: skip
@@ -102,7 +102,7 @@ class UnfusedAttention:
         probabilities = probabilities.to(query.dtype)
         return F.dropout(probabilities, dropout) if dropout else probabilities
 
-    def product(self, weights: Tensor, value: Tensor) -> Tensor:
+    def weighted_sum(self, weights: Tensor, value: Tensor) -> Tensor:
         """Return the weighted sum of the values, (batch, queries, heads, head_dim)."""
         batch, heads, queries, keys = weights.shape
         groups, head_dim = value.shape[2:]

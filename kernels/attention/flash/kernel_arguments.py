@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ...launch import next_power_of_2, tl
 from ..dropout import dropout_threshold
-from .portable.tile_configs import Kind, TileConfig, device_capability, tile_config
+from .portable.tile_configs import KernelKind, TileConfig, device_capability, tile_config
 
 # offsets within a tile are computed in 32 bits: at most 256 rows with this stride
 MAX_ROW_STRIDE = 1 << 22
 
 
-class Problem(NamedTuple):
+class FlashAttentionParams(NamedTuple):
     """Parameters of a call besides q, k and v; see `flash_attention`.
 
     `left` and `right` are the window with `causal` folded in, -1 for unbounded. `max_queries` and `max_keys` are the
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
         """True if the tensors are packed, (total, heads, head_dim)."""
         return self.cu_seqlens_q is not None
 
-    def batch(self, q: Tensor) -> int:
+    def batch_size(self, q: Tensor) -> int:
         """Number of sequences."""
         return q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
@@ -55,7 +55,7 @@ def with_contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def strides(name: str, tensor: Tensor) -> dict[str, int]:
+def stride_arguments(name: str, tensor: Tensor) -> dict[str, int]:
     """Return the strides of batch, rows and heads as keyword arguments; the batch stride of a packed tensor is 0."""
     batch = tensor.stride(0) if tensor.ndim == 4 else 0
     return {f"stride_{name}b": batch, f"stride_{name}s": tensor.stride(-3), f"stride_{name}h": tensor.stride(-2)}
@@ -66,13 +66,13 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def select_config(kind: Kind, q: Tensor, problem: Problem) -> TileConfig:
+def select_config(kind: KernelKind, q: Tensor, problem: FlashAttentionParams) -> TileConfig:
     """Return the launch configuration of a kernel for these tensors."""
     dense_bias = problem.bias is not None
     return tile_config(kind, q.shape[-1], q.dtype, device_capability(q.device), dense_bias=dense_bias)
 
 
-def options_of(config: TileConfig) -> dict[str, Any]:
+def launch_options(config: TileConfig) -> dict[str, Any]:
     """Return the launch options and tile sizes of a config as keyword arguments."""
     return {
         "BLOCK_M": config.queries,
@@ -83,7 +83,7 @@ def options_of(config: TileConfig) -> dict[str, Any]:
     }
 
 
-def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
     """Device guard: make the tensor's GPU the current device, on which kernels are launched."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
@@ -114,7 +114,7 @@ def tile_list(cu_seqlens: Tensor, rows: int, block: int) -> Tensor:
     return torch.cat([count[None], torch.stack([sequence, first], dim=1)]).int()
 
 
-def programs(rows: int, block: int, *, sequences: int, tile_bound: int | None) -> int:
+def programs_per_head(rows: int, block: int, *, sequences: int, tile_bound: int | None) -> int:
     """Return the programs per head: one per tile if dense; if packed, about the number of tiles of long sequences."""
     if tile_bound is None:
         return -(-rows // block) * sequences
@@ -125,7 +125,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def common_kernel_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]:
+def common_kernel_arguments(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> dict[str, Any]:
     """Return the keyword arguments common to all forward and backward kernels: no outputs, tile lists or configs."""
     heads, head_dim = q.shape[-2:]
     bias, distance_bias, padding = problem.bias, problem.distance_bias, problem.key_padding_mask
@@ -147,9 +147,9 @@ def common_kernel_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -
         "rng_pointer": _contiguous(problem.rng) if problem.dropout_p else None,
         "cu_seqlens_q": _contiguous(problem.cu_seqlens_q),
         "cu_seqlens_k": _contiguous(problem.cu_seqlens_k),
-        **strides("q", q),
-        **strides("k", k),
-        **strides("v", v),
+        **stride_arguments("q", q),
+        **stride_arguments("k", k),
+        **stride_arguments("v", v),
         **dict(
             zip(
                 ("stride_bias_b", "stride_bias_h", "stride_bias_q", "stride_bias_k"),

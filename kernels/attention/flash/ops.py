@@ -12,8 +12,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...launch import HAS_TRITON, INTERPRETED
 from ..argument_checks import check_arguments
-from .hopper.supported_calls import serves
-from .kernel_arguments import Problem
+from .hopper.supported_calls import supports
+from .kernel_arguments import FlashAttentionParams
 from .portable.backward import launch_dkdv, launch_dq, prepare_backward
 from .portable.bias_gradient import launch_bias_gradient, launch_distance_gradient
 from .portable.forward import allocate_outputs, launch_forward
@@ -21,9 +21,9 @@ from .portable.forward import allocate_outputs, launch_forward
 # ---------------------------------------------------------------- launches
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> tuple[Tensor, Tensor]:
     """Compute output and log-sum-exp with the Hopper or the portable kernels."""
-    if serves(q, k, v, problem):
+    if supports(q, k, v, problem):
         from .hopper.launchers import launch_forward as launch_hopper_forward
 
         return launch_hopper_forward(q, k, v, problem)
@@ -32,7 +32,7 @@ def _results(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor,
 
 def _gradients(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    problem: Problem, needs_grad: Sequence[bool],
+    problem: FlashAttentionParams, needs_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Compute the gradients of q, k, v, bias, distance_bias and alibi_slopes, None where not needed.
 
@@ -40,7 +40,7 @@ def _gradients(
     """
     needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes = needs_grad
     bias, distance_bias, alibi_slopes = problem[:3]
-    if serves(q, k, v, problem):
+    if supports(q, k, v, problem):
         return _hopper_backward(
             q, k, v, out, lse, out_gradient, lse_gradient, problem, needs_q, needs_kv, needs_distance_bias, needs_slopes
         )
@@ -68,7 +68,7 @@ def _gradients(
 
 def _hopper_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
-    problem: Problem, needs_q: bool, needs_kv: bool, needs_distance_bias: bool, needs_slopes: bool,
+    problem: FlashAttentionParams, needs_q: bool, needs_kv: bool, needs_distance_bias: bool, needs_slopes: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Compute the result of `_gradients` with the Hopper kernels, which do not support a dense bias."""
     from .hopper import launchers
@@ -119,7 +119,7 @@ def _flash_attention(
     max_keys: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute output and log-sum-exp; the arguments after v are the fields of a `Problem`."""
-    problem = Problem(
+    problem = FlashAttentionParams(
         bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
         softcap, dropout_p, max_queries, max_keys,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def _flash_attention(
 
 @_flash_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    return allocate_outputs(q, Problem(*problem))
+    return allocate_outputs(q, FlashAttentionParams(*problem))
 
 
 @torch.library.custom_op("stoker::flash_attention_backward", mutates_args=())
@@ -161,7 +161,7 @@ def _flash_attention_backward(
     needs_slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, v, bias, distance_bias and alibi_slopes, empty tensors where not needed."""
-    problem = Problem(
+    problem = FlashAttentionParams(
         bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
         softcap, dropout_p, max_queries, max_keys,
     )  # fmt: skip
@@ -177,7 +177,7 @@ def _(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     *fields, needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes = rest
-    problem = Problem(*fields)
+    problem = FlashAttentionParams(*fields)
 
     def like(tensor: Tensor | None, needed: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if needed and tensor is not None else q.new_empty(0)
@@ -197,7 +197,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *fields = inputs
-    problem = Problem(*fields)
+    problem = FlashAttentionParams(*fields)
     ctx.save_for_backward(q, k, v, *output, *problem[:7])
     ctx.scalars = problem[7:]
     ctx.set_materialize_grads(False)
@@ -213,7 +213,7 @@ def _differentiate(
         out_gradient = torch.zeros_like(out)
     needs = ctx.needs_input_grad
     needs_grad = (needs[0], needs[1] or needs[2], *needs[3:6])
-    problem = Problem(*tensors, *ctx.scalars)
+    problem = FlashAttentionParams(*tensors, *ctx.scalars)
     if direct:
         gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs_grad)
     else:
@@ -233,7 +233,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Compute output and log-sum-exp; `inputs` as in `_flash_attention`."""
         q, k, v, *fields = inputs
-        results = _results(q, k, v, Problem(*fields))
+        results = _results(q, k, v, FlashAttentionParams(*fields))
         _save(ctx, inputs, results)
         return results
 
@@ -280,12 +280,12 @@ def _visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
     return below - (up_to(-left - 1) if left >= 0 else 0)
 
 
-def _multiplications(q: Any, problem: Problem) -> int:
+def _multiplications(q: Any, problem: FlashAttentionParams) -> int:
     """Return the multiply-adds of one product over the visible pairs; packed, as if all had the maximum length."""
     heads, head_dim = q.shape[-2:]
     pairs = _visible_pairs(problem.max_queries, problem.max_keys, problem.left, problem.right)
     if problem.packed:
-        sequences = problem.batch(q)
+        sequences = problem.batch_size(q)
         rows = min(q.shape[0], sequences * problem.max_queries)
         return heads * head_dim * pairs * rows // max(problem.max_queries, 1)
     return q.shape[0] * heads * head_dim * pairs
@@ -293,12 +293,12 @@ def _multiplications(q: Any, problem: Problem) -> int:
 
 @register_flop_formula(torch.ops.stoker.flash_attention, get_raw=True)
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *problem: Any, out_val: Any = None, **_: Any) -> int:
-    return 4 * _multiplications(q, Problem(*problem))
+    return 4 * _multiplications(q, FlashAttentionParams(*problem))
 
 
 @register_flop_formula(torch.ops.stoker.flash_attention_backward, get_raw=True)
 def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
-    return 10 * _multiplications(arguments[2], Problem(*arguments[7:21]))
+    return 10 * _multiplications(arguments[2], FlashAttentionParams(*arguments[7:21]))
 
 
 # ---------------------------------------------------------------- public function

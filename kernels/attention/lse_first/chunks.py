@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
     stop: int
     offset: int
 
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+    def slice(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the chunk's slice of the tensors, each (batch, keys, groups, head_dim); a view."""
         return tensors[self.tensor][:, self.start : self.stop]
 
@@ -128,7 +128,7 @@ class GradientWriter:
             for buffer, target in zip(flat, self.targets[index], strict=True)
         )
 
-    def send(self, index: int, gradients: tuple[Tensor, ...]) -> None:
+    def copy_back(self, index: int, gradients: tuple[Tensor, ...]) -> None:
         """Start copying the gradients that the kernels wrote to `room`."""
         if self.direct:
             return

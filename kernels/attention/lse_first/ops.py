@@ -42,7 +42,7 @@ def _wide_like(q: Tensor) -> torch.dtype:
 # ---------------------------------------------------------------- stages over all chunks
 
 
-def log_sum_exps(
+def chunked_lse(
     q: Tensor, k: Sequence[Tensor], causal: bool, scale: float, chunk_size: int, k_offset: int, total_keys: int
 ) -> Tensor:
     """Stage 1 over all chunks: (batch, heads, queries) fp32 or fp64, natural logarithm, -inf for no visible key."""
@@ -50,7 +50,7 @@ def log_sum_exps(
     if not q.numel():
         return lse
     chunks = split_into_chunks(_lengths(k), chunk_size)
-    on_device = prefetch_chunks([(chunk.of(k),) for chunk in chunks], q.device)
+    on_device = prefetch_chunks([(chunk.slice(k),) for chunk in chunks], q.device)
     for index, (chunk, (keys,)) in enumerate(zip(chunks, on_device, strict=True)):
         shift = _shift(causal, q, total_keys, k_offset + chunk.offset)
         _stages(q).lse_of_chunk_(lse, q, keys, shift=shift, scale=scale, merge=index > 0)
@@ -79,8 +79,8 @@ def _gradients(
         return q.new_zeros(q.shape), k_gradients, v_gradients
     # several chunks are summed in the accumulation dtype
     dq = torch.empty(q.shape, dtype=_wide_like(q) if len(chunks) > 1 else q.dtype, device=q.device)
-    on_device = prefetch_chunks([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
-    targets = [(chunk.of(k_gradients), chunk.of(v_gradients)) for chunk in chunks]
+    on_device = prefetch_chunks([(chunk.slice(k), chunk.slice(v)) for chunk in chunks], q.device)
+    targets = [(chunk.slice(k_gradients), chunk.slice(v_gradients)) for chunk in chunks]
     with GradientWriter(targets, q.device) as writer:
         for index, (chunk, (keys, values)) in enumerate(zip(chunks, on_device, strict=True)):
             dk, dv = buffers = writer.get_buffers(index)
@@ -88,7 +88,7 @@ def _gradients(
             _stages(q).gradients_of_chunk_(
                 dq, dk, dv, q, keys, values, out_gradient, lse, delta, shift=shift, scale=scale, merge=index > 0
             )
-            writer.send(index, buffers)
+            writer.copy_back(index, buffers)
     return dq.to(q.dtype), k_gradients, v_gradients
 
 
@@ -109,7 +109,7 @@ def _empty_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _attention_lse(
     q: Tensor, k: Sequence[Tensor], causal: bool, scale: float, chunk_size: int, k_offset: int, total_keys: int
 ) -> Tensor:
-    return log_sum_exps(q, k, causal, scale, chunk_size, k_offset, total_keys)
+    return chunked_lse(q, k, causal, scale, chunk_size, k_offset, total_keys)
 
 
 @_attention_lse.register_fake
@@ -175,13 +175,13 @@ def _lse_first_attention(
     q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], causal: bool, scale: float, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     total_keys = sum(_lengths(k))
-    lse = log_sum_exps(q, k, causal, scale, chunk_size, 0, total_keys)
+    lse = chunked_lse(q, k, causal, scale, chunk_size, 0, total_keys)
     chunks = split_into_chunks(_lengths(k), chunk_size) if q.numel() else []
     if not chunks:
         return q.new_zeros(q.shape), lse
     # several chunks are summed in the accumulation dtype
     out = torch.empty(q.shape, dtype=_wide_like(q) if len(chunks) > 1 else q.dtype, device=q.device)
-    on_device = prefetch_chunks([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
+    on_device = prefetch_chunks([(chunk.slice(k), chunk.slice(v)) for chunk in chunks], q.device)
     for index, (chunk, (keys, values)) in enumerate(zip(chunks, on_device, strict=True)):
         shift = _shift(causal, q, total_keys, chunk.offset)
         _stages(q).output_of_chunk_(out, q, keys, values, lse, shift=shift, scale=scale, merge=index > 0)

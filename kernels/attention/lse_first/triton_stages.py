@@ -18,15 +18,15 @@ from ...interpreter_rounding import rounded
 from ...launch import jit, next_power_of_2, tl, triton
 from ..flash.hopper.supported_calls import supports_scores
 from ..flash.kernel_arguments import (
-    Problem,
+    FlashAttentionParams,
     accumulator_dtype,
-    on_device,
-    options_of,
+    device_guard,
+    launch_options,
     select_config,
-    strides,
+    stride_arguments,
     with_contiguous_rows,
 )
-from ..flash.portable.backward import Saved, dkdv_kernel, dq_kernel, prepare_backward
+from ..flash.portable.backward import BackwardInputs, dkdv_kernel, dq_kernel, prepare_backward
 from ..flash.portable.tile import (
     LN2,
     LOG2E,
@@ -35,7 +35,7 @@ from ..flash.portable.tile import (
     load_lse,
     load_rows,
     per_row_offset,
-    row_start,
+    row_pointer,
     store_rows,
 )
 from ..flash.portable.tile_configs import device_capability
@@ -58,7 +58,7 @@ def key_tile_bounds(
 
 
 @jit
-def seen(tile, query, key, keys, shift, hidden, CAUSAL: tl.constexpr):
+def mask_edge_tile(tile, query, key, keys, shift, hidden, CAUSAL: tl.constexpr):
     """Mask an edge tile: `hidden` where a key is not visible; `query` and `key` are broadcastable to the tile."""
     visible = key < keys
     if CAUSAL:
@@ -86,8 +86,8 @@ def lse_kernel(
     """
     sequence, head, first = dense_tile(tl.program_id(0), queries, heads, BLOCK_M, CAUSAL)
     query = first + tl.arange(0, BLOCK_M)
-    q_rows = row_start(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
-    k_rows = row_start(k_pointer, sequence, head // heads_per_group, 0, stride_kb, stride_ks, stride_kh)
+    q_rows = row_pointer(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
+    k_rows = row_pointer(k_pointer, sequence, head // heads_per_group, 0, stride_kb, stride_ks, stride_kh)
     q = load_rows(q_rows, first, stride_qs, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     maximum_product = tl.full((BLOCK_M,), float("-inf"), ACCUMULATE)
     maximum = maximum_product
@@ -102,7 +102,7 @@ def lse_kernel(
             if NEGATIVE:
                 product = -product
             if EDGE:
-                product = seen(product, query[:, None], key[None, :], keys, shift, float("-inf"), CAUSAL)
+                product = mask_edge_tile(product, query[:, None], key[None, :], keys, shift, float("-inf"), CAUSAL)
             maximum_product = tl.maximum(maximum_product, tl.max(product, 1))
             # rounded once and carried, so that an unchanged maximum rescales the total by exactly 1
             new_maximum = maximum_product * factor
@@ -141,10 +141,10 @@ def output_kernel(
     sequence, head, first = dense_tile(tl.program_id(0), queries, heads, BLOCK_M, CAUSAL)
     query = first + tl.arange(0, BLOCK_M)
     group = head // heads_per_group
-    q_rows = row_start(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
-    k_rows = row_start(k_pointer, sequence, group, 0, stride_kb, stride_ks, stride_kh)
-    v_rows = row_start(v_pointer, sequence, group, 0, stride_vb, stride_vs, stride_vh)
-    out_rows = row_start(out_pointer, sequence, head, 0, stride_ob, stride_os, stride_oh)
+    q_rows = row_pointer(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
+    k_rows = row_pointer(k_pointer, sequence, group, 0, stride_kb, stride_ks, stride_kh)
+    v_rows = row_pointer(v_pointer, sequence, group, 0, stride_vb, stride_vs, stride_vh)
+    out_rows = row_pointer(out_pointer, sequence, head, 0, stride_ob, stride_os, stride_oh)
     q = load_rows(q_rows, first, stride_qs, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     lse = load_lse(lse_pointer, per_row_offset(sequence, head, 0, heads, queries, False) + query, query < queries)
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
@@ -157,7 +157,7 @@ def output_kernel(
             product = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION)
             exponent = product * (scale * LOG2E)
             if EDGE:
-                exponent = seen(exponent, query[:, None], key[None, :], keys, shift, float("-inf"), CAUSAL)
+                exponent = mask_edge_tile(exponent, query[:, None], key[None, :], keys, shift, float("-inf"), CAUSAL)
             weight = tl.exp2(exponent - lse[:, None])
             accumulator = dot(rounded(weight, v.dtype), v, accumulator, PRECISION)
     if MERGE:
@@ -175,8 +175,8 @@ def stage_kernel_arguments(q: Tensor, k: Tensor, stage: Stage, shift: int | None
     return {
         "q_pointer": q,
         "k_pointer": k,
-        **strides("q", q),
-        **strides("k", k),
+        **stride_arguments("q", q),
+        **stride_arguments("k", k),
         "heads": q.shape[2],
         "heads_per_group": q.shape[2] // k.shape[2],
         "queries": q.shape[1],
@@ -186,7 +186,7 @@ def stage_kernel_arguments(q: Tensor, k: Tensor, stage: Stage, shift: int | None
         "CAUSAL": shift is not None,
         **_shape_constants(q),
         "PRECISION": "ieee" if exact else "tf32",
-        **options_of(stage_config(stage, q.shape[-1], q.dtype, device_capability(q.device))),
+        **launch_options(stage_config(stage, q.shape[-1], q.dtype, device_capability(q.device))),
     }
 
 
@@ -214,7 +214,7 @@ def lse_of_chunk_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale
     # a scale of 0 is replaced by a tiny one: masked products are -inf, and -inf times 0 would be NaN
     arguments = stage_kernel_arguments(q, k, "lse", shift, max(abs(scale), 1e-30)) | {"NEGATIVE": scale < 0}
     grid = _blocks(q.shape[1], arguments["BLOCK_M"], q, q.shape[2])
-    with on_device(q):
+    with device_guard(q):
         lse_kernel[grid](lse_pointer=lse, MERGE=merge, **arguments)
 
 
@@ -223,9 +223,11 @@ def output_of_chunk_(
 ) -> None:
     """Stage 2: write a chunk's contribution to the output to `out` (like q), or add it."""
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
-    arguments = stage_kernel_arguments(q, k, "output", shift, scale) | strides("v", v) | strides("o", out)
+    arguments = (
+        stage_kernel_arguments(q, k, "output", shift, scale) | stride_arguments("v", v) | stride_arguments("o", out)
+    )
     grid = _blocks(q.shape[1], arguments["BLOCK_M"], q, q.shape[2])
-    with on_device(q):
+    with device_guard(q):
         output_kernel[grid](v_pointer=v, lse_pointer=lse, out_pointer=out, MERGE=merge, **arguments)
 
 
@@ -256,7 +258,7 @@ def gradients_of_chunk_(
     """
     queries, heads, keys, groups = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     right = -1 if shift is None else shift - (keys - queries)
-    problem = Problem(
+    problem = FlashAttentionParams(
         bias=None,
         distance_bias=None,
         alibi_slopes=None,
@@ -273,14 +275,14 @@ def gradients_of_chunk_(
         max_keys=keys,
     )
     q, k, v, out_gradient = (with_contiguous_rows(tensor) for tensor in (q, k, v, out_gradient))
-    saved = Saved(q, k, v, out_gradient, lse, delta)
+    saved = BackwardInputs(q, k, v, out_gradient, lse, delta)
     contribution = torch.empty_like(dq) if merge else dq
     config = select_config("dq", q, problem)
-    with on_device(q):
+    with device_guard(q):
         dq_kernel[_blocks(queries, config.queries, q, heads)](
-            **saved.arguments(problem),
-            **strides("dq", contribution),
-            **options_of(config),
+            **saved.kernel_arguments(problem),
+            **stride_arguments("dq", contribution),
+            **launch_options(config),
             q_gradient_pointer=contribution,
             tiles_pointer=None,
             bias_gradient_pointer=None,
@@ -295,12 +297,12 @@ def gradients_of_chunk_(
     if merge:
         dq += contribution
     config = select_config("dkdv", q, problem)
-    with on_device(q):
+    with device_guard(q):
         dkdv_kernel[_blocks(keys, config.keys, q, groups)](
-            **saved.arguments(problem),
-            **strides("dk", dk),
-            **strides("dv", dv),
-            **options_of(config),
+            **saved.kernel_arguments(problem),
+            **stride_arguments("dk", dk),
+            **stride_arguments("dv", dv),
+            **launch_options(config),
             k_gradient_pointer=dk,
             v_gradient_pointer=dv,
             tiles_pointer=None,

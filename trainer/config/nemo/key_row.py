@@ -18,7 +18,7 @@ class KeyState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KeyRow:
     """A key, or all keys below a path, that do not act.
 
     Attributes:
@@ -42,25 +42,25 @@ class Row:
     fix: str | None = None
 
 
-def rows(state: KeyState, parent: str, names: str, note: str, **fields: Any) -> Iterator[Row]:
+def key_rows(state: KeyState, parent: str, names: str, note: str, **fields: Any) -> Iterator[KeyRow]:
     """Yield a row for each of the space-separated `names` below `parent`."""
     for name in names.split():
-        yield Row(f"{parent}.{name}" if parent else name, state, note, **fields)
+        yield KeyRow(f"{parent}.{name}" if parent else name, state, note, **fields)
 
 
-def off(parent: str, name: str, note: str, off: Any, *more: Any, **fields: Any) -> Row:
+def not_yet(parent: str, name: str, note: str, off: Any, *more: Any, **fields: Any) -> KeyRow:
     """Return a row of a feature that is not supported yet; the first `off` value is also NeMo's default."""
-    return Row(f"{parent}.{name}", KeyState.NOT_YET, note, (off, *more), default=off, **fields)
+    return KeyRow(f"{parent}.{name}", KeyState.NOT_YET, note, (off, *more), default=off, **fields)
 
 
-def refused(parent: str, name: str, note: str, allowed: Any, *more: Any, **fields: Any) -> Row:
+def refused(parent: str, name: str, note: str, allowed: Any, *more: Any, **fields: Any) -> KeyRow:
     """Return a row of a feature that will not be supported; the first allowed value is also NeMo's default."""
-    return Row(f"{parent}.{name}", KeyState.REFUSED, note, (allowed, *more), default=allowed, **fields)
+    return KeyRow(f"{parent}.{name}", KeyState.REFUSED, note, (allowed, *more), default=allowed, **fields)
 
 
-def history(parent: str, names: str, note: str, default: Any = None) -> Iterator[Row]:
+def historical(parent: str, names: str, note: str, default: Any = None) -> Iterator[KeyRow]:
     """Yield rows of historical keys, which have no effect here."""
-    return rows(KeyState.HISTORICAL, parent, names, note, default=default)
+    return key_rows(KeyState.HISTORICAL, parent, names, note, default=default)
 
 
 COMMUNICATION_NOTE = "a performance setting of NeMo's communication; results do not depend on it"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .key_row import CHECKPOINT_NOTE, COMMUNICATION_NOTE, KeyState, Row, history, off, refused, rows
+from .key_row import CHECKPOINT_NOTE, COMMUNICATION_NOTE, KeyRow, KeyState, historical, key_rows, not_yet, refused
 
 _SPEED = "a performance setting of NeMo's kernels; results do not depend on it and stoker chooses its own"
 _NO_MODEL = "stoker has no such model"
 _T5 = "acts with model.family=t5 (a preset: model=t5_small)"
 
 
-def rows_of_model() -> Iterator[Row]:
+def rows_of_model() -> Iterator[KeyRow]:
     """Yield rows of the model, without its optimizer, data and tokenizer."""
     yield from _batching_and_start()
     yield from _geometry()
@@ -23,9 +23,9 @@ def rows_of_model() -> Iterator[Row]:
     yield from _peft()
 
 
-def _batching_and_start() -> Iterator[Row]:
+def _batching_and_start() -> Iterator[KeyRow]:
     at = "model"
-    yield off(at, "restore_from_ckpt", "initializing from the weights of another model", None)
+    yield not_yet(at, "restore_from_ckpt", "initializing from the weights of another model", None)
     yield refused(
         at,
         "resume_from_checkpoint",
@@ -34,21 +34,23 @@ def _batching_and_start() -> Iterator[Row]:
         same_as="exp_manager.resume_from_checkpoint",
     )
     yield refused(at, "precision", "use trainer.precision", None, same_as="trainer.precision")
-    yield off(at, "reset_lr", "restarting the schedule when resuming", False)
-    yield off(at, "reset_lr_steps", "restarting the schedule when resuming", False)
-    yield off(at, "kd_teacher_restore_from_path", "distillation", None)
-    yield off(at, "add_eos", "token settings of fine-tuning", None)
-    yield from history(at, "name nemo_path preproc_out_dir target", "names of NeMo's own files")
-    yield from history(at, "nemo_version hparams_file", "names of NeMo's own files")
+    yield not_yet(at, "reset_lr", "restarting the schedule when resuming", False)
+    yield not_yet(at, "reset_lr_steps", "restarting the schedule when resuming", False)
+    yield not_yet(at, "kd_teacher_restore_from_path", "distillation", None)
+    yield not_yet(at, "add_eos", "token settings of fine-tuning", None)
+    yield from historical(at, "name nemo_path preproc_out_dir target", "names of NeMo's own files")
+    yield from historical(at, "nemo_version hparams_file", "names of NeMo's own files")
 
 
-def _geometry() -> Iterator[Row]:
+def _geometry() -> Iterator[KeyRow]:
     at = "model"
-    yield from history(at, "mcore_gpt mcore_t5 mcore_bert megatron_legacy", "chooses between NeMo's code bases", True)
-    yield from history(at, "pre_process post_process", "set by NeMo's pipeline stages", True)
-    yield from history(at, "apex_transformer_log_level", "apex is not used")
-    yield from history(at, "use_cpu_initialization", "initial weights never depend on the device", False)
-    yield from history(at, "attention_softmax_in_fp32", "the softmax is always fp32", False)
+    yield from historical(
+        at, "mcore_gpt mcore_t5 mcore_bert megatron_legacy", "chooses between NeMo's code bases", True
+    )
+    yield from historical(at, "pre_process post_process", "set by NeMo's pipeline stages", True)
+    yield from historical(at, "apex_transformer_log_level", "apex is not used")
+    yield from historical(at, "use_cpu_initialization", "initial weights never depend on the device", False)
+    yield from historical(at, "attention_softmax_in_fp32", "the softmax is always fp32", False)
     yield refused(at, "attention_type", "only multi-head attention; num_query_groups makes it MQA or GQA", "multihead")
     yield refused(at, "onnx_safe", "ONNX export is not supported", False)
     yield refused(at, "use_emha", "NeMo never supported it either; attention_backend selects the kernels", False)
@@ -63,14 +65,14 @@ def _geometry() -> Iterator[Row]:
         ("final_logit_softcapping", "logits_soft_cap"),
     ):
         yield refused(at, name, f"use model.{ours}", None, same_as=f"model.{ours}")
-    yield off(at, "add_qkv_bias", "use model.qkv_bias", None)
+    yield not_yet(at, "add_qkv_bias", "use model.qkv_bias", None)
     custom = f"{at}.mcore_customization_config"
-    yield Row(custom, KeyState.REFUSED, "writes attributes onto Megatron's classes", ({},))
-    yield Row(f"{custom}.*", KeyState.REFUSED, "writes attributes onto Megatron's classes")
+    yield KeyRow(custom, KeyState.REFUSED, "writes attributes onto Megatron's classes", ({},))
+    yield KeyRow(f"{custom}.*", KeyState.REFUSED, "writes attributes onto Megatron's classes")
     yield refused(at, "skip_train", "`stoker evaluate` measures a trained model", False)
     yield refused(at, "drop_layers", "removing layers of a trained model is not supported", [], None)
     for below in ("retro", "data.retro_data"):
-        yield Row(f"{at}.{below}.*", KeyState.REFUSED, f"for retrieval-augmented models; {_NO_MODEL}", fix="")
+        yield KeyRow(f"{at}.{below}.*", KeyState.REFUSED, f"for retrieval-augmented models; {_NO_MODEL}", fix="")
     falcon = f"Falcon's layer, with parallel attention and MLP; {_NO_MODEL}"
     yield refused(custom, "new_decoder_architecture", falcon, False, fix="")
     yield refused(custom, "parallel_attention", falcon, False, fix="")
@@ -81,7 +83,7 @@ def _geometry() -> Iterator[Row]:
         yield refused(custom, name, f"use model.{ours}", None, same_as=f"model.{ours}")
     scores = f"Gemma 2's scaling of attention scores, which follows kv_channels here; {_NO_MODEL}"
     yield refused(custom, "query_pre_attn_scalar", scores, None, same_as=f"{at}.kv_channels", fix="")
-    yield from history(
+    yield from historical(
         at,
         "bias_activation_fusion bias_gelu_fusion bias_dropout_add_fusion "
         "persist_layer_norm get_attention_mask_from_fusion "
@@ -93,23 +95,23 @@ def _geometry() -> Iterator[Row]:
         yield refused(at, name, f"for Mamba, Griffin and other recurrent models; {_NO_MODEL}", None, False, fix="")
 
 
-def _precision() -> Iterator[Row]:
+def _precision() -> Iterator[KeyRow]:
     at = "model"
-    yield from history(at, "native_amp_init_scale native_amp_growth_interval hysteresis", "loss scaling of fp16")
-    yield off(at, "fp16_lm_cross_entropy", "training in fp16", False)
-    yield off(at, "fp32_residual_connection", "a residual stream in fp32", False)
-    yield from history(
+    yield from historical(at, "native_amp_init_scale native_amp_growth_interval hysteresis", "loss scaling of fp16")
+    yield not_yet(at, "fp16_lm_cross_entropy", "training in fp16", False)
+    yield not_yet(at, "fp32_residual_connection", "a residual stream in fp32", False)
+    yield from historical(
         at, "grad_div_ar_fusion gradient_as_bucket_view grad_allreduce_chunk_size_mb", COMMUNICATION_NOTE
     )
-    yield from history(at, "contiguous_grad_bucket async_grad_allreduce", COMMUNICATION_NOTE)
-    yield from history(
+    yield from historical(at, "contiguous_grad_bucket async_grad_allreduce", COMMUNICATION_NOTE)
+    yield from historical(
         at,
         "fp32_grad_accum",
         "gradients of several micro batches accumulate in fp32 (with precision 64 in fp64, with bf16-true in bf16)",
     )
-    yield off(at, "fp8", "training in fp8", None, False)
+    yield not_yet(at, "fp8", "training in fp8", None, False)
     fp8 = "model.fp8"
-    yield from rows(
+    yield from key_rows(
         KeyState.NOT_YET,
         at,
         "fp8_e4m3 fp8_hybrid fp8_margin fp8_interval "
@@ -118,38 +120,38 @@ def _precision() -> Iterator[Row]:
         "a setting of fp8",
         switch=fp8,
     )
-    yield from history(at, "use_te_rng_tracker", "a setting of TransformerEngine's tensor parallelism")
+    yield from historical(at, "use_te_rng_tracker", "a setting of TransformerEngine's tensor parallelism")
     yield refused(at, "deterministic_mode", "use trainer.deterministic", False, None, same_as="trainer.deterministic")
-    yield Row(
+    yield KeyRow(
         f"{at}.deteministic_mode", KeyState.REFUSED, "a typo in one of NVIDIA's files; use deterministic_mode", (False,)
     )
 
 
-def _parallel() -> Iterator[Row]:
+def _parallel() -> Iterator[KeyRow]:
     at = "model"
-    yield off(at, "tensor_model_parallel_size", "tensor parallelism", 1)
-    yield off(at, "pipeline_model_parallel_size", "pipeline parallelism", 1)
-    yield off(at, "virtual_pipeline_model_parallel_size", "interleaved pipelines", None, 1)
-    yield off(at, "context_parallel_size", "context parallelism", 1)
-    yield off(at, "expert_model_parallel_size", "expert parallelism", 1)
-    yield off(at, "expert_tensor_parallel_size", "expert parallelism", None, 1)
-    yield off(at, "sequence_parallel", "sequence parallelism", False)
-    yield off(at, "pipeline_model_parallel_split_rank", "pipeline parallelism of T5", 0)
-    yield off(at, "ub_tp_comm_overlap", "overlap of tensor-parallel communication", False)
-    yield Row(
+    yield not_yet(at, "tensor_model_parallel_size", "tensor parallelism", 1)
+    yield not_yet(at, "pipeline_model_parallel_size", "pipeline parallelism", 1)
+    yield not_yet(at, "virtual_pipeline_model_parallel_size", "interleaved pipelines", None, 1)
+    yield not_yet(at, "context_parallel_size", "context parallelism", 1)
+    yield not_yet(at, "expert_model_parallel_size", "expert parallelism", 1)
+    yield not_yet(at, "expert_tensor_parallel_size", "expert parallelism", None, 1)
+    yield not_yet(at, "sequence_parallel", "sequence parallelism", False)
+    yield not_yet(at, "pipeline_model_parallel_split_rank", "pipeline parallelism of T5", 0)
+    yield not_yet(at, "ub_tp_comm_overlap", "overlap of tensor-parallel communication", False)
+    yield KeyRow(
         f"{at}.ub_tp_comm_overlap_cfg",
         KeyState.NOT_YET,
         "overlap of tensor-parallel communication",
         ({},),
         switch=f"{at}.ub_tp_comm_overlap",
     )
-    yield Row(
+    yield KeyRow(
         f"{at}.ub_tp_comm_overlap_cfg.*",
         KeyState.NOT_YET,
         "overlap of tensor-parallel communication",
         switch=f"{at}.ub_tp_comm_overlap",
     )
-    yield from rows(
+    yield from key_rows(
         KeyState.NOT_YET,
         at,
         "tp_comm_overlap_ag tp_comm_overlap_rs "
@@ -159,29 +161,29 @@ def _parallel() -> Iterator[Row]:
         "overlap of tensor-parallel communication",
         switch=f"{at}.ub_tp_comm_overlap",
     )
-    yield from history(
+    yield from historical(
         at,
         "overlap_p2p_comm batch_p2p_comm sync_batch_comm defer_embedding_wgrad_compute wgrad_deferral_limit "
         "nccl_communicator_config_path use_tp_pp_dp_mapping "
         "sharp validation_param_sync_overlap pipeline_dtype",
         COMMUNICATION_NOTE,
     )
-    yield from history(
+    yield from historical(
         at, "fsdp_sharded_checkpoint fsdp_use_orig_params", "sharded parameters keep their names and checkpoints", True
     )
-    yield from history(
+    yield from historical(
         at,
         "dist_ckpt_format dist_ckpt_load_on_device dist_ckpt_parallel_save dist_ckpt_parallel_save_within_dp "
         "dist_ckpt_parallel_load dist_ckpt_torch_dist_multiproc dist_ckpt_assume_constant_structure "
         "dist_ckpt_parallel_dist_opt dist_ckpt_load_strictness use_dist_ckpt",
         CHECKPOINT_NOTE,
     )
-    yield from history(at, "gc_interval", "a performance setting of NeMo's training loop")
-    yield from history(at, "enable_megatron_timers", "step times are always logged", False)
-    yield from history(
+    yield from historical(at, "gc_interval", "a performance setting of NeMo's training loop")
+    yield from historical(at, "enable_megatron_timers", "step times are always logged", False)
+    yield from historical(
         f"{at}.megatron_timer_kwargs", "log_every_n_steps log_mode barrier", "step times are always logged"
     )
-    yield from history(
+    yield from historical(
         f"{at}.nsys_profile",
         "start_step end_step ranks gen_shape trace",
         "Nsight can attach to any run; no steps are marked for it",
@@ -190,40 +192,40 @@ def _parallel() -> Iterator[Row]:
     yield refused(f"{at}.nsys_profile", "enabled", profiled, False)
 
 
-def _memory() -> Iterator[Row]:
+def _memory() -> Iterator[KeyRow]:
     at = "model"
-    yield Row(  # 0 is not off: it recomputes all layers where there is no pipeline
+    yield KeyRow(  # 0 is not off: it recomputes all layers where there is no pipeline
         f"{at}.num_micro_batches_with_partial_activation_checkpoints",
         KeyState.NOT_YET,
         "recomputing fewer layers in some micro batches of a pipeline",
     )
-    yield Row(
+    yield KeyRow(
         f"{at}.activations_checkpoint_layers_per_pipeline",
         KeyState.NOT_YET,
         "recomputing fewer layers in some stages of a pipeline",
         off=(0,),
     )
-    yield off(at, "distribute_saved_activations", "tensor parallelism", False)
+    yield not_yet(at, "distribute_saved_activations", "tensor parallelism", False)
 
 
-def _moe() -> Iterator[Row]:
+def _moe() -> Iterator[KeyRow]:
     at = "model"
-    yield from history(
+    yield from historical(
         at,
         "moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_shared_expert_overlap",
         "a performance setting of Megatron's kernels; results do not depend on it",
         False,
     )
-    yield off(at, "moe_extended_tp", "expert parallelism", False)
+    yield not_yet(at, "moe_extended_tp", "expert parallelism", False)
     yield refused(at, "moe_router_force_load_balancing", "random routing does not train the router", False)
     yield refused(at, "moe_apply_probs_on_input", "router probabilities are applied to expert outputs", False)
     yield refused(at, "moe_shared_expert_gate", "the shared expert has no gate", False)
 
 
-def _families() -> Iterator[Row]:
+def _families() -> Iterator[KeyRow]:
     at = "model"
     for stack in ("encoder", "decoder"):
-        yield Row(f"{at}.{stack}.*", KeyState.REFUSED, f"{_T5}, which has separate encoder and decoder stacks")
+        yield KeyRow(f"{at}.{stack}.*", KeyState.REFUSED, f"{_T5}, which has separate encoder and decoder stacks")
     yield refused(at, "seq_length", "use model.encoder_seq_length", None, same_as="model.encoder_seq_length")
     yield refused(at, "share_token_embeddings", _T5, None, True)
     yield refused(at, "share_decoder_tokens_head_embeddings", _T5, None, True)
@@ -232,8 +234,8 @@ def _families() -> Iterator[Row]:
     for name in ("encoder_arch", "decoder_arch"):
         yield refused(at, name, f"NeMo's perceiver; {_NO_MODEL}", None, "transformer", fix="")
     yield refused(at, "arch", "a stack is a transformer; NeMo's perceiver is not supported", None, "transformer")
-    yield from history(at, "hidden_steps num_self_attention_per_cross_attention", "settings of NeMo's perceiver")
-    yield from history(
+    yield from historical(at, "hidden_steps num_self_attention_per_cross_attention", "settings of NeMo's perceiver")
+    yield from historical(
         at, "relative_position_bias_self_attention_only", "about cross-attention, which only T5's decoder has", True
     )
     sentences = "BERT is trained with masked language modelling only, not with next-sentence prediction"
@@ -242,9 +244,9 @@ def _families() -> Iterator[Row]:
     yield refused(at, "only_mlm_loss", sentences, None, True)
     yield refused(at, "add_lm_head", "BERT cannot be trained without its language-model head", None, True)
     yield refused(at, "add_pooler", sentences, None, False)
-    yield Row(f"{at}.bert.*", KeyState.REFUSED, "acts with model.family=bert (a preset: model=bert_base)")
+    yield KeyRow(f"{at}.bert.*", KeyState.REFUSED, "acts with model.family=bert (a preset: model=bert_base)")
     for path in ("language_model.*", "head.*", "pretrained_checkpoint.*", "multimodal.*"):
-        yield Row(f"{at}.{path}", KeyState.REFUSED, "belongs to other model families of NeMo")
+        yield KeyRow(f"{at}.{path}", KeyState.REFUSED, "belongs to other model families of NeMo")
     for name in (
         "pretrained_model_path",
         "eval_languages",
@@ -257,7 +259,7 @@ def _families() -> Iterator[Row]:
         yield refused(at, name, "belongs to other model families of NeMo", None)
 
 
-def _peft() -> Iterator[Row]:
+def _peft() -> Iterator[KeyRow]:
     for kind in ("adapter_tuning", "lora_tuning"):
         at = f"model.peft.{kind}"
         yield refused(at, "weight_tying", "every layer has its own adapters", False)
@@ -274,8 +276,8 @@ def _peft() -> Iterator[Row]:
     yield refused(at, "task_templates", "use model.data.train_ds.prompt_template", [], fix=template)
     for name in ("lora_tuning", "adapter_tuning", "ia3_tuning", "p_tuning"):
         below = f"write it below model.peft.{name}, and set model.peft.peft_scheme"
-        yield Row(f"{at}.{name}.*", KeyState.REFUSED, below, fix="")
+        yield KeyRow(f"{at}.{name}.*", KeyState.REFUSED, below, fix="")
     for name in ("prompt_tuning", "prompt_learning"):
         below = "see model.peft.p_tuning, with model.peft.peft_scheme=ptuning"
-        yield Row(f"{at}.{name}.*", KeyState.REFUSED, below, fix="")
-    yield Row("model.peft.qlora_tuning.*", KeyState.REFUSED, "weights stay in 16 or 32 bits; use lora_tuning")
+        yield KeyRow(f"{at}.{name}.*", KeyState.REFUSED, below, fix="")
+    yield KeyRow("model.peft.qlora_tuning.*", KeyState.REFUSED, "weights stay in 16 or 32 bits; use lora_tuning")

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .key_row import CHECKPOINT_NOTE, KeyState, Row, history, off, refused, rows
+from .key_row import CHECKPOINT_NOTE, KeyRow, KeyState, historical, key_rows, not_yet, refused
 
 
-def rows_of_run() -> Iterator[Row]:
+def rows_of_run() -> Iterator[KeyRow]:
     """Yield rows of the root, `trainer` and `exp_manager`."""
     yield from _root()
     yield from _trainer()
     yield from _exp_manager()
 
 
-def _root() -> Iterator[Row]:
-    yield from rows(KeyState.REFUSED, "", "restore_from_path", "use model.restore_from_path")
-    yield from rows(
+def _root() -> Iterator[KeyRow]:
+    yield from key_rows(KeyState.REFUSED, "", "restore_from_path", "use model.restore_from_path")
+    yield from key_rows(
         KeyState.HISTORICAL,
         "s3_checkpointing",
         "max_write_concurrency max_read_concurrency chunk_size_MB enable_async_checkpointing",
         "checkpoints are written to a file system; S3 is not supported",
     )
-    yield Row(
+    yield KeyRow(
         "hydra.*", KeyState.HISTORICAL, "Hydra composes only; it creates no run directory and starts no jobs here"
     )
-    yield from history("", "config_version", "versions of other tools' configuration files")
+    yield from historical("", "config_version", "versions of other tools' configuration files")
 
 
-def _trainer() -> Iterator[Row]:
+def _trainer() -> Iterator[KeyRow]:
     at = "trainer"
     yield refused(at, "logger", "stoker writes its own logs; see exp_manager.create_tensorboard_logger", False)
     yield refused(
@@ -69,13 +69,13 @@ def _trainer() -> Iterator[Row]:
     yield refused(
         at, "default_root_dir", "the run directory is exp_manager.exp_dir", None, same_as="exp_manager.exp_dir"
     )
-    yield off(at, "limit_predict_batches", "prediction inside the trainer", None, 1.0)
-    yield off(at, "sync_batchnorm", "these models have no batch norm", False)
-    yield from history(at, "benchmark", "cuDNN autotuning of convolutions; these models have none")
-    yield from history(
+    yield not_yet(at, "limit_predict_batches", "prediction inside the trainer", None, 1.0)
+    yield not_yet(at, "sync_batchnorm", "these models have no batch norm", False)
+    yield from historical(at, "benchmark", "cuDNN autotuning of convolutions; these models have none")
+    yield from historical(
         at, "limit_test_batches", "training has no test loop; `stoker evaluate` measures a checkpoint", 500
     )
-    yield from history(
+    yield from historical(
         at,
         "weights_summary progress_bar_refresh_rate amp_backend tpu_cores checkpoint_callback move_metrics_to_cpu",
         "removed from Lightning long ago",
@@ -90,14 +90,14 @@ def _trainer() -> Iterator[Row]:
     yield refused(at, "amp_level", "apex is not used; see model.megatron_amp_O2", None, "O0")
 
 
-def _exp_manager() -> Iterator[Row]:
+def _exp_manager() -> Iterator[KeyRow]:
     at = "exp_manager"
     for logger in ("dllogger", "clearml", "neptune"):
         switch = f"{at}.create_{logger}_logger"
         note = f"stoker logs to TensorBoard, W&B, MLflow and CSV, not to {logger}"
-        yield Row(switch, KeyState.REFUSED, note, (False,), default=False)
-        yield Row(f"{at}.{logger}_logger_kwargs", KeyState.REFUSED, note, ({},), switch=switch)
-        yield Row(f"{at}.{logger}_logger_kwargs.*", KeyState.REFUSED, note, switch=switch)
+        yield KeyRow(switch, KeyState.REFUSED, note, (False,), default=False)
+        yield KeyRow(f"{at}.{logger}_logger_kwargs", KeyState.REFUSED, note, ({},), switch=switch)
+        yield KeyRow(f"{at}.{logger}_logger_kwargs.*", KeyState.REFUSED, note, switch=switch)
     yield refused(f"{at}.summary_writer_kwargs", "log_dir", "events go to `tensorboard` in the run directory", None)
     wandb, mlflow = f"{at}.wandb_logger_kwargs", f"{at}.mlflow_logger_kwargs"
     for name in ("api_key", "key"):
@@ -107,44 +107,46 @@ def _exp_manager() -> Iterator[Row]:
         yield refused(mlflow, name, f"credentials do not belong in a configuration; export {variable}", None)
     yield refused(wandb, "log_model", "checkpoints stay in the run directory", False, None)
     yield refused(mlflow, "log_model", "checkpoints stay in the run directory", False, None)
-    yield from rows(
+    yield from key_rows(
         KeyState.REFUSED, wandb, "experiment", "objects are not named in YAML; `id` continues a run", off=({},)
     )
     for name, ours in (("dir", "save_dir"), ("version", "id")):
         yield refused(wandb, name, f"use {wandb}.{ours}", None, same_as=f"{wandb}.{ours}")
     resumed = "a resumed run always continues its W&B run; a new run gets a new id"
     yield refused(wandb, "resume", resumed, None, True, "allow", "auto")
-    yield from history(wandb, "anonymous prefix", "anonymous runs and prefixes of metric names are not supported")
-    yield from history(mlflow, "synchronous checkpoint_path_prefix", "metrics are always sent in the background")
-    yield from history(
+    yield from historical(wandb, "anonymous prefix", "anonymous runs and prefixes of metric names are not supported")
+    yield from historical(mlflow, "synchronous checkpoint_path_prefix", "metrics are always sent in the background")
+    yield from historical(
         f"{at}.early_stopping_callback_params",
         "check_on_train_epoch_end log_rank_zero_only",
         "early stopping is checked after each validation, and rank 0 prints",
     )
-    yield from history(at, "resume_past_end", "a finished run ends at once; raise trainer.max_steps", False)
-    yield off(at, "create_straggler_detection_callback", "straggler detection", False)
-    yield off(at, "create_fault_tolerance_callback", "NVIDIA's fault tolerance package", False)
-    yield from history(at, "straggler_detection_params fault_tolerance", "settings of unsupported features")
-    yield from history(at, "create_preemption_callback", "always: SIGTERM ends in a checkpoint and exit code 143", True)
-    yield from history(
+    yield from historical(at, "resume_past_end", "a finished run ends at once; raise trainer.max_steps", False)
+    yield not_yet(at, "create_straggler_detection_callback", "straggler detection", False)
+    yield not_yet(at, "create_fault_tolerance_callback", "NVIDIA's fault tolerance package", False)
+    yield from historical(at, "straggler_detection_params fault_tolerance", "settings of unsupported features")
+    yield from historical(
+        at, "create_preemption_callback", "always: SIGTERM ends in a checkpoint and exit code 143", True
+    )
+    yield from historical(
         at, "log_step_timing log_tflops_per_sec_per_gpu", "always: step time and MFU are in every log line", True
     )
-    yield from history(f"{at}.step_timing_kwargs", "buffer_size sync_cuda reduction", "step times are always exact")
-    yield from history(at, "disable_validation_on_resume", "validation follows the step count, resumed or not")
-    yield from history(at, "seconds_to_sleep", "ranks do not wait for files")
-    yield from history(at, "log_local_rank_0_only log_global_rank_0_only", "only rank 0 logs")
-    yield from history(at, "log_delta_step_timing create_ipl_epoch_callback", "a setting of NeMo's own logging")
+    yield from historical(f"{at}.step_timing_kwargs", "buffer_size sync_cuda reduction", "step times are always exact")
+    yield from historical(at, "disable_validation_on_resume", "validation follows the step count, resumed or not")
+    yield from historical(at, "seconds_to_sleep", "ranks do not wait for files")
+    yield from historical(at, "log_local_rank_0_only log_global_rank_0_only", "only rank 0 logs")
+    yield from historical(at, "log_delta_step_timing create_ipl_epoch_callback", "a setting of NeMo's own logging")
 
     at = f"{at}.checkpoint_callback_params"
-    yield from history(
+    yield from historical(
         at,
         "always_save_nemo save_nemo_on_train_end save_nemo_on_validation_end save_best_model postfix "
         "model_parallel_size prefix n_resume",
         CHECKPOINT_NOTE,
     )
     yield refused(at, "save_last_n_optim_states", "every checkpoint holds its optimizer state", -1)
-    yield from history(at, "filename", "a checkpoint is a directory `step-N`; its metrics are inside")
-    yield from history(at, "verbose auto_insert_metric_name", "a setting of Lightning's own checkpoints")
+    yield from historical(at, "filename", "a checkpoint is a directory `step-N`; its metrics are inside")
+    yield from historical(at, "verbose auto_insert_metric_name", "a setting of Lightning's own checkpoints")
     yield refused(at, "save_weights_only", "every checkpoint holds its optimizer state, for resuming", False)
-    yield from history(at, "save_on_train_epoch_end", "checkpoints are scheduled in steps", False)
-    yield off(at, "every_n_epochs", "checkpoints scheduled in epochs; use every_n_train_steps", None, 0)
+    yield from historical(at, "save_on_train_epoch_end", "checkpoints are scheduled in steps", False)
+    yield not_yet(at, "every_n_epochs", "checkpoints scheduled in epochs; use every_n_train_steps", None, 0)

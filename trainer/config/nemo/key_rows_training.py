@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .key_row import COMMUNICATION_NOTE, KeyState, Row, history, off, refused, rows
+from .key_row import COMMUNICATION_NOTE, KeyRow, KeyState, historical, key_rows, not_yet, refused
 
 _FP32 = ("float32", "torch.float32", 32, "32", "32-true")
 
 
-def rows_of_training() -> Iterator[Row]:
+def rows_of_training() -> Iterator[KeyRow]:
     """Yield rows of the optimizer, the data and the tokenizer."""
     yield from _optim()
     yield from _data()
@@ -17,9 +17,9 @@ def rows_of_training() -> Iterator[Row]:
     yield from _tokenizer()
 
 
-def _optim() -> Iterator[Row]:
+def _optim() -> Iterator[KeyRow]:
     at = "model.optim"
-    yield from history(
+    yield from historical(
         at,
         "bucket_cap_mb overlap_grad_sync overlap_param_sync "
         "contiguous_grad_buffer contiguous_param_buffer "
@@ -36,7 +36,7 @@ def _optim() -> Iterator[Row]:
     yield refused(at, "amsgrad", "AdamW is used without AMSGrad", False)
     yield refused(at, "dampening", "momentum is used without dampening", 0, 0.0)
     yield refused(at, "min_step", "Adafactor's relative step is at most 0.01", 1e-2)
-    yield off(at, "capturable", "CUDA graphs", False)
+    yield not_yet(at, "capturable", "CUDA graphs", False)
     sched = f"{at}.sched"
     yield refused(sched, "cycle", "the decay ends at max_steps, in NeMo too, so there is no second cycle", False)
     yield refused(sched, "last_epoch", "the schedule follows the step count, resumed or not", -1)
@@ -48,9 +48,9 @@ def _optim() -> Iterator[Row]:
     yield refused(sched, "decay_steps", "the decay takes the steps left by warm-up, hold and constant phase", None)
 
 
-def _data() -> Iterator[Row]:
+def _data() -> Iterator[KeyRow]:
     at = "model.data"
-    yield from history(
+    yield from historical(
         at,
         "skip_warmup delay_data_init "
         "delay_data_mmap mmap_bin_files num_dataset_builder_threads "
@@ -67,22 +67,22 @@ def _data() -> Iterator[Row]:
         at, "data_cache_generation_only", "the first process that needs an index builds it, in vectorized code", False
     )
     yield refused(at, "mock_dataset", "use model.data.data_impl=mock", False)
-    yield off(at, "add_fim", "fill-in-the-middle", False)
-    yield from rows(
+    yield not_yet(at, "add_fim", "fill-in-the-middle", False)
+    yield from key_rows(
         KeyState.NOT_YET,
         f"{at}.fim",
         "rate spm_rate split_sample fragment_rate no_prefix",
         "fill-in-the-middle",
         switch=f"{at}.add_fim",
     )
-    yield from rows(
+    yield from key_rows(
         KeyState.NOT_YET,
         f"{at}.fim.extra_tokens",
         "prefix middle suffix pad eod",
         "fill-in-the-middle",
         switch=f"{at}.add_fim",
     )
-    yield from rows(
+    yield from key_rows(
         KeyState.REFUSED,
         f"{at}.chat_prompt_tokens",
         "system_turn_start turn_start label_start end_of_turn end_of_name",
@@ -90,7 +90,7 @@ def _data() -> Iterator[Row]:
     )
     yield refused(at, "permutation", "permuting encoder tokens is not a supported objective", False)
     yield refused(at, "ngram_span_length_distribution", "use model.data.geometric_dist", None)
-    yield from rows(
+    yield from key_rows(
         KeyState.REFUSED,
         at,
         "extreme_masked_lm_prob extreme_max_ngram_size extreme_mean_ngram_size extreme_min_ngram_size "
@@ -98,37 +98,37 @@ def _data() -> Iterator[Row]:
         "UL2 and BART are not supported; model.data.dataset_type is t5 or t5_prefix_lm",
         switch=f"{at}.dataset_type",
     )
-    yield from history(at, "ceil_to_power_2 pad_to_max_length", "about padding: rows have fixed lengths")
-    yield from history(at, "get_attention_mask_from_fusion", "about a mask that is not built")
+    yield from historical(at, "ceil_to_power_2 pad_to_max_length", "about padding: rows have fixed lengths")
+    yield from historical(at, "get_attention_mask_from_fusion", "about a mask that is not built")
 
 
-def _fine_tuning_datasets() -> Iterator[Row]:
+def _fine_tuning_datasets() -> Iterator[KeyRow]:
     own = "model.data.train_ds"
     alike = "validation and test data are read like training data; leave it out"
     for name in ("train_ds", "validation_ds", "test_ds"):
-        yield Row(f"model.{name}.*", KeyState.REFUSED, "use model.data.train_ds, validation_ds and test_ds")
+        yield KeyRow(f"model.{name}.*", KeyState.REFUSED, "use model.data.train_ds, validation_ds and test_ds")
         at, trains = f"model.data.{name}", name == "train_ds"
-        yield from history(
+        yield from historical(
             at,
             "pin_memory memmap_workers index_mapping_dir ceil_to_power_2 pad_to_max_length global_sample_mapping "
             "get_attention_mask_from_fusion packed_sequence_return_cu_seqlen hf_dataset tokens_to_generate "
             "output_original_text",
             "about NeMo's readers, or its own generation",
         )
-        yield from history(at, "num_workers", "see model.data.num_workers, which is for all datasets")
+        yield from historical(at, "num_workers", "see model.data.num_workers, which is for all datasets")
         sizes = "all datasets use the batch sizes of the model; leave it out"
         for size in ("micro_batch_size", "global_batch_size"):
             fix = None if trains else "~{path}"
-            yield Row(f"{at}.{size}", KeyState.REFUSED, sizes, same_as=f"model.{size}", fix=fix)
+            yield KeyRow(f"{at}.{size}", KeyState.REFUSED, sizes, same_as=f"model.{size}", fix=fix)
         length = "samples have the model's sequence length; use model.encoder_seq_length"
-        yield Row(f"{at}.max_seq_length", KeyState.REFUSED, length, same_as="model.encoder_seq_length")
+        yield KeyRow(f"{at}.max_seq_length", KeyState.REFUSED, length, same_as="model.encoder_seq_length")
         yield refused(at, "max_src_seq_length", "use model.seq_length", None)
         longest = "use model.data.seq_length_dec"
-        yield Row(f"{at}.max_tgt_seq_length", KeyState.REFUSED, longest, same_as="model.data.seq_length_dec")
+        yield KeyRow(f"{at}.max_tgt_seq_length", KeyState.REFUSED, longest, same_as="model.data.seq_length_dec")
         for key, default in (("label_key", "output"), ("context_key", "input"), ("packed_sequence", False)):
             replacement = f"model.data.{key}"
-            yield Row(f"{at}.{key}", KeyState.REFUSED, f"use {replacement}", default=default, same_as=replacement)
-        yield Row(f"{at}.seed", KeyState.REFUSED, "use model.seed", same_as="model.seed")
+            yield KeyRow(f"{at}.{key}", KeyState.REFUSED, f"use {replacement}", default=default, same_as=replacement)
+        yield KeyRow(f"{at}.seed", KeyState.REFUSED, "use model.seed", same_as="model.seed")
         yield refused(at, "add_sep", "write the separator between prompt and answer into prompt_template", False)
         newline = "write the line break into prompt_template, as in '{input}\\n{output}'"
         yield refused(at, "separate_prompt_and_response_with_newline", newline, False)
@@ -147,8 +147,8 @@ def _fine_tuning_datasets() -> Iterator[Row]:
             yield refused(at, "shuffle", order, True)
             yield refused(at, "drop_last", "training uses full batches only", True)
             continue
-        yield from history(at, "shuffle drop_last names output_file_path_prefix prediction_file_path_prefix", alike)
-        yield from history(at, "concat_sampling_probabilities", "every held-out example is used once")
+        yield from historical(at, "shuffle drop_last names output_file_path_prefix prediction_file_path_prefix", alike)
+        yield from historical(at, "concat_sampling_probabilities", "every held-out example is used once")
         for key, default in (
             ("prompt_template", "{input} {output}"),
             ("truncation_field", "input"),
@@ -156,26 +156,26 @@ def _fine_tuning_datasets() -> Iterator[Row]:
             ("add_bos", False),
             ("add_eos", True),
         ):
-            yield Row(f"{at}.{key}", KeyState.REFUSED, alike, default=default, same_as=f"{own}.{key}", fix="~{path}")
+            yield KeyRow(f"{at}.{key}", KeyState.REFUSED, alike, default=default, same_as=f"{own}.{key}", fix="~{path}")
         scores = "use stoker evaluate, which measures exact match and ROUGE-L, or --json"
         yield refused(at, "write_predictions_to_file", scores, False)
         yield refused(f"{at}.metric", "name", scores, "loss")
-        yield from history(f"{at}.metric", "average num_classes class_labels labels_are_strings", scores)
+        yield from historical(f"{at}.metric", "average num_classes class_labels labels_are_strings", scores)
 
 
-def _tokenizer() -> Iterator[Row]:
+def _tokenizer() -> Iterator[KeyRow]:
     at = "model.tokenizer"
-    yield from rows(KeyState.REFUSED, at, "tokenizer_model tokenizer_name", "use model.tokenizer.model and library")
-    yield from rows(
+    yield from key_rows(KeyState.REFUSED, at, "tokenizer_model tokenizer_name", "use model.tokenizer.model and library")
+    yield from key_rows(
         KeyState.REFUSED, at, "training_sample_size", "tokenizers are trained by stoker preprocess --train-tokenizer"
     )
-    yield from rows(
+    yield from key_rows(
         KeyState.REFUSED,
         f"{at}.special_tokens",
         "bos_token cls_token sep_token",
         "samples are token windows without bos, cls or sep tokens",
     )
     yield refused(f"{at}.special_tokens", "unk_token", "the tokenizer's file defines how unknown text is handled", None)
-    yield off(at, "delimiter", "tokenizers for tabular data", None)
-    yield from history(at, "sentencepiece_legacy use_fast", "about how NeMo loads tokenizers", False)
+    yield not_yet(at, "delimiter", "tokenizers for tabular data", None)
+    yield from historical(at, "sentencepiece_legacy use_fast", "about how NeMo loads tokenizers", False)
     yield refused(at, "trust_remote_code", "tokenizers never run code of their own", False)

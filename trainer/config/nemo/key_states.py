@@ -17,9 +17,9 @@ from ..problems import Problem
 from ..schema.key_index import enclosing_open_block, format_value, schema_blocks, schema_keys, without_stack
 from ..schema.root import family_of
 from ..suggest import nearest_keys
-from .key_row import KeyState, Row
-from .key_table import KEY_TABLE, has_rows_below, row_of
-from .unsupported_values import VALUES
+from .key_row import KeyRow, KeyState
+from .key_table import KEY_TABLE, find_row, has_rows_below
+from .unsupported_values import UNSUPPORTED_VALUES
 
 _CODE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _GPT_TO_T5 = {
@@ -52,32 +52,32 @@ def _suggestable_keys(family: Family) -> tuple[tuple[str, bool], ...]:
 
 
 def _is_historical(path: str, family: Family) -> bool:
-    row = row_of(path, family)
+    row = find_row(path, family)
     return row is not None and row.state is KeyState.HISTORICAL
 
 
-def suggestions(path: str, family: Family = "gpt") -> tuple[str, ...]:
+def suggest_keys(path: str, family: Family = "gpt") -> tuple[str, ...]:
     """Return the known keys that an unknown one may have meant, best first."""
     near = nearest_keys(path, _suggestable_keys(family))
     counterpart = _GPT_TO_T5.get(path) if family == "t5" else None
     return near if counterpart is None else (counterpart, *(other for other in near if other != counterpart))
 
 
-def is_known(path: str) -> bool:
+def is_known_key(path: str) -> bool:
     """Return True if a key or block is known in any family."""
     return (
         any(path in schema_keys(family) or path in schema_blocks(family) for family in FAMILIES)
         or enclosing_open_block(path) is not None
-        or row_of(path) is not None
+        or find_row(path) is not None
         or has_rows_below(path)
     )
 
 
-def state_of(path: str, family: Family = "gpt") -> KeyState | None:
+def key_state(path: str, family: Family = "gpt") -> KeyState | None:
     """Return the state of a key, or None if it is unknown. A block of the schema acts."""
     if path in schema_keys(family) or path in schema_blocks(family) or enclosing_open_block(path) is not None:
         return KeyState.ACTS
-    row = row_of(path, family)
+    row = find_row(path, family)
     return row.state if row else None
 
 
@@ -98,7 +98,7 @@ class Verdict:
     value: Any
     state: KeyState | None
     note: str = ""
-    refusal: str = ""
+    error: str = ""
     fix: str = ""
 
 
@@ -130,8 +130,8 @@ class KeyStates:
         """Yield the errors; unsupported keys with the same reason are one problem."""
         grouped: dict[tuple[str, str, str], list[Verdict]] = {}
         for verdict in self._verdicts:
-            if verdict.refusal:
-                key = (verdict.refusal, verdict.fix, "" if verdict.state is KeyState.NOT_YET else verdict.path)
+            if verdict.error:
+                key = (verdict.error, verdict.fix, "" if verdict.state is KeyState.NOT_YET else verdict.path)
                 grouped.setdefault(key, []).append(verdict)
         for (refusal, fix, _), verdicts in grouped.items():
             first, *more = verdicts
@@ -161,7 +161,7 @@ class KeyStates:
                 "info", tuple(files), f"{_count_keys(files)} of NeMo without effect here, accepted: {_listed(files)}"
             )
         inert = [
-            v for v in self._verdicts if v.state is KeyState.NOT_YET and not v.refusal and v.note and self._is_set(v)
+            v for v in self._verdicts if v.state is KeyState.NOT_YET and not v.error and v.note and self._is_set(v)
         ]
         if inert:
             names = [verdict.path for verdict in inert]
@@ -176,7 +176,7 @@ class KeyStates:
             return Verdict(path, value, None, "", "a configuration must not name code to run", "remove it")
         if path in self._keys or enclosing_open_block(path) is not None or path in self._blocks:
             return self._acting_verdict(path, value)
-        row = row_of(path, self._family)
+        row = find_row(path, self._family)
         if row is None:
             return self._unknown_verdict(path, value)
         if row.state is KeyState.HISTORICAL:
@@ -188,7 +188,7 @@ class KeyStates:
             return Verdict(path, value, row.state, row.note, f"not yet: {row.note}", off)
         return Verdict(path, value, row.state, row.note, f"refused: {row.note}", self._fix(row, path, value))
 
-    def _fix(self, row: Row, path: str, value: Any) -> str:
+    def _fix(self, row: KeyRow, path: str, value: Any) -> str:
         """Return the overrides that fix a refused key, moving its value to the key that replaces it."""
         if row.fix is not None:
             return row.fix.format(path=path)
@@ -196,7 +196,7 @@ class KeyStates:
             return f"~{path} {quoted_override(row.same_as, format_value(value))}"
         return f"~{path}" if not row.off or row.off[0] is None else f"{path}={format_value(row.off[0])}"
 
-    def _why_accepted(self, row: Row) -> str:
+    def _why_accepted(self, row: KeyRow) -> str:
         if not row.switch:
             return "accepted with this value" if row.state is KeyState.REFUSED else "off"
         key = self._keys.get(row.switch)
@@ -206,7 +206,9 @@ class KeyStates:
 
     def _acting_verdict(self, path: str, value: Any) -> Verdict:
         try:
-            unsupported = VALUES.get(without_stack(path), {}).get(value) if not isinstance(value, bool) else None
+            unsupported = (
+                UNSUPPORTED_VALUES.get(without_stack(path), {}).get(value) if not isinstance(value, bool) else None
+            )
         except TypeError:  # not hashable
             unsupported = None
         if unsupported is None:
@@ -217,7 +219,7 @@ class KeyStates:
         state, note = unsupported.state, unsupported.note
         return Verdict(path, value, state, note, f"{state.value}: {note}", fix)
 
-    def _is_accepted(self, row: Row, value: Any) -> bool:
+    def _is_accepted(self, row: KeyRow, value: Any) -> bool:
         """Return True if a key that does not act has a value that changes nothing."""
         if value is None or value == MISSING or any(_equals(value, off) for off in row.off):
             return True
@@ -237,12 +239,12 @@ class KeyStates:
                 f"there is no such key: `{above}` is a value, not a block",
                 f"{above}=VALUE",
             )
-        near = suggestions(path, self._family)
+        near = suggest_keys(path, self._family)
         group, _, rest = path.partition(".")
         full_path = (
             dotted_paths.join(_PACKAGE_OF[group], rest).removeprefix("_global_.") if group in _PACKAGE_OF else ""
         )
-        if is_known(full_path):
+        if is_known_key(full_path):
             near = (full_path,)
         fix = f"did you mean {near[0]}?" if near else "`stoker config` lists every key"
         if len(near) > 1:
@@ -264,7 +266,7 @@ class KeyStates:
                 yield from below or [(path, value)]
 
     def _is_set(self, verdict: Verdict) -> bool:
-        row = row_of(verdict.path, self._family)
+        row = find_row(verdict.path, self._family)
         value = verdict.value
         return value is not None and value != MISSING and bool(row and row.switch)
 

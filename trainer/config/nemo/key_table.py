@@ -16,27 +16,31 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from .key_row import Row
+from .key_row import KeyRow
 from .key_rows_model import rows_of_model
 from .key_rows_run import rows_of_run
 from .key_rows_training import rows_of_training
 
 
-def _all_rows() -> Iterator[Row]:
+def _all_rows() -> Iterator[KeyRow]:
     for row in (*rows_of_run(), *rows_of_model(), *rows_of_training()):
         parent, _, names = row.pattern.rpartition(".")
         for name in names.split():
             yield replace(row, pattern=f"{parent}.{name}" if parent else name)
 
 
-KEY_TABLE: tuple[Row, ...] = tuple(_all_rows())
+KEY_TABLE: tuple[KeyRow, ...] = tuple(_all_rows())
 """All rows, in the order of the documentation."""
 
-_EXACT: Mapping[str, Row] = MappingProxyType({row.pattern: row for row in KEY_TABLE if not row.pattern.endswith(".*")})
-_BELOW: Mapping[str, Row] = MappingProxyType({row.pattern[:-2]: row for row in KEY_TABLE if row.pattern.endswith(".*")})
+_EXACT: Mapping[str, KeyRow] = MappingProxyType(
+    {row.pattern: row for row in KEY_TABLE if not row.pattern.endswith(".*")}
+)
+_BELOW: Mapping[str, KeyRow] = MappingProxyType(
+    {row.pattern[:-2]: row for row in KEY_TABLE if row.pattern.endswith(".*")}
+)
 
 
-def row_of(path: str, family: str = "gpt") -> Row | None:
+def find_row(path: str, family: str = "gpt") -> KeyRow | None:
     """Return the row of a key: its own, or that of the closest enclosing pattern; None if there is none.
 
     In a T5, keys below `model.encoder` and `model.decoder` have the state of the same key below `model`.
@@ -61,7 +65,7 @@ def row_of(path: str, family: str = "gpt") -> Row | None:
     return _BELOW.get(path)
 
 
-def _moved(row: Row, stack: str) -> Row:
+def _moved(row: KeyRow, stack: str) -> KeyRow:
     """Return the row of a `model` key for the same key of a stack."""
     pattern, switch, same_as = (text.replace("model.", stack, 1) for text in (row.pattern, row.switch, row.same_as))
     return replace(row, pattern=pattern, switch=switch, same_as=same_as)

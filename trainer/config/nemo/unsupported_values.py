@@ -19,7 +19,7 @@ _SCHEDULE = "schedules depend on the step only, not on epochs or losses; use Cos
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class UnsupportedValue:
     """Reason why some values of a key that acts are not supported.
 
     Attributes:
@@ -33,11 +33,11 @@ class Values:
     replacement: str
 
 
-def _values(state: KeyState, note: str, *values: Any, use: str = "") -> dict[Any, Values]:
-    return dict.fromkeys(values, Values(state, note, use))
+def _values(state: KeyState, note: str, *values: Any, use: str = "") -> dict[Any, UnsupportedValue]:
+    return dict.fromkeys(values, UnsupportedValue(state, note, use))
 
 
-VALUES: Mapping[str, Mapping[Any, Values]] = MappingProxyType(
+UNSUPPORTED_VALUES: Mapping[str, Mapping[Any, UnsupportedValue]] = MappingProxyType(
     {
         "trainer.precision": _values(
             KeyState.NOT_YET,

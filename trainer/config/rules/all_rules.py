@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ....models.config.family_rules import keys_by_stack, model_rules
-from ....models.config.key_block import Block, Finding
+from ....models.config.key_block import ConfigBlock, Finding
 from ....models.config.moe_slice import moe_slice
 from ....models.config.position_rules import window_masks_nothing
 from ....models.config.position_slices import BOUNDED_POSITION_TYPES
@@ -56,7 +56,7 @@ def query_key_scaling_is_for_fp16(context: RuleContext) -> Iterator[Finding]:
 def main_weights_need_bf16(context: RuleContext) -> Iterator[Finding]:
     """`megatron_amp_O2` acts only with `precision: bf16`."""
     trainer, model = context.root.trainer, context.root.model
-    if defaults_to_fp32(context) and "model.megatron_amp_O2" in context.own:
+    if defaults_to_fp32(context) and "model.megatron_amp_O2" in context.set_by_user:
         yield Finding(
             "warning",
             ("model.megatron_amp_O2", "trainer.precision", "trainer.accelerator"),
@@ -81,7 +81,7 @@ def norm_weight_decay_acts(context: RuleContext) -> Iterator[Finding]:
     """`do_layer_norm_weight_decay` needs weight decay and trainable norms."""
     model = context.root.model
     key, peft = "model.do_layer_norm_weight_decay", model.peft
-    if not model.do_layer_norm_weight_decay or key not in context.own:
+    if not model.do_layer_norm_weight_decay or key not in context.set_by_user:
         return
     without_norms = peft.peft_scheme in ("lora", "ptuning", "ia3") or (
         peft.peft_scheme == "adapter" and peft.adapter_tuning.norm_position is None
@@ -98,12 +98,12 @@ def init_settings_act(context: RuleContext) -> Iterator[Finding]:
     model = context.root.model
     if model.restore_from_path is None:
         return
-    settings: list[tuple[str, Block, str]] = [("model.", model, "embedding_init_method_std")]
+    settings: list[tuple[str, ConfigBlock, str]] = [("model.", model, "embedding_init_method_std")]
     for at, stack in _stacks(context):
         settings += [(at, stack, "init_method_std"), (at, stack, "use_scaled_init_method")]
     for at, block, name in settings:
         path = f"{at}{name}"
-        if path in context.own and getattr(block, name) != type(block).model_fields[name].default:
+        if path in context.set_by_user and getattr(block, name) != type(block).model_fields[name].default:
             yield no_effect(path, "model.restore_from_path", "with `restore_from_path`, which holds every weight")
 
 
@@ -111,7 +111,7 @@ def cuda_graph_needs_grouped_gemm(context: RuleContext) -> Iterator[Finding]:
     """Experts without grouped GEMM read token counts on the host, which CUDA graph capture does not allow."""
     model = context.root.model
     for at, stack in _stacks(context):
-        moe = moe_slice(stack, of_t5=isinstance(model, T5ModelBlock))
+        moe = moe_slice(stack, is_t5=isinstance(model, T5ModelBlock))
         if model.enable_cuda_graph and moe is not None and moe.reads_counts:
             yield Finding(
                 "error",
@@ -150,7 +150,11 @@ def layernorm1p_is_zero_centered(context: RuleContext) -> Iterator[Finding]:
     """`layernorm_zero_centered_gamma: False` has no effect with `layernorm1p`, which is zero-centred."""
     for at, stack in _stacks(context):
         path = f"{at}layernorm_zero_centered_gamma"
-        if stack.normalization == "layernorm1p" and not stack.layernorm_zero_centered_gamma and path in context.own:
+        if (
+            stack.normalization == "layernorm1p"
+            and not stack.layernorm_zero_centered_gamma
+            and path in context.set_by_user
+        ):
             yield Finding(
                 "warning",
                 (path, f"{at}normalization"),
@@ -210,7 +214,7 @@ def decoder_window_has_effect(context: RuleContext) -> Iterator[Finding]:
 
 def optimizer_and_schedule(context: RuleContext) -> Iterator[Finding]:
     """Check the rules of `model.optim`."""
-    yield from optim_rules(context.root.model.optim, context.own, context.root.trainer.max_steps)
+    yield from optim_rules(context.root.model.optim, context.set_by_user, context.root.trainer.max_steps)
 
 
 RULES: tuple[Rule, ...] = (
@@ -247,5 +251,5 @@ def run_rules(context: RuleContext) -> list[Finding]:
 
 
 def _concerns_user(finding: Finding, context: RuleContext) -> bool:
-    known = finding.keys[0] not in context.variables
+    known = finding.keys[0] not in context.environ
     return not known or any(key in context.given for key in finding.keys)

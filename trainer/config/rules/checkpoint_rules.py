@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ...utils.text import counted
+from ...utils.text import pluralize
 from .rule_context import Rule, RuleContext, no_effect
 
 
@@ -52,7 +52,7 @@ def explicit_log_dir_overrides_names(context: RuleContext) -> Iterator[Finding]:
         "version": manager.version is not None,
     }
     path = "exp_manager.use_datetime_version"
-    if not manager.use_datetime_version and any(determines_directory.values()) and path in context.own:
+    if not manager.use_datetime_version and any(determines_directory.values()) and path in context.set_by_user:
         other = next(name for name, is_set in determines_directory.items() if is_set)
         yield no_effect(path, f"exp_manager.{other}", f"with `{other}`, which determines the run directory")
 
@@ -61,7 +61,7 @@ def ignore_no_checkpoint_needs_resume(context: RuleContext) -> Iterator[Finding]
     """`resume_ignore_no_checkpoint` acts only with `resume_if_exists`."""
     manager = context.root.exp_manager
     path = "exp_manager.resume_ignore_no_checkpoint"
-    if not manager.resume_ignore_no_checkpoint and not manager.resume_if_exists and path in context.own:
+    if not manager.resume_ignore_no_checkpoint and not manager.resume_if_exists and path in context.set_by_user:
         yield no_effect(path, "exp_manager.resume_if_exists", "without `resume_if_exists`")
 
 
@@ -104,7 +104,8 @@ def some_checkpoint_is_saved(context: RuleContext) -> Iterator[Finding]:
         yield Finding(
             "warning",
             (f"{prefix}.every_n_train_steps", f"{prefix}.save_last", "trainer.max_steps"),
-            f"no checkpoint is due in {counted(steps, 'step')}: `every_n_train_steps` is {params.every_n_train_steps} "
+            f"no checkpoint is due in {pluralize(steps, 'step')}: `every_n_train_steps` is "
+            f"{params.every_n_train_steps} "
             "and `save_last` False",
             f"{prefix}.save_last=true, or {prefix}.every_n_train_steps={steps}",
         )
@@ -114,19 +115,23 @@ def validation_keys_need_validation(context: RuleContext) -> Iterator[Finding]:
     """Settings of validation have no effect with `limit_val_batches: 0`."""
     manager, trainer = context.root.exp_manager, context.root.trainer
     drop_last = "model.data.validation_drop_last"
-    if context.root.model.data.validation_drop_last and drop_last in context.own and trainer.overfit_batches:
+    if context.root.model.data.validation_drop_last and drop_last in context.set_by_user and trainer.overfit_batches:
         yield no_effect(drop_last, "trainer.overfit_batches", "with `overfit_batches`, which are always full batches")
     if trainer.limit_val_batches:
         return
-    if context.root.model.data.validation_drop_last and drop_last in context.own and not trainer.overfit_batches:
+    if (
+        context.root.model.data.validation_drop_last
+        and drop_last in context.set_by_user
+        and not trainer.overfit_batches
+    ):
         yield no_effect(drop_last, "trainer.limit_val_batches", "with `limit_val_batches` (0)")
-    if trainer.num_sanity_val_steps and "trainer.num_sanity_val_steps" in context.own:
+    if trainer.num_sanity_val_steps and "trainer.num_sanity_val_steps" in context.set_by_user:
         yield no_effect("trainer.num_sanity_val_steps", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
     params = manager.checkpoint_callback_params
     val_check_interval_acts = (
         manager.create_checkpoint_callback and params.every_n_train_steps is None and params.train_time_interval is None
     ) or manager.create_early_stopping_callback
-    if "trainer.val_check_interval" in context.own and not val_check_interval_acts:
+    if "trainer.val_check_interval" in context.set_by_user and not val_check_interval_acts:
         yield no_effect("trainer.val_check_interval", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
 
 

@@ -90,7 +90,7 @@ def _prefix_findings(data: DataBlock) -> Iterator[Finding]:
         yield Finding("error", (_PREFIX,), f"`data_prefix` ({format_value(data.data_prefix)}) {error}")
         return
     if is_per_split(data.data_prefix):
-        weighted = [split for split, blend in blends.items() if split != "train" and blend.weighted]
+        weighted = [split for split, blend in blends.items() if split != "train" and blend.has_weights]
         if weighted:
             yield Finding(
                 "warning",
@@ -115,7 +115,7 @@ def splits_are_not_empty(context: RuleContext) -> Iterator[Finding]:
     elif data.data_impl == "jsonl" and data.train_ds.file_names is not None:
         unused = "with `train_ds.file_names`: each split has its own files"
     if unused:
-        if key in context.own and data.splits_string != DataBlock.model_fields["splits_string"].default:
+        if key in context.set_by_user and data.splits_string != DataBlock.model_fields["splits_string"].default:
             yield no_effect(key, "model.data.data_impl", unused)
         return
     if shares[0] == 0:
@@ -231,7 +231,7 @@ def _is_set(context: RuleContext, name: str) -> bool:
     value = getattr(context.root.model.data, name)
     key = f"{_AT}.{name}"
     # A block appears in `own` by its keys.
-    is_given = key in context.own or any(path.startswith(f"{key}.") for path in context.own)
+    is_given = key in context.set_by_user or any(path.startswith(f"{key}.") for path in context.set_by_user)
     return is_given and value != DataBlock.model_fields[name].default
 
 

@@ -31,7 +31,7 @@ def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
         (_MEMORY, f"{_MEMORY}.enabled", context.root.model.memory_profile.enabled),
     )
     for block, switch, is_on in groups:
-        inert = sorted(path for path in context.own if path.startswith(f"{block}.") and path != switch)
+        inert = sorted(path for path in context.set_by_user if path.startswith(f"{block}.") and path != switch)
         inert = [path for path in inert if _differs(context.root, path)]
         if inert and not is_on:
             count = f"{len(inert)} {'key' if len(inert) == 1 else 'keys'}"
@@ -80,7 +80,7 @@ def mlflow_settings_act(context: RuleContext) -> Iterator[Finding]:
             "`tracking_uri` must not hold a user or a password",
             "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
         )
-    if keys.save_dir is not None and (keys.tracking_uri is not None or "MLFLOW_TRACKING_URI" in context.variables):
+    if keys.save_dir is not None and (keys.tracking_uri is not None or "MLFLOW_TRACKING_URI" in context.environ):
         where = f"{at}.tracking_uri" if keys.tracking_uri is not None else "MLFLOW_TRACKING_URI"
         yield no_effect(f"{at}.save_dir", where, f"with `{where.rpartition('.')[2]}`, where the runs are stored")
     if keys.run_id is not None:
@@ -114,7 +114,7 @@ def monitored_metrics_are_measured(context: RuleContext) -> Iterator[Finding]:
     params = manager.checkpoint_callback_params
     path = f"{_CALLBACK}.monitor"
     why = _never_measured(context, params.monitor)
-    if why is not None and path in context.own and manager.create_checkpoint_callback and params.save_top_k > 0:
+    if why is not None and path in context.set_by_user and manager.create_checkpoint_callback and params.save_top_k > 0:
         key, reason = why
         yield Finding(
             "warning", (path, key), f"`monitor` ({params.monitor}) is never measured: {reason}", f"{path}=loss"
@@ -129,7 +129,7 @@ def checkpoint_ranking_is_used(context: RuleContext) -> Iterator[Finding]:
     effect = "keeps all of them" if params.save_top_k == -1 else "keeps no ranked ones"
     for name in ("monitor", "mode"):
         path = f"{_CALLBACK}.{name}"
-        if path in context.own and _differs(context.root, path):
+        if path in context.set_by_user and _differs(context.root, path):
             yield Finding(
                 "info",
                 (path, f"{_CALLBACK}.save_top_k"),
@@ -253,7 +253,7 @@ def profiled_steps_are_reached(context: RuleContext) -> Iterator[Finding]:
     steps = int(trainer.fast_dev_run) or trainer.max_steps
     if trainer.profiler == "pytorch":
         yield from _step_range_findings(path, path, trainer.profile_steps[0], trainer.profile_steps[1], limit, steps)
-    elif path in context.own:
+    elif path in context.set_by_user:
         yield no_effect(path, "trainer.profiler", "without `trainer.profiler=pytorch`")
     if memory.enabled:
         yield from _step_range_findings(

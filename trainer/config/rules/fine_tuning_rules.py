@@ -79,7 +79,7 @@ def chat_needs_gpt(context: RuleContext) -> Iterator[Finding]:
     model = context.root.model
     data = model.data
     template = "model.tokenizer.chat_template"
-    if template in context.own and model.tokenizer.chat_template is not None and model.family != "gpt":
+    if template in context.set_by_user and model.tokenizer.chat_template is not None and model.family != "gpt":
         yield no_effect(template, "model.family", f"with `family: {model.family}`, which does not support chats")
     if not data.chat:
         return
@@ -112,17 +112,17 @@ def prompt_template_is_valid(context: RuleContext) -> Iterator[Finding]:
         return
     field = data.train_ds.truncation_field
     names = [] if field is None else [name.strip() for name in field.split(",")]
-    unknown = [name for name in names if name not in template.names[:-1]]
+    unknown = [name for name in names if name not in template.fields[:-1]]
     if unknown:
         yield Finding(
             "error",
             (f"{_SET}.truncation_field", keys[0]),
             f"`truncation_field` ({', '.join(unknown)}) must name template fields before the answer: "
-            f"{', '.join(template.names[:-1]) or 'there are none'}",
+            f"{', '.join(template.fields[:-1]) or 'there are none'}",
             f"~{_SET}.truncation_field",
         )
     if data.data_impl == "pystd_docstring":
-        missing = [name for name in template.names if name not in (data.context_key, data.label_key)]
+        missing = [name for name in template.fields if name not in (data.context_key, data.label_key)]
         if missing:
             yield Finding(
                 "error",
@@ -183,7 +183,7 @@ def unused_prompt_settings(context: RuleContext) -> Iterator[Finding]:
     if name == "sft" and data.data_impl in _JSON_IMPLS:
         for key, unused in (("context_key", data.chat or data.train_ds.prompt_template), ("label_key", data.chat)):
             path = f"{_AT}.{key}"
-            if unused and path in context.own and getattr(data, key) != type(data).model_fields[key].default:
+            if unused and path in context.set_by_user and getattr(data, key) != type(data).model_fields[key].default:
                 when = "with `chat: true`" if data.chat else "with a `prompt_template`, which names the fields itself"
                 yield no_effect(path, _CHAT if data.chat else f"{_SET}.prompt_template", when)
     if isinstance(model, ModelBlock) and model.answer_only_loss and name != "sft":
@@ -194,7 +194,7 @@ def unused_prompt_settings(context: RuleContext) -> Iterator[Finding]:
 
 def _is_set(context: RuleContext, name: str) -> bool:
     default = TrainSetBlock.model_fields[name].default
-    return f"{_SET}.{name}" in context.own and getattr(context.root.model.data.train_ds, name) != default
+    return f"{_SET}.{name}" in context.set_by_user and getattr(context.root.model.data.train_ds, name) != default
 
 
 FINE_TUNING_RULES: tuple[Rule, ...] = (

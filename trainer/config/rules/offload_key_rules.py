@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....models.config.family_rules import keys_by_stack
 from ....models.config.key_block import Finding
 from ....models.config.memory_slice import OffloadSlice, full_recompute_layers, offload_slice, selected_modules
-from .rule_context import Rule, RuleContext, no_effect, processes
+from .rule_context import Rule, RuleContext, no_effect, num_processes
 
 _HOST_MEMORY_ACCELERATORS = ("cpu", "mps")
 """Accelerators that use host memory."""
@@ -52,7 +52,7 @@ def recompute_with_offloading(context: RuleContext) -> Iterator[Finding]:
 
 def offloaded_weights_are_not_sharded(context: RuleContext) -> Iterator[Finding]:
     """Weight offloading and FSDP2 exclude each other: FSDP2 manages the storage of its sharded parameters."""
-    if not context.root.model.fsdp or processes(context) == 1:
+    if not context.root.model.fsdp or num_processes(context) == 1:
         return
     for at, offload in _offload_slices(context):
         if offload.weights:

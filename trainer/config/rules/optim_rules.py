@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 from ....models.config.key_block import Finding
-from ...utils.text import counted
+from ...utils.text import pluralize
 from ..lr_schedule import SCHEDULES, resolve_steps
 from ..schema.optim import RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
 from .rule_context import no_effect
@@ -28,7 +28,7 @@ class OptimContext:
     """
 
     optim: OptimBlock
-    own: frozenset[str]
+    set_by_user: frozenset[str]
     max_steps: int
 
     @property
@@ -100,7 +100,7 @@ def unused_optimizer_keys(context: OptimContext) -> Iterator[Finding]:
         acting |= set(RELATIVE_STEP_KEYS)
     for key in OptimBlock.model_fields:
         changes = getattr(optim, key) not in (None, OptimBlock.model_fields[key].default)
-        if key not in acting and changes and f"{_AT}.{key}" in context.own:
+        if key not in acting and changes and f"{_AT}.{key}" in context.set_by_user:
             yield no_effect(f"{_AT}.{key}", f"{_AT}.name", f"with `{optim.name}`")
 
 
@@ -108,7 +108,7 @@ def relative_step_replaces_schedule(context: OptimContext) -> Iterator[Finding]:
     """`lr` and `sched` have no effect with `relative_step`."""
     if not context.relative:
         return
-    for path in sorted(context.own):
+    for path in sorted(context.set_by_user):
         if path == f"{_AT}.lr" or path.startswith(f"{_SCHED}."):
             yield no_effect(path, f"{_AT}.relative_step", "with `relative_step`, which sets the learning rate")
 
@@ -139,11 +139,11 @@ def unused_schedule_keys(context: OptimContext) -> Iterator[Finding]:
         path = f"{_SCHED}.{key}"
         if name == "NoamAnnealing" and key == "max_steps" and sched.warmup_ratio is not None:
             continue  # `warmup_ratio` is relative to it
-        if name == "WarmupHoldPolicy" and setting == "hold_steps" and path in context.own:
+        if name == "WarmupHoldPolicy" and setting == "hold_steps" and path in context.set_by_user:
             yield no_effect(path, f"{_SCHED}.name", "with `WarmupHoldPolicy`, which holds the peak to the end")
-        elif setting not in acting and path in context.own:
+        elif setting not in acting and path in context.set_by_user:
             yield no_effect(path, f"{_SCHED}.name", f"with `{name}`")
-    if "lr" not in acting and f"{_AT}.lr" in context.own:
+    if "lr" not in acting and f"{_AT}.lr" in context.set_by_user:
         yield no_effect(f"{_AT}.lr", f"{_SCHED}.name", f"with `{name}`, whose learning rate is 1 / sqrt(step)")
 
 
@@ -152,7 +152,7 @@ def min_lr_is_reached(context: OptimContext) -> Iterator[Finding]:
     without_floor = ("WarmupPolicy", "WarmupHoldPolicy", "InverseSquareRootAnnealing", "T5InverseSquareRootAnnealing")
     path = f"{_SCHED}.min_lr"
     never = context.sched.name in without_floor and context.length >= context.max_steps and not context.relative
-    if never and context.sched.min_lr and path in context.own:
+    if never and context.sched.min_lr and path in context.set_by_user:
         yield no_effect(path, f"{_SCHED}.name", f"with `{context.sched.name}` before the schedule has ended")
 
 
@@ -203,7 +203,7 @@ def schedule_phases_fit(context: OptimContext) -> Iterator[Finding]:
         first = next(name for name, steps in steps_of_phase.items() if steps)
         by_ratio = getattr(sched, f"{first}_steps") is None
         length = f"{_SCHED}.max_steps" if sched.max_steps else "trainer.max_steps"
-        listed = " and ".join(f"{phases[name]} ({counted(steps, 'step')})" for name, steps in steps_of_phase.items())
+        listed = " and ".join(f"{phases[name]} ({pluralize(steps, 'step')})" for name, steps in steps_of_phase.items())
         yield Finding(
             "error",
             (f"{_SCHED}.{first}_{'ratio' if by_ratio else 'steps'}", length),

@@ -28,7 +28,7 @@ def unused_scheme_settings(context: RuleContext) -> Iterator[Finding]:
     """Warn about settings of a scheme that is not the chosen one."""
     scheme = context.root.model.peft.peft_scheme
     for name, block in _BLOCKS.items():
-        given = sorted(path for path in context.own if path.startswith(f"{_AT}.{block}."))
+        given = sorted(path for path in context.set_by_user if path.startswith(f"{_AT}.{block}."))
         if given and scheme != name:
             yield Finding(
                 "warning",
@@ -71,7 +71,7 @@ def adapter_init_settings_act(context: RuleContext) -> Iterator[Finding]:
     settings = getattr(peft, block)
     for name in ("column_init_method", "row_init_method", "init_std"):
         field, path = type(settings).model_fields.get(name), f"{_AT}.{block}.{name}"
-        if field is not None and path in context.own and getattr(settings, name) != field.default:
+        if field is not None and path in context.set_by_user and getattr(settings, name) != field.default:
             when = "with `peft.restore_from_path`, which holds all trained parameters"
             yield no_effect(path, f"{_AT}.restore_from_path", when)
 
@@ -110,7 +110,7 @@ def expert_bias_needs_trained_router(context: RuleContext) -> Iterator[Finding]:
         return
     names = peft.names if isinstance(peft, SelectiveSlice) else ()
     for at, stack in keys_by_stack(model).items():
-        moe = moe_slice(stack, of_t5=isinstance(model, T5ModelBlock))
+        moe = moe_slice(stack, is_t5=isinstance(model, T5ModelBlock))
         if moe is None or moe.bias_update_rate is None:
             continue
         prefix = at or ("encoder." if model.family == "bert" else "decoder.")
@@ -121,7 +121,7 @@ def expert_bias_needs_trained_router(context: RuleContext) -> Iterator[Finding]:
         if model.restore_from_path is None:  # restored biases still act in routing
             keys.append("moe_router_enable_expert_bias")
         for path in (f"model.{at}{key}" for key in keys):
-            if path in context.own:
+            if path in context.set_by_user:
                 yield no_effect(path, _SCHEME, f"with `peft_scheme` ({model.peft.peft_scheme}), which trains no router")
 
 
@@ -141,7 +141,7 @@ def virtual_tokens_fit(context: RuleContext) -> Iterator[Finding]:
         return
     data, number = model.data, model.peft.p_tuning.virtual_tokens
     packed = "model.data.packed_sequence"
-    if task_name(model) == "sft" and packed in context.given - context.own and not data.packed_sequence:
+    if task_name(model) == "sft" and packed in context.given - context.set_by_user and not data.packed_sequence:
         rule = "`packed_sequence` is false: virtual tokens precede one sample, so each sequence holds one sample"
         yield Finding("info", (packed, _SCHEME), f"{rule} and padding")
     for name in ("reset_attention_mask", "reset_position_ids", "packed_sequence"):

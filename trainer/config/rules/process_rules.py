@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ....models.config.model_rules import divisors
-from .rule_context import Rule, RuleContext, defaults_to_fp32, no_effect, processes
+from .rule_context import Rule, RuleContext, defaults_to_fp32, no_effect, num_processes
 
 PARALLEL_SIZE_KEYS = frozenset(
     f"model.{kind}_parallel_size"
@@ -18,11 +18,11 @@ PARALLEL_SIZE_KEYS = frozenset(
 def mps_uses_one_process(context: RuleContext) -> Iterator[Finding]:
     """MPS supports one process: a machine has one GPU and no collective communication."""
     trainer = context.root.trainer
-    if trainer.accelerator == "mps" and processes(context) > 1:
+    if trainer.accelerator == "mps" and num_processes(context) > 1:
         yield Finding(
             "error",
             ("trainer.devices", "trainer.accelerator"),
-            f"`accelerator` (mps) supports one process, not {processes(context)}",
+            f"`accelerator` (mps) supports one process, not {num_processes(context)}",
             "trainer.devices=1 trainer.num_nodes=1",
         )
 
@@ -34,9 +34,10 @@ def cuda_graph_uses_one_gpu(context: RuleContext) -> Iterator[Finding]:
     if model.enable_cuda_graph and trainer.accelerator in ("cpu", "mps"):
         message = f"`enable_cuda_graph` (True) needs a CUDA device, not `{trainer.accelerator}`"
         yield Finding("error", (key, "trainer.accelerator"), message, f"{key}=False")
-    elif model.enable_cuda_graph and processes(context) > 1:
+    elif model.enable_cuda_graph and num_processes(context) > 1:
         message = (
-            f"`enable_cuda_graph` (True) supports one process, not {processes(context)}: communication is not captured"
+            f"`enable_cuda_graph` (True) supports one process, not {num_processes(context)}: "
+            "communication is not captured"
         )
         yield Finding("error", (key, "trainer.devices"), message, f"{key}=False")
 
@@ -44,7 +45,7 @@ def cuda_graph_uses_one_gpu(context: RuleContext) -> Iterator[Finding]:
 def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
     """Check FSDP settings, and warn about distributed settings without effect."""
     model, trainer = context.root.model, context.root.trainer
-    world = processes(context)
+    world = num_processes(context)
     several = world > 1 or trainer.devices == "auto"
     names = ("fsdp_sharding_strategy", "fsdp_shard_size")
     if model.fsdp and not several:
@@ -92,7 +93,7 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
     if not model.rampup_batch_size:
         return
     start, increment, _ = model.rampup_batch_size
-    unit = model.micro_batch_size * processes(context)
+    unit = model.micro_batch_size * num_processes(context)
     path = "model.rampup_batch_size"
     if start > model.global_batch_size:
         yield Finding(
@@ -122,7 +123,7 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
 def batch_sizes_divide(context: RuleContext) -> Iterator[Finding]:
     """`global_batch_size` must be a multiple of `micro_batch_size` times the number of devices."""
     model = context.root.model
-    devices = processes(context)
+    devices = num_processes(context)
     micro_batch, global_batch = model.micro_batch_size, model.global_batch_size
     if global_batch % (micro_batch * devices):
         times_devices = "" if devices == 1 else f" * devices ({devices})"

@@ -23,15 +23,15 @@ class RuleContext:
 
     root: RootBlock
     given: frozenset[str]
-    own: frozenset[str]
-    variables: Mapping[str, str]
+    set_by_user: frozenset[str]
+    environ: Mapping[str, str]
     from_environment: frozenset[str] = frozenset()
 
 
 Rule = Callable[[RuleContext], Iterator[Finding]]
 
 
-def processes(context: RuleContext) -> int:
+def num_processes(context: RuleContext) -> int:
     """Return the number of processes; `devices: auto` counts as one until the run starts."""
     trainer = context.root.trainer
     return (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes

@@ -201,7 +201,7 @@ def unused_task_keys(context: RuleContext) -> Iterator[Finding]:
     data = context.root.model.data
     for key, why in _unused_keys(context).items():
         path = f"{_AT}.{key}"
-        if path in context.own and getattr(data, key) != DataBlock.model_fields[key].default:
+        if path in context.set_by_user and getattr(data, key) != DataBlock.model_fields[key].default:
             yield no_effect(path, _TYPE, why)
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ....models.config.key_block import Block, own
-from .trainer_and_data import Text, nested
+from ....models.config.key_block import ConfigBlock, extension_field
+from .trainer_and_data import NonEmptyText, block_default
 
 Metric = Literal[
     "val_loss", "validation_loss", "bits_per_byte", "loss", "grad_norm", "reduced_train_loss", "train_loss"
@@ -25,10 +25,10 @@ def canonical_metric_name(metric: Metric) -> str:
     return _METRIC_ALIASES.get(metric, metric)
 
 
-class CheckpointParams(Block):
+class CheckpointParams(ConfigBlock):
     """`exp_manager.checkpoint_callback_params.*`: when to save checkpoints and which to keep."""
 
-    dirpath: Text | None = None
+    dirpath: NonEmptyText | None = None
     """Directory of checkpoints; null: `checkpoints` in the run directory."""
     monitor: Metric = "val_loss"
     """Metric for ranking checkpoints; `reduced_train_loss` and `train_loss` are aliases of `loss` (training loss),
@@ -49,7 +49,7 @@ class CheckpointParams(Block):
     whichever comes first."""
 
 
-class EarlyStoppingParams(Block):
+class EarlyStoppingParams(ConfigBlock):
     """`exp_manager.early_stopping_callback_params.*`: stop when a metric no longer improves.
 
     The metric is checked every `trainer.val_check_interval` steps, after validation.
@@ -76,7 +76,7 @@ class EarlyStoppingParams(Block):
     """Stop once the metric is worse than this."""
 
 
-class EmaBlock(Block):
+class EmaBlock(ConfigBlock):
     """`exp_manager.ema.*`: exponential moving average (EMA) of the weights, for validation and every checkpoint."""
 
     enable: bool = False
@@ -91,7 +91,7 @@ class EmaBlock(Block):
     """Steps between EMA updates."""
 
 
-class SummaryWriterBlock(Block):
+class SummaryWriterBlock(ConfigBlock):
     """`exp_manager.summary_writer_kwargs.*`: supported arguments of TensorBoard's SummaryWriter."""
 
     max_queue: int = Field(10, ge=1)
@@ -102,24 +102,24 @@ class SummaryWriterBlock(Block):
     """Suffix of the event file names."""
 
 
-class WandbBlock(Block):
+class WandbBlock(ConfigBlock):
     """`exp_manager.wandb_logger_kwargs.*`: settings of Weights & Biases; the API key comes from WANDB_API_KEY only."""
 
-    project: Text | None = None
+    project: NonEmptyText | None = None
     """Project of the run; required."""
-    name: Text | None = None
+    name: NonEmptyText | None = None
     """Name of the run; null: the name of the run directory."""
-    entity: Text | None = None
+    entity: NonEmptyText | None = None
     """User or team; null: the default of your account."""
-    group: Text | None = None
+    group: NonEmptyText | None = None
     """Group of the run."""
-    job_type: Text | None = None
+    job_type: NonEmptyText | None = None
     """Job type within a group."""
-    tags: list[Text] = Field(default=[])
+    tags: list[NonEmptyText] = Field(default=[])
     """Tags of the run."""
-    notes: Text | None = None
+    notes: NonEmptyText | None = None
     """Longer description of the run."""
-    save_dir: Text | None = None
+    save_dir: NonEmptyText | None = None
     """Directory of W&B's files; null: the run directory."""
     id: Annotated[str, Field(pattern=r"^[\w\-]{1,64}$")] | None = None
     """Run id; null: a new id, which is reused when the run is resumed."""
@@ -127,37 +127,37 @@ class WandbBlock(Block):
     """Log offline; upload later with `wandb sync`."""
 
 
-class MlflowBlock(Block):
+class MlflowBlock(ConfigBlock):
     """`exp_manager.mlflow_logger_kwargs.*`: settings of MLflow; credentials come from its environment variables."""
 
-    experiment_name: Text | None = None
+    experiment_name: NonEmptyText | None = None
     """Experiment of the run; null: the name of the run."""
-    run_name: Text | None = None
+    run_name: NonEmptyText | None = None
     """Name of the run; null: the name of the run directory."""
-    tracking_uri: Text | None = None
+    tracking_uri: NonEmptyText | None = None
     """Tracking server or store; null: MLFLOW_TRACKING_URI, else a database in `save_dir`."""
-    save_dir: Text | None = None
+    save_dir: NonEmptyText | None = None
     """Directory of the database `mlflow.db` if there is no tracking server; null: the run directory."""
     prefix: str = Field("", max_length=64)
     """Prefix of metric names."""
     tags: dict[str, str | int | float | bool] = Field(default={})
     """Tags of the run."""
-    artifact_location: Text | None = None
+    artifact_location: NonEmptyText | None = None
     """Artifact location of a new experiment; null: chosen by the server."""
     run_id: Annotated[str, Field(pattern=r"^[\w\-]{1,64}$")] | None = None
     """Existing MLflow run to log to; null: a new one, which is reused when the run is resumed."""
 
 
-class ExpManagerBlock(Block):
+class ExpManagerBlock(ConfigBlock):
     """`exp_manager.*`: run directory, checkpoints and loggers."""
 
-    exp_dir: Text | None = None
+    exp_dir: NonEmptyText | None = None
     """Parent directory of all runs; null: `./runs`."""
-    explicit_log_dir: Text | None = None
+    explicit_log_dir: NonEmptyText | None = None
     """The run directory itself; overrides exp_dir, name and version."""
-    name: Text | None = None
+    name: NonEmptyText | None = None
     """Directory below `exp_dir`; null: the top-level `name`."""
-    version: Text | int | None = None
+    version: NonEmptyText | int | None = None
     """Directory below `name`; null: a timestamp, or a counter without `use_datetime_version`."""
     use_datetime_version: bool = True
     """Name versions by timestamp; False: version_0, version_1, ..."""
@@ -165,33 +165,33 @@ class ExpManagerBlock(Block):
     """Resume from the newest valid checkpoint of this run; no version directory is created then."""
     resume_ignore_no_checkpoint: bool = True
     """With `resume_if_exists`, start from scratch if there is no checkpoint; False: raise an error."""
-    resume_from_checkpoint: Text | None = None
+    resume_from_checkpoint: NonEmptyText | None = None
     """Checkpoint directory to resume from: weights, optimizer state and step."""
     max_time_per_run: Duration | None = None
     """Save a checkpoint and stop after this wall-clock time; the smaller of this and `trainer.max_time` applies."""
-    files_to_copy: list[Text] = Field(default=[])
+    files_to_copy: list[NonEmptyText] = Field(default=[])
     """Files to copy into `files` in the run directory."""
     create_checkpoint_callback: bool = True
     """Write checkpoints."""
-    checkpoint_callback_params: CheckpointParams = nested(CheckpointParams)
+    checkpoint_callback_params: CheckpointParams = block_default(CheckpointParams)
     """When to save checkpoints and which to keep."""
     create_early_stopping_callback: bool = False
     """Stop when a metric no longer improves."""
-    early_stopping_callback_params: EarlyStoppingParams = nested(EarlyStoppingParams)
+    early_stopping_callback_params: EarlyStoppingParams = block_default(EarlyStoppingParams)
     """Metric and criteria of early stopping."""
-    ema: EmaBlock = nested(EmaBlock)
+    ema: EmaBlock = block_default(EmaBlock)
     """Exponential moving average of the weights."""
     create_tensorboard_logger: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
-    summary_writer_kwargs: SummaryWriterBlock = nested(SummaryWriterBlock)
+    summary_writer_kwargs: SummaryWriterBlock = block_default(SummaryWriterBlock)
     """Arguments of TensorBoard's SummaryWriter."""
     create_wandb_logger: bool = False
     """Log to Weights & Biases (extra `wandb`)."""
-    wandb_logger_kwargs: WandbBlock = nested(WandbBlock)
+    wandb_logger_kwargs: WandbBlock = block_default(WandbBlock)
     """Settings of Weights & Biases."""
     create_mlflow_logger: bool = False
     """Log to MLflow (extra `mlflow`)."""
-    mlflow_logger_kwargs: MlflowBlock = nested(MlflowBlock)
+    mlflow_logger_kwargs: MlflowBlock = block_default(MlflowBlock)
     """Settings of MLflow."""
-    create_csv_logger: bool = own(False)
+    create_csv_logger: bool = extension_field(False)
     """Write metrics.csv beside metrics.jsonl."""

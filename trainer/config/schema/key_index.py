@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from ....models.config.model_keys import FAMILIES, Family
 from ..dotted_paths import Tree, join
-from ..yaml_reader import YamlError, parse
+from ..yaml_reader import YamlError, parse_yaml
 from .root import MODEL_BLOCKS, RootBlock
 
 
@@ -38,7 +38,7 @@ class SchemaKey:
 
     path: str
     default: Any
-    meaning: str
+    description: str
     kind: str
     choices: tuple[Any, ...]
     own: bool
@@ -122,7 +122,7 @@ def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
     return SchemaKey(
         path=path,
         default=default,
-        meaning=_one_line(field.description),
+        description=_one_line(field.description),
         kind=_describe(annotation, field.examples),
         choices=choices if only_choices else (),
         own=isinstance(extra, dict) and bool(extra.get("own")),
@@ -232,7 +232,7 @@ def _show_item(value: Any) -> str:
 def _show_text(value: str) -> str:
     """Return text without quotes if YAML parses it back unchanged, else quoted."""
     try:
-        plain = parse(f"k: {value}", Path()).tree == {"k": value}
+        plain = parse_yaml(f"k: {value}", Path()).tree == {"k": value}
     except YamlError:
         plain = False
     return value if plain and value and "\n" not in value else _quoted(value)

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ....models.config.key_block import Block, own
-from .trainer_and_data import nested
+from ....models.config.key_block import ConfigBlock, extension_field
+from .trainer_and_data import block_default
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Small = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-class SchedBlock(Block):
+class SchedBlock(ConfigBlock):
     """`model.optim.sched.*`: learning-rate schedule."""
 
     name: Literal[
@@ -62,7 +62,7 @@ class SchedBlock(Block):
     """Length of the schedule; null: `trainer.max_steps`."""
 
 
-class OptimBlock(Block):
+class OptimBlock(ConfigBlock):
     """`model.optim.*`."""
 
     name: Literal[
@@ -84,7 +84,7 @@ class OptimBlock(Block):
     see `model.do_layer_norm_weight_decay`)."""
     betas: list[Decay] = Field([0.9, 0.98], min_length=2, max_length=2)
     """adamw, muon: decay rates of the first and second moment."""
-    eps: Small | Annotated[list[Small], Field(min_length=2, max_length=2)] | None = None
+    eps: PositiveFloat | Annotated[list[PositiveFloat], Field(min_length=2, max_length=2)] | None = None
     """adamw, muon: added to the square root of the second moment; null: 1e-8. adafactor: two values, added to squared
     gradients and the minimum RMS of a parameter; null: [1e-30, 1e-3]."""
     momentum: Decay | None = None
@@ -104,12 +104,12 @@ class OptimBlock(Block):
     """adafactor: use the learning rate 1 / sqrt(step), at most 0.01, instead of `lr` and `sched`."""
     warmup_init: bool = False
     """adafactor: with `relative_step`, warm up with 1e-6 * step."""
-    ns_steps: int = own(5, ge=1, le=20)
+    ns_steps: int = extension_field(5, ge=1, le=20)
     """muon: Newton-Schulz iterations."""
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = own("match_rms_adamw")
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = extension_field("match_rms_adamw")
     """muon: update scale. `match_rms_adamw` matches the RMS of AdamW's updates, so one `lr` fits all parameters;
     `original` is sqrt(rows / columns) for tall matrices."""
-    sched: SchedBlock = nested(SchedBlock)
+    sched: SchedBlock = block_default(SchedBlock)
     """Learning-rate schedule."""
 
 

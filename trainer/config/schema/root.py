@@ -11,23 +11,23 @@ from pydantic import Discriminator, Field, Tag
 
 from ....models.config.bert import BertKeys
 from ....models.config.gpt import GPTKeys
-from ....models.config.key_block import Block, own
+from ....models.config.key_block import ConfigBlock, extension_field
 from ....models.config.model_keys import FAMILIES, Family
 from ....models.config.peft import PeftKeys
 from ....models.config.t5 import T5Keys
 from .exp_manager import ExpManagerBlock
 from .optim import OptimBlock
-from .trainer_and_data import DataBlock, MemoryProfileBlock, Text, TokenizerBlock, TrainerBlock, nested
+from .trainer_and_data import DataBlock, MemoryProfileBlock, NonEmptyText, TokenizerBlock, TrainerBlock, block_default
 
 RampUpBatchSize = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)]
 
 
-class RunKeys(Block):
+class RunKeys(ConfigBlock):
     """Keys of `model.*` in every family besides the architecture: batches, data, optimizer and parallelism."""
 
-    family: Family = own("gpt")
+    family: Family = extension_field("gpt")
     """Model family; by default inferred from the keys of a NeMo file, else `gpt`."""
-    restore_from_path: Text | None = None
+    restore_from_path: NonEmptyText | None = None
     """Pretrained weights to start from, at step 0: a checkpoint, the newest checkpoint of a run directory, or a Hugging
     Face folder. Shape and tokenizer must match; `stoker finetune` reads them from there. A resumed run loads its own
     checkpoint instead."""
@@ -44,13 +44,13 @@ class RunKeys(Block):
     fsdp_sharding_strategy: Literal["full", "hybrid", "grad"] = "full"
     """`full`: gather parameters layer by layer (ZeRO-3). `grad`: keep them gathered during a micro batch (ZeRO-2).
     `hybrid`: as `full` within groups of `fsdp_shard_size` processes, replicated across groups."""
-    fsdp_shard_size: int | None = own(None, ge=2)
+    fsdp_shard_size: int | None = extension_field(None, ge=2)
     """Size of a sharding group with `hybrid`; null: the processes of one node."""
     fsdp_grad_reduce_dtype: Literal[32, "32", "fp32", "bf16"] = "fp32"
     """Dtype in which gradients of bf16 weights are reduced over processes, sharded or replicated."""
     megatron_amp_O2: bool = True  # noqa: N815
     """With bf16: True keeps bf16 weights and fp32 main weights in the optimizer; False fp32 weights with autocast."""
-    cpu_offloading_optimizer: bool = own(False)
+    cpu_offloading_optimizer: bool = extension_field(False)
     """Keep optimizer state and main weights in pinned host memory: 12 bytes per parameter with AdamW and bf16. Each
     update copies them through the GPU, with identical results; its time depends on the host link."""
     enable_cuda_graph: bool | None = None
@@ -59,15 +59,15 @@ class RunKeys(Block):
     the capture fails. True: raise an error instead."""
     do_layer_norm_weight_decay: bool = False
     """Apply weight decay to norm weights too."""
-    tokenizer: TokenizerBlock = nested(TokenizerBlock)
+    tokenizer: TokenizerBlock = block_default(TokenizerBlock)
     """Tokenizer."""
-    data: DataBlock = nested(DataBlock)
+    data: DataBlock = block_default(DataBlock)
     """Datasets and training objective."""
-    optim: OptimBlock = nested(OptimBlock)
+    optim: OptimBlock = block_default(OptimBlock)
     """Optimizer and schedule."""
-    peft: PeftKeys = nested(PeftKeys)
+    peft: PeftKeys = block_default(PeftKeys)
     """Parameter-efficient fine-tuning: the weights of `restore_from_path` are frozen."""
-    memory_profile: MemoryProfileBlock = nested(MemoryProfileBlock)
+    memory_profile: MemoryProfileBlock = block_default(MemoryProfileBlock)
     """Record of GPU memory allocations."""
 
 
@@ -81,14 +81,14 @@ class ModelBlock(RunKeys, GPTKeys):
 class T5ModelBlock(RunKeys, T5Keys):
     """`model.*` of a T5: architecture, batches, data and optimizer."""
 
-    family: Family = own("t5")
+    family: Family = extension_field("t5")
     """Model family; by default inferred from the keys of a NeMo file, else `gpt`."""
 
 
 class BertModelBlock(RunKeys, BertKeys):
     """`model.*` of a BERT: architecture, batches, data and optimizer."""
 
-    family: Family = own("bert")
+    family: Family = extension_field("bert")
     """Model family; by default inferred from the keys of a NeMo file, else `gpt`."""
 
 
@@ -103,19 +103,19 @@ def family_of(model: Any) -> Family:
     return known.get(named, "gpt") if isinstance(named, str) else "gpt"
 
 
-class RootBlock(Block):
+class RootBlock(ConfigBlock):
     """The root of the configuration."""
 
-    name: Text = "stoker"
+    name: NonEmptyText = "stoker"
     """Name of the run."""
     env_vars: dict[str, str | int | float | bool] = Field(default={})
     """Environment variables of the training processes; a conflict with the caller's environment is an error."""
-    trainer: TrainerBlock = nested(TrainerBlock)
+    trainer: TrainerBlock = block_default(TrainerBlock)
     """Devices, precision and length of training."""
-    exp_manager: ExpManagerBlock = nested(ExpManagerBlock)
+    exp_manager: ExpManagerBlock = block_default(ExpManagerBlock)
     """Run directory, checkpoints and loggers."""
     model: Annotated[
         Annotated[ModelBlock, Tag("gpt")] | Annotated[T5ModelBlock, Tag("t5")] | Annotated[BertModelBlock, Tag("bert")],
         Discriminator(family_of),
-    ] = nested(ModelBlock)
+    ] = block_default(ModelBlock)
     """Architecture, batches, data and optimizer."""

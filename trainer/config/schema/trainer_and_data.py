@@ -6,21 +6,21 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from ....models.config.key_block import Block, own
+from ....models.config.key_block import ConfigBlock, extension_field
 
 Precision = Literal[64, "64", "64-true", 32, "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
 PositiveInt = Annotated[int, Field(ge=1)]
-Text = Annotated[str, Field(min_length=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
 """Non-empty text: an empty path or name usually comes from an unset shell variable."""
-BlockT = TypeVar("BlockT", bound=Block)
+BlockT = TypeVar("BlockT", bound=ConfigBlock)
 
 
-def nested(kind: type[BlockT]) -> BlockT:
+def block_default(kind: type[BlockT]) -> BlockT:
     """Return the default of a nested block: the block with all its defaults."""
     return kind.model_validate({})
 
 
-class TrainerBlock(Block):
+class TrainerBlock(ConfigBlock):
     """`trainer.*`: devices, precision and length of training."""
 
     devices: PositiveInt | Literal["auto"] = 1
@@ -29,7 +29,7 @@ class TrainerBlock(Block):
     """Number of nodes (machines)."""
     accelerator: Literal["auto", "gpu", "cuda", "cpu", "mps"] = "auto"
     """Device type; `auto` selects a CUDA GPU if one is available, else the CPU."""
-    process_timeout: float = own(600.0, gt=0)
+    process_timeout: float = extension_field(600.0, gt=0)
     """Timeout of collective operations in seconds; the run ends when a process waits longer than this."""
     precision: Precision | None = None
     """`bf16` trains bf16 weights with fp32 main weights (see `model.megatron_amp_O2`), `32` trains in fp32, `64` in
@@ -63,19 +63,19 @@ class TrainerBlock(Block):
     profiler: Literal["simple", "pytorch"] | None = None
     """`simple`: wall-clock time per phase of the run. `pytorch`: a torch.profiler trace of `profile_steps` for
     chrome://tracing and a table of operators. Both are written to `profile` in the run directory."""
-    profile_steps: list[PositiveInt] = own([5, 8], min_length=2, max_length=2)
+    profile_steps: list[PositiveInt] = extension_field([5, 8], min_length=2, max_length=2)
     """First and last step traced by `profiler: pytorch`, counted from the start of the process."""
     deterministic: bool | Literal["warn"] = False
     """Use deterministic (bitwise reproducible) operations only; an operation without a deterministic implementation is
     an error (True) or a warning (`warn`). Attention uses a deterministic backend in both cases."""
-    max_skipped_steps: int = own(10, ge=0)
+    max_skipped_steps: int = extension_field(10, ge=0)
     """Maximum number of consecutive steps with infinite or NaN gradients. Such a step is skipped; when the limit is
     exceeded, the run stops at the next log line."""
-    loss_spike_threshold: float | None = own(4.0, gt=0)
+    loss_spike_threshold: float | None = extension_field(4.0, gt=0)
     """Warn when the training loss exceeds its recent values by this many (robust) standard deviations; null: never."""
 
 
-class MemoryProfileBlock(Block):
+class MemoryProfileBlock(ConfigBlock):
     """`model.memory_profile.*`: record every GPU memory allocation during a range of steps."""
 
     enabled: bool = False
@@ -86,60 +86,60 @@ class MemoryProfileBlock(Block):
     """Last recorded step."""
     rank: int = Field(0, ge=0)
     """Global rank that records."""
-    output_path: Text | None = None
+    output_path: NonEmptyText | None = None
     """Output directory; null: `profile` in the run directory."""
 
 
-class SpecialTokensBlock(Block):
+class SpecialTokensBlock(ConfigBlock):
     """`model.tokenizer.special_tokens.*`: special tokens, given as text."""
 
-    eos_token: Text | None = None
+    eos_token: NonEmptyText | None = None
     """End-of-document token, added if the vocabulary lacks it; null: the one named by tokenizer_config.json or the
     model, or a token with a common name."""
-    pad_token: Text | None = None
+    pad_token: NonEmptyText | None = None
     """Padding token; null: looked up like `eos_token`, falling back to `eos_token`."""
-    mask_token: Text | None = None
+    mask_token: NonEmptyText | None = None
     """BERT: mask token, added if the vocabulary lacks it; null: [MASK], <mask>, or the first sentinel."""
 
 
-class TokenizerBlock(Block):
+class TokenizerBlock(ConfigBlock):
     """`model.tokenizer.*`."""
 
     library: Literal["byte-level", "char", "huggingface", "megatron", "sentencepiece"] = "byte-level"
     """`byte-level`: UTF-8 bytes with ByT5's ids (pad 0, eos 1, unk 2, byte + 3). `char`: the characters of the
     training text. `huggingface`: a tokenizer.json. `megatron`: GPT-2's vocab.json and merges.txt. `sentencepiece`: a
     .model file."""
-    type: Text | None = None
+    type: NonEmptyText | None = None
     """huggingface: path of a tokenizer.json or its folder (nothing is downloaded). megatron: GPT2BPETokenizer."""
-    model: Text | None = None
+    model: NonEmptyText | None = None
     """sentencepiece: path of the .model file. huggingface: the same as `type`."""
-    vocab_file: Text | None = None
+    vocab_file: NonEmptyText | None = None
     """megatron: path of vocab.json."""
-    merge_file: Text | None = None
+    merge_file: NonEmptyText | None = None
     """megatron: path of merges.txt."""
-    additional_special_tokens: list[Text] = Field(default=[], max_length=10000)
+    additional_special_tokens: list[NonEmptyText] = Field(default=[], max_length=10000)
     """Tokens to add to the vocabulary of a tokenizer file; missing ones get the ids after its last."""
     num_sentinel_tokens: int | None = Field(None, ge=0, le=10000)
     """T5, BERT: number of sentinel tokens <extra_id_0>, <extra_id_1>, ..., added if the vocabulary has fewer; null: 125
     for bytes (ByT5's 384 ids); for files those they have, or 100 (BERT: none if there is a mask token)."""
-    special_tokens: SpecialTokensBlock = nested(SpecialTokensBlock)
+    special_tokens: SpecialTokensBlock = block_default(SpecialTokensBlock)
     """End-of-document, padding and mask tokens."""
-    chat_template: Text | None = None
+    chat_template: NonEmptyText | None = None
     """Chat template: Jinja text, or the path of a Jinja file; null: the template in the tokenizer's files, or ChatML.
     It is saved in every checkpoint."""
 
 
-class TrainSetBlock(Block):
+class TrainSetBlock(ConfigBlock):
     """`model.data.train_ds.*`: fine-tuning data of a GPT, with NeMo's names; other splits are read the same way."""
 
-    file_names: Text | list[Text] | None = None
+    file_names: NonEmptyText | list[NonEmptyText] | None = None
     """JSONL files to train on, for `data_impl: jsonl`, instead of `path`."""
     concat_sampling_probabilities: list[Annotated[float, Field(gt=0)]] | None = Field(None, min_length=1)
     """Sampling weights of `file_names`; null: files are concatenated, so each counts by its size."""
-    prompt_template: Text | None = Field(None, examples=["{input} {output}"])
+    prompt_template: NonEmptyText | None = Field(None, examples=["{input} {output}"])
     """Template that joins the fields of a JSON object, answer last; spaces before the answer belong to the answer.
     null: `context_key` and `label_key` with a space between them."""
-    truncation_field: Text | None = None
+    truncation_field: NonEmptyText | None = None
     """Comma-separated template fields to truncate when prompt and answer exceed the sequence length; null: all fields
     but the answer."""
     truncation_method: Literal["right", "left"] = "right"
@@ -150,30 +150,32 @@ class TrainSetBlock(Block):
     """Append the eos token, so that the model learns where an answer ends."""
 
 
-class HeldOutSetBlock(Block):
+class HeldOutSetBlock(ConfigBlock):
     """`model.data.validation_ds.*` and `test_ds.*`: files of held-out data."""
 
-    file_names: Text | list[Text] | None = None
+    file_names: NonEmptyText | list[NonEmptyText] | None = None
     """JSONL files; only together with `train_ds.file_names`."""
 
 
-class DataBlock(Block):
+class DataBlock(ConfigBlock):
     """`model.data.*`."""
 
-    data_impl: Text = Field("pystd", examples=["pystd"])
+    data_impl: NonEmptyText = Field("pystd", examples=["pystd"])
     """`pystd`: this interpreter's standard library. `text`: the file or folder at `path`. `mmap`: the tokenized files
     at `data_prefix`. `mock`: random tokens. For fine-tuning, `jsonl`: prompt/answer pairs or chats in the file or
     folder at `path`; `huggingface`: pairs or chats of a dataset, given by folder or hub name; `pystd_docstring`:
     functions of the standard library and their docstrings. Any other name: a dataset that an installed package
     registers under that name in the entry-point group stoker.datasets."""
-    path: str | None = own(None)
+    path: str | None = extension_field(None)
     """`data_impl: text`: a text file or a folder of text files; `jsonl`: a JSONL file or folder; `huggingface`: folder
     or hub name of a dataset."""
-    data_prefix: Text | list[Text | float] | dict[str, Text | list[Text | float] | None] | None = None
+    data_prefix: (
+        NonEmptyText | list[NonEmptyText | float] | dict[str, NonEmptyText | list[NonEmptyText | float] | None] | None
+    ) = None
     """`mmap`: datasets in Megatron's .bin/.idx format: a path without suffix, a list of paths, a list of alternating
     weights and paths, or one of these for each of `train`, `validation` and `test`. Weights apply to training samples
     (without weights datasets count by size); validation uses every token once."""
-    index_mapping_dir: Text | None = None
+    index_mapping_dir: NonEmptyText | None = None
     """`mmap`: folder for the cached document and sample indices of each epoch; null: beside the data for large datasets
     (a million documents), in memory otherwise."""
     shuffle_documents: bool = True
@@ -185,7 +187,9 @@ class DataBlock(Block):
     reset_attention_mask: bool = False
     """Block attention across documents within a sample. An attention backend without variable-length support needs a
     mask of micro batch size x sequence x sequence, shared by all layers."""
-    dataset_kwargs: dict[str, Text | int | float | bool | list[Text | int | float] | None] = own({})
+    dataset_kwargs: dict[str, NonEmptyText | int | float | bool | list[NonEmptyText | int | float] | None] = (
+        extension_field({})
+    )
     """`huggingface`: `name` and `revision` of the dataset, and `train`, `validation` and `test` if its splits have
     other names. Otherwise the keyword arguments of an installed package's dataset."""
     splits_string: str = Field(
@@ -227,21 +231,21 @@ class DataBlock(Block):
     False splits the concatenation of all documents, separated by eos, as in T5's pre-training."""
     short_seq_prob: float = Field(0.0, ge=0, le=1)
     """With `respect_document_boundaries`: probability of a chunk of random shorter length."""
-    packed_sequence: bool = own(False)
+    packed_sequence: bool = extension_field(False)
     """Pack several pairs, chats or document chunks into one sequence, without attention between them, instead of
     padding."""
     chat: bool = False
     """`jsonl`, `huggingface`: objects hold `messages` (or `conversations`), which are formatted with the tokenizer's
     chat template."""
-    train_ds: TrainSetBlock = nested(TrainSetBlock)
+    train_ds: TrainSetBlock = block_default(TrainSetBlock)
     """Fine-tuning data of a GPT, with NeMo's names."""
-    validation_ds: HeldOutSetBlock = nested(HeldOutSetBlock)
+    validation_ds: HeldOutSetBlock = block_default(HeldOutSetBlock)
     """Validation files."""
-    test_ds: HeldOutSetBlock = nested(HeldOutSetBlock)
+    test_ds: HeldOutSetBlock = block_default(HeldOutSetBlock)
     """Files for `stoker evaluate --split test`."""
-    context_key: Text = own("input")
+    context_key: NonEmptyText = extension_field("input")
     """`jsonl`, `huggingface`: field of the input in each object."""
-    label_key: Text = own("output")
+    label_key: NonEmptyText = extension_field("output")
     """`jsonl`, `huggingface`: field of the target in each object."""
     num_workers: int = Field(0, ge=0, le=256)
     """Dataloader worker processes; 0 prepares batches in a thread of the trainer."""

@@ -55,7 +55,7 @@ class BlendSchedule:
         self._sets = _schedule(counts)
         self._occurrence_ranks = _occurrence_ranks(self._sets, self._counts)
 
-    def at(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def lookup(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Map the positions `first` to `first + count - 1`.
 
         Returns:
@@ -81,20 +81,20 @@ class BlendedSamples:
         ValueError: the weights do not match the datasets, or sequence lengths differ.
     """
 
-    def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
-        if len(parts) != len(weights):
-            raise ValueError(f"`weights` ({len(weights)}) must be as many as `parts` ({len(parts)})")
-        lengths = {part.sequence_length for part in parts}
+    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
+        if len(datasets) != len(weights):
+            raise ValueError(f"`weights` ({len(weights)}) must be as many as `parts` ({len(datasets)})")
+        lengths = {part.sequence_length for part in datasets}
         if len(lengths) != 1:
             raise ValueError(f"`parts` must have one sequence length, not {sorted(lengths)}")
-        self.parts = tuple(parts)
-        self.interleave = BlendSchedule(weights)
+        self.datasets = tuple(datasets)
+        self.schedule = BlendSchedule(weights)
         self.sequence_length = lengths.pop()
-        self.samples = sum(part.samples for part in parts)
+        self.samples = sum(part.samples for part in datasets)
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
-        batches, order = _read_datasets(self.parts, self.interleave, first, count)
+        batches, order = _read_datasets(self.datasets, self.schedule, first, count)
         tokens = torch.cat([batch.tokens for batch in batches])[order]
         labels = torch.cat([batch.labels for batch in batches])[order]
         return Batch(tokens, labels)
@@ -108,15 +108,15 @@ class BlendedDictSamples:
         weights: one per dataset; see `BlendSchedule`.
     """
 
-    def __init__(self, parts: Sequence[DictSamples], weights: Sequence[float]) -> None:
-        self.parts = tuple(parts)
-        self.interleave = BlendSchedule(weights)
-        self.sequence_length = parts[0].sequence_length
-        self.samples = sum(part.samples for part in parts)
+    def __init__(self, datasets: Sequence[DictSamples], weights: Sequence[float]) -> None:
+        self.datasets = tuple(datasets)
+        self.schedule = BlendSchedule(weights)
+        self.sequence_length = datasets[0].sequence_length
+        self.samples = sum(part.samples for part in datasets)
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
-        batches, order = _read_datasets(self.parts, self.interleave, first, count)
+        batches, order = _read_datasets(self.datasets, self.schedule, first, count)
         return {name: torch.cat([batch[name] for batch in batches])[order] for name in batches[0]}
 
 
@@ -131,7 +131,7 @@ def _read_datasets(
     parts: Sequence[_Part[BatchT]], interleave: BlendSchedule, first: int, count: int
 ) -> tuple[list[BatchT], Tensor]:
     """Return one batch per dataset, and the index that restores the order of the samples."""
-    sets, positions = interleave.at(first, count)
+    sets, positions = interleave.lookup(first, count)
     by_set = np.argsort(sets, kind="stable")
     # The samples of a dataset within a batch are consecutive in it, so each dataset is read once.
     used, begins, counts = np.unique(sets[by_set], return_index=True, return_counts=True)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..tasks.span_corruption import SpanCorruptor
-from .samples import philox
+from .samples import philox_generator
 from .seq2seq import Pair
 
 
@@ -102,7 +102,7 @@ class CorruptedChunks:
 
 def _chunk_boundaries(document: int, length: int, max_length: int, short_seq_prob: float) -> list[int]:
     """Return the chunk boundaries of a document, from 0 to its length; the same in every run."""
-    rng = philox(0, document, 1)
+    rng = philox_generator(0, document, 1)
     cuts = [0]
     while cuts[-1] < length:
         is_short = int(rng.random_raw()) < short_seq_prob * 2**64

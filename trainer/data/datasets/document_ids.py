@@ -12,7 +12,7 @@ from torch import Tensor
 from .samples import Batch, Samples
 
 
-def document_numbers(tokens: Tensor, eos_id: int) -> Tensor:
+def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
     """Return the document index of each token within its sample: 0, 0, 0, 1, 1, ...
 
     The EOS token belongs to the document that it ends, as in Megatron's `reset_position_ids` and
@@ -40,20 +40,20 @@ class DocumentIdSamples:
     """
 
     def __init__(self, samples: Samples, eos_id: int) -> None:
-        self.unnumbered = samples
+        self.source = samples
         self._eos_id = eos_id
 
     @property
     def sequence_length(self) -> int:
         """Tokens in a sample."""
-        return self.unnumbered.sequence_length
+        return self.source.sequence_length
 
     @property
     def samples(self) -> int:
         """Samples per epoch, or in total."""
-        return self.unnumbered.samples
+        return self.source.samples
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
-        batch = self.unnumbered.batch(first, count)
-        return batch._replace(documents=document_numbers(batch.tokens, self._eos_id))
+        batch = self.source.batch(first, count)
+        return batch._replace(documents=document_ids(batch.tokens, self._eos_id))

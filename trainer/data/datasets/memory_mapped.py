@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ...utils.errors import UserError
 from ..sources.index_cache import Arrays, IndexCache
 from ..sources.indexed_tokens import IndexedReader
-from .samples import IGNORE_INDEX, Batch, philox, position_range, shifted
+from .samples import IGNORE_INDEX, Batch, philox_generator, position_range, shift_labels
 from .shuffle import sequential_indices, shuffled_indices
 
 _EPOCHS_KEPT = 2
@@ -92,7 +92,7 @@ class MappedTraining:
         sequence_length: int,
         seed: int,
         *,
-        part: int = 0,
+        rng_stream: int = 0,
         shuffle_documents: bool = True,
         cache: IndexCache | None = None,
         cache_key: str = "",
@@ -103,7 +103,7 @@ class MappedTraining:
         self.sequence_length = sequence_length
         self.samples = -(-source.tokens // sequence_length)
         self._seed = seed
-        self._part = part
+        self._part = rng_stream
         self._shuffles = shuffle_documents
         self._cache = cache or IndexCache(None)
         self._cache_key = cache_key
@@ -114,7 +114,7 @@ class MappedTraining:
         windows = np.empty((count, self.sequence_length + 1), np.int64)
         for row, position in enumerate(position_range(first, count)):
             self._fill(windows[row], int(position))
-        return shifted(windows)
+        return shift_labels(windows)
 
     def _fill(self, window: NDArray[np.int64], position: int) -> None:
         epoch = position * self.sequence_length // self.source.tokens
@@ -168,7 +168,7 @@ class MappedTraining:
         """Yield the rows of the index arrays of an epoch, in chunks."""
         documents = self.source.documents
         if self._shuffles:
-            orders = shuffled_indices(lambda: philox(self._seed, epoch, 2 * self._part), documents)
+            orders = shuffled_indices(lambda: philox_generator(self._seed, epoch, 2 * self._part), documents)
         else:
             orders = sequential_indices(documents)
         rank, begin, window = 0, epoch * self.source.tokens, self._first_window(epoch)
@@ -182,7 +182,7 @@ class MappedTraining:
             ranks = np.searchsorted(ends, offsets, side="right")
             yield "starts", np.stack([rank + ranks, offsets - (ends - lengths)[ranks]], axis=1)
             rank, begin, window = rank + len(order), end, last
-        for visit in shuffled_indices(lambda: philox(self._seed, epoch, 2 * self._part + 1), windows):
+        for visit in shuffled_indices(lambda: philox_generator(self._seed, epoch, 2 * self._part + 1), windows):
             yield "visit", visit
 
     def __getstate__(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class MappedEvaluation:
     def batch(self, first: int, count: int) -> Batch:
         """Return the windows `first` to `first + count - 1`; positions past the end are padding with ignored labels."""
         if self._order is None:
-            self._order = np.argsort(philox(0, 0).random_raw(self.samples), kind="stable")
+            self._order = np.argsort(philox_generator(0, 0).random_raw(self.samples), kind="stable")
         positions = position_range(first, count)
         tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
         labels = np.full((count, self.sequence_length), IGNORE_INDEX, np.int64)

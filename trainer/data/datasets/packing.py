@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .samples import philox
+from .samples import philox_generator
 
 OPEN_ROWS = 64
 """Open rows per lane: candidates for the next pair."""
@@ -26,19 +26,19 @@ class Packing(NamedTuple):
     """
 
     pair_indices: NDArray[np.int64]
-    bounds: NDArray[np.int64]
+    row_offsets: NDArray[np.int64]
 
     @property
     def rows(self) -> int:
         """Number of rows."""
-        return len(self.bounds) - 1
+        return len(self.row_offsets) - 1
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Return the pairs of a row."""
-        return self.pair_indices[self.bounds[number] : self.bounds[number + 1]]
+        return self.pair_indices[self.row_offsets[number] : self.row_offsets[number + 1]]
 
 
-def pack(encoder: NDArray[np.int64], decoder: NDArray[np.int64], sizes: tuple[int, int]) -> Packing:
+def pack_pairs(encoder: NDArray[np.int64], decoder: NDArray[np.int64], sizes: tuple[int, int]) -> Packing:
     """Assign pairs to rows by best fit, in a fixed random order: each goes to the open row with the least room left.
 
     If no open row has room, the fullest is closed and a new one opened. Chunks of documents fill rows to 99 % that way;
@@ -50,7 +50,7 @@ def pack(encoder: NDArray[np.int64], decoder: NDArray[np.int64], sizes: tuple[in
         decoder: tokens of each pair on the decoder side, [pairs].
         sizes: row size on each side; each pair fits.
     """
-    order = np.argsort(philox(0, 0).random_raw(len(encoder)), kind="stable")
+    order = np.argsort(philox_generator(0, 0).random_raw(len(encoder)), kind="stable")
     lanes = min(max(len(encoder) // MIN_LANE_PAIRS, 1), MAX_LANES)
     row_of = np.empty(len(encoder), np.int64)
     encoder_room, decoder_room = np.zeros((2, lanes, OPEN_ROWS), np.int32)

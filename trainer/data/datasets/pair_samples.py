@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .packing import one_pair_per_row, pack
-from .samples import philox, position_range
-from .seq2seq import PAIR_RNG_STREAM, Pair, Shape, TensorBatch, packed, padded
+from .packing import one_pair_per_row, pack_pairs
+from .samples import philox_generator, position_range
+from .seq2seq import PAIR_RNG_STREAM, Pair, PairShape, TensorBatch, collate_packed, collate_padded
 
 
 class Pairs(Protocol):
@@ -42,19 +42,19 @@ class RowShuffle:
         part: random stream of the dataset in a blend.
     """
 
-    def __init__(self, rows: int, seed: int | None, part: int = 0) -> None:
+    def __init__(self, rows: int, seed: int | None, rng_stream: int = 0) -> None:
         self._rows = rows
         self._seed = seed
-        self._part = part
+        self._part = rng_stream
         self._epoch: tuple[int, NDArray[np.int64]] | None = None
 
-    def at(self, position: int) -> EpochRow | None:
+    def row_at(self, position: int) -> EpochRow | None:
         """Return the row at a position; None past the end of an evaluation."""
         epoch, index = divmod(position, self._rows)
         if self._seed is None and epoch > 0:
             return None
         if self._epoch is None or self._epoch[0] != epoch:
-            words = philox(self._seed or 0, epoch, 2 * self._part).random_raw(self._rows)
+            words = philox_generator(self._seed or 0, epoch, 2 * self._part).random_raw(self._rows)
             self._epoch = epoch, np.argsort(words, kind="stable")
         return EpochRow(epoch, int(self._epoch[1][index]))
 
@@ -73,21 +73,27 @@ class PairSamples:
         part: random stream of the dataset in a blend.
     """
 
-    def __init__(self, pairs: Pairs, shape: Shape, seed: int | None, *, packs: bool, part: int = 0) -> None:
+    def __init__(
+        self, pairs: Pairs, shape: PairShape, seed: int | None, *, pack_rows: bool, rng_stream: int = 0
+    ) -> None:
         if not len(pairs):
             raise ValueError("`pairs` must hold at least one")
         self.pairs = pairs
         self.shape = shape
-        self.packing = pack(*pairs.lengths(), (shape.encoder, shape.decoder)) if packs else one_pair_per_row(len(pairs))
-        self._packs = packs
+        self.packing = (
+            pack_pairs(*pairs.lengths(), (shape.encoder_length, shape.decoder_length))
+            if pack_rows
+            else one_pair_per_row(len(pairs))
+        )
+        self._packs = pack_rows
         self._seed = seed
-        self._part = part
-        self._order = RowShuffle(self.packing.rows, seed, part)
+        self._part = rng_stream
+        self._order = RowShuffle(self.packing.rows, seed, rng_stream)
 
     @property
     def sequence_length(self) -> int:
         """Tokens on the encoder side."""
-        return self.shape.encoder
+        return self.shape.encoder_length
 
     @property
     def samples(self) -> int:
@@ -98,13 +104,13 @@ class PairSamples:
         """Return the samples at positions `first` to `first + count - 1`."""
         rows: list[list[Pair]] = []
         for position in position_range(first, count).tolist():
-            visit = self._order.at(position)
+            visit = self._order.row_at(position)
             indices = [] if visit is None else self.packing.row(visit.row).tolist()
             rows.append([self._pair(number, visit.epoch if visit else 0) for number in indices])
         if self._packs:
-            return packed(rows, self.shape)
-        return padded([row[0] if row else None for row in rows], self.shape)
+            return collate_packed(rows, self.shape)
+        return collate_padded([row[0] if row else None for row in rows], self.shape)
 
     def _pair(self, number: int, epoch: int) -> Pair:
         index = epoch * len(self.pairs) + number
-        return self.pairs.pair(number, philox(self._seed or 0, index, PAIR_RNG_STREAM + 1 + self._part))
+        return self.pairs.pair(number, philox_generator(self._seed or 0, index, PAIR_RNG_STREAM + 1 + self._part))

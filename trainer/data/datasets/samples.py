@@ -85,7 +85,7 @@ class TrainingWindows:
         cached = self._epoch
         if cached is not None and cached[0] == epoch:
             return cached[1]
-        raw = philox(self._seed, epoch).random_raw(self.samples + 1)
+        raw = philox_generator(self._seed, epoch).random_raw(self.samples + 1)
         offset = int(raw[-1]) % (self._slack + 1)
         # Sorting independent random words gives a uniform permutation.
         starts = np.argsort(raw[:-1], kind="stable") * self.sequence_length + offset
@@ -101,7 +101,7 @@ class TrainingWindows:
             in_epoch = epochs == epoch
             starts[in_epoch] = self.starts(int(epoch))[positions[in_epoch] % self.samples]
         windows = self.stream[starts[:, None] + np.arange(self.sequence_length + 1)].astype(np.int64)
-        return shifted(windows)
+        return shift_labels(windows)
 
 
 class EvaluationWindows:
@@ -126,7 +126,7 @@ class EvaluationWindows:
         self.sequence_length = sequence_length
         self.samples = -(-(len(stream) - 1) // sequence_length)
         self._pad_id = pad_id
-        self._order = np.argsort(philox(0, 0).random_raw(self.samples), kind="stable")
+        self._order = np.argsort(philox_generator(0, 0).random_raw(self.samples), kind="stable")
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the windows `first` to `first + count - 1`; positions past the end are padding with ignored labels.
@@ -160,21 +160,23 @@ class MockSamples:
         part: random stream of the split (0 train, 1 validation, 2 test).
     """
 
-    def __init__(self, vocab_size: int, sequence_length: int, seed: int, samples: int, part: int = 0) -> None:
+    def __init__(self, vocab_size: int, sequence_length: int, seed: int, samples: int, rng_stream: int = 0) -> None:
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
         self.samples = samples
         self._seed = seed
-        self._part = part
+        self._part = rng_stream
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
         positions = position_range(first, count)
         windows = np.empty((count, self.sequence_length + 1), np.int64)
         for row, position in enumerate(positions):
-            raw = philox(self._seed, int(position) % self.samples, self._part).random_raw(self.sequence_length + 1)
+            raw = philox_generator(self._seed, int(position) % self.samples, self._part).random_raw(
+                self.sequence_length + 1
+            )
             windows[row] = raw % np.uint64(self.vocab_size)
-        return shifted(windows)
+        return shift_labels(windows)
 
 
 class EodMaskedSamples:
@@ -188,28 +190,28 @@ class EodMaskedSamples:
     """
 
     def __init__(self, samples: Samples, eos_id: int) -> None:
-        self.unmasked = samples
+        self.source = samples
         self._eos_id = eos_id
 
     @property
     def sequence_length(self) -> int:
         """Tokens in a sample."""
-        return self.unmasked.sequence_length
+        return self.source.sequence_length
 
     @property
     def samples(self) -> int:
         """Samples per epoch, or in total."""
-        return self.unmasked.samples
+        return self.source.samples
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
-        batch = self.unmasked.batch(first, count)
+        batch = self.source.batch(first, count)
         return batch._replace(labels=batch.labels.masked_fill(batch.tokens == self._eos_id, IGNORE_INDEX))
 
 
-def philox(seed: int, index: int, part: int = 0) -> np.random.Philox:
+def philox_generator(seed: int, index: int, stream: int = 0) -> np.random.Philox:
     """Return an independent random generator for each (seed, index, part)."""
-    return np.random.Philox(key=np.array([seed % _WORD, index], np.uint64), counter=[0, 0, 0, part])
+    return np.random.Philox(key=np.array([seed % _WORD, index], np.uint64), counter=[0, 0, 0, stream])
 
 
 def position_range(first: int, count: int) -> NDArray[np.int64]:
@@ -223,7 +225,7 @@ def position_range(first: int, count: int) -> NDArray[np.int64]:
     return np.arange(first, first + count, dtype=np.int64)
 
 
-def shifted(windows: NDArray[np.int64]) -> Batch:
+def shift_labels(windows: NDArray[np.int64]) -> Batch:
     """Split windows of S + 1 tokens, [B, S + 1], into tokens and next-token labels."""
     tokens = torch.from_numpy(windows)
     # Not `contiguous()`: for a single sample both would be views of the same memory, and labels are masked in place.

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .samples import IGNORE_INDEX, Samples, philox, position_range
+from .samples import IGNORE_INDEX, Samples, philox_generator, position_range
 
 TensorBatch = dict[str, Tensor]
 PAIR_RNG_STREAM = 1 << 20
@@ -66,7 +66,7 @@ class AnySamples(Protocol):
         ...
 
 
-class Shape(NamedTuple):
+class PairShape(NamedTuple):
     """Size of every row.
 
     Attributes:
@@ -75,12 +75,12 @@ class Shape(NamedTuple):
         pad_id: pads both sides; also the decoder's start token.
     """
 
-    encoder: int
-    decoder: int
+    encoder_length: int
+    decoder_length: int
     pad_id: int
 
 
-def filled(encoder: NDArray[np.int64], targets: NDArray[np.int64], shape: Shape) -> TensorBatch:
+def collate_full(encoder: NDArray[np.int64], targets: NDArray[np.int64], shape: PairShape) -> TensorBatch:
     """Build a batch of pairs that fill the encoder side without padding.
 
     Args:
@@ -89,15 +89,15 @@ def filled(encoder: NDArray[np.int64], targets: NDArray[np.int64], shape: Shape)
         shape: of the rows.
     """
     rows, length = targets.shape
-    labels = np.full((rows, shape.decoder), IGNORE_INDEX, np.int64)
+    labels = np.full((rows, shape.decoder_length), IGNORE_INDEX, np.int64)
     labels[:, :length] = targets
     return _tensors(encoder_tokens=encoder, decoder_tokens=_shift_right(labels, shape.pad_id), labels=labels)
 
 
-def padded(pairs: Sequence[Pair | None], shape: Shape) -> TensorBatch:
+def collate_padded(pairs: Sequence[Pair | None], shape: PairShape) -> TensorBatch:
     """Build a batch of one padded pair per row; None gives a row that is excluded from the loss."""
-    encoder = np.full((len(pairs), shape.encoder), shape.pad_id, np.int64)
-    labels = np.full((len(pairs), shape.decoder), IGNORE_INDEX, np.int64)
+    encoder = np.full((len(pairs), shape.encoder_length), shape.pad_id, np.int64)
+    labels = np.full((len(pairs), shape.decoder_length), IGNORE_INDEX, np.int64)
     present = np.zeros(encoder.shape, np.bool_)
     for row, pair in enumerate(pairs):
         # An all-padding row would make the attention softmax undefined.
@@ -113,10 +113,10 @@ def padded(pairs: Sequence[Pair | None], shape: Shape) -> TensorBatch:
     )
 
 
-def packed(rows: Sequence[Sequence[Pair]], shape: Shape) -> TensorBatch:
+def collate_packed(rows: Sequence[Sequence[Pair]], shape: PairShape) -> TensorBatch:
     """Build a batch of rows with several pairs each, concatenated on both sides."""
-    encoder = np.full((len(rows), shape.encoder), shape.pad_id, np.int64)
-    labels = np.full((len(rows), shape.decoder), IGNORE_INDEX, np.int64)
+    encoder = np.full((len(rows), shape.encoder_length), shape.pad_id, np.int64)
+    labels = np.full((len(rows), shape.decoder_length), IGNORE_INDEX, np.int64)
     decoder = np.full(labels.shape, shape.pad_id, np.int64)
     encoder_documents, decoder_documents = np.empty(encoder.shape, np.int32), np.empty(labels.shape, np.int32)
     for row, pairs in enumerate(rows):
@@ -154,7 +154,7 @@ def _tensors(**arrays: NDArray[Any]) -> TensorBatch:
 # ---------------------------------------------------------------- pairs from windows of text
 
 
-class Texts(NamedTuple):
+class WindowTokens(NamedTuple):
     """Token ids of some windows.
 
     Attributes:
@@ -166,10 +166,10 @@ class Texts(NamedTuple):
     lengths: NDArray[np.int64]
 
 
-def texts_of(windows: Samples, first: int, count: int) -> Texts:
+def window_tokens(windows: Samples, first: int, count: int) -> WindowTokens:
     """Return the tokens of windows: their labels, since every token but the first is a label exactly once per epoch."""
     tokens = windows.batch(first, count).labels.numpy()
-    return Texts(tokens, (tokens != IGNORE_INDEX).sum(axis=1))
+    return WindowTokens(tokens, (tokens != IGNORE_INDEX).sum(axis=1))
 
 
 class SplitWindows:
@@ -185,19 +185,19 @@ class SplitWindows:
     def __init__(
         self,
         windows: Samples,
-        divide: Callable[[NDArray[np.int64], np.random.Philox], Pair | None],
-        shape: Shape,
+        split: Callable[[NDArray[np.int64], np.random.Philox], Pair | None],
+        shape: PairShape,
         seed: int,
     ) -> None:
         self.windows = windows
         self.shape = shape
-        self._divide = divide
+        self._divide = split
         self._seed = seed
 
     @property
     def sequence_length(self) -> int:
         """Tokens on the encoder side."""
-        return self.shape.encoder
+        return self.shape.encoder_length
 
     @property
     def samples(self) -> int:
@@ -206,12 +206,14 @@ class SplitWindows:
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
-        texts = texts_of(self.windows, first, count)
+        texts = window_tokens(self.windows, first, count)
         pairs = [
-            self._divide(tokens[:length], philox(self._seed, int(position), PAIR_RNG_STREAM)) if length else None
+            self._divide(tokens[:length], philox_generator(self._seed, int(position), PAIR_RNG_STREAM))
+            if length
+            else None
             for position, tokens, length in zip(position_range(first, count), *texts, strict=True)
         ]
-        return padded(pairs, self.shape)
+        return collate_padded(pairs, self.shape)
 
 
 class MockPairs:
@@ -225,23 +227,23 @@ class MockPairs:
         part: random stream of the split (0 train, 1 validation, 2 test).
     """
 
-    def __init__(self, vocab_size: int, shape: Shape, seed: int, samples: int, part: int = 0) -> None:
+    def __init__(self, vocab_size: int, shape: PairShape, seed: int, samples: int, rng_stream: int = 0) -> None:
         self.vocab_size = vocab_size
         self.shape = shape
         self.samples = samples
         self._seed = seed
-        self._part = part
+        self._part = rng_stream
 
     @property
     def sequence_length(self) -> int:
         """Tokens on the encoder side."""
-        return self.shape.encoder
+        return self.shape.encoder_length
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
-        length = self.shape.encoder + self.shape.decoder
+        length = self.shape.encoder_length + self.shape.decoder_length
         rows = np.empty((count, length), np.int64)
         for row, position in enumerate(position_range(first, count)):
-            raw = philox(self._seed, int(position) % self.samples, self._part).random_raw(length)
+            raw = philox_generator(self._seed, int(position) % self.samples, self._part).random_raw(length)
             rows[row] = raw % np.uint64(self.vocab_size)
-        return filled(rows[:, : self.shape.encoder], rows[:, self.shape.encoder :], self.shape)
+        return collate_full(rows[:, : self.shape.encoder_length], rows[:, self.shape.encoder_length :], self.shape)

@@ -24,10 +24,10 @@ class Example(NamedTuple):
     """
 
     tokens: TokenIds
-    counted: NDArray[np.bool_]
-    prompt: int
+    loss_mask: NDArray[np.bool_]
+    prompt_length: int
     prompt_text: str
-    answer: str
+    answer_text: str
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Examples:
     """
 
     examples: list[Example]
-    cut: int
-    left_out: int
+    num_truncated: int
+    num_skipped: int
     skipped_lengths: Sequence[int] = ()
 
     def __len__(self) -> int:
@@ -75,11 +75,11 @@ def truncate_examples(found: Iterable[Example], length: int) -> Examples:
         num_truncated += is_truncated
         truncated = example
         if is_truncated:
-            truncated = example._replace(tokens=example.tokens[: length + 1], counted=example.counted[: length + 1])
-        if truncated.counted[1:].any():
+            truncated = example._replace(tokens=example.tokens[: length + 1], counted=example.loss_mask[: length + 1])
+        if truncated.loss_mask[1:].any():
             examples.append(truncated)
         else:
             num_skipped += 1
-            if example.counted[1:].any():
+            if example.loss_mask[1:].any():
                 skipped_lengths.append(len(example.tokens))
     return Examples(examples, num_truncated, num_skipped, skipped_lengths)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .packing import one_pair_per_row, pack
+from .packing import one_pair_per_row, pack_pairs
 from .pair_samples import RowShuffle
 from .samples import IGNORE_INDEX, position_range
 from .seq2seq import TensorBatch
@@ -42,22 +42,22 @@ class ExampleSamples:
         pad_id: int,
         seed: int | None,
         *,
-        packs: bool,
-        tells_padding: bool = False,
-        part: int = 0,
+        pack_rows: bool,
+        with_padding_mask: bool = False,
+        rng_stream: int = 0,
     ) -> None:
         if not len(examples):
             raise ValueError("`examples` must hold at least one")
         lengths = examples.lengths()
         # `pack` expects encoder and decoder lengths; an example has one length, used for both.
-        self.packing = pack(lengths, lengths, (length, length)) if packs else one_pair_per_row(len(lengths))
+        self.packing = pack_pairs(lengths, lengths, (length, length)) if pack_rows else one_pair_per_row(len(lengths))
         self.sequence_length = length
         self.samples = self.packing.rows
         self._examples = examples.examples
         self._pad_id = pad_id
-        self._packs = packs
-        self._tells_padding = tells_padding
-        self._order = RowShuffle(self.samples, seed, part)
+        self._packs = pack_rows
+        self._tells_padding = with_padding_mask
+        self._order = RowShuffle(self.samples, seed, rng_stream)
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
@@ -71,7 +71,7 @@ class ExampleSamples:
                 inputs, targets = example.tokens[:-1], example.tokens[1:]
                 end = begin + len(inputs)
                 tokens[row, begin:end] = inputs
-                labels[row, begin:end] = np.where(example.counted[1:], targets.astype(np.int64), IGNORE_INDEX)
+                labels[row, begin:end] = np.where(example.loss_mask[1:], targets.astype(np.int64), IGNORE_INDEX)
                 documents[row, end:] = number + 1
                 present[row, :end] = True
         fields = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
@@ -82,7 +82,7 @@ class ExampleSamples:
         return fields
 
     def _row(self, position: int) -> list[Example]:
-        visit = self._order.at(position)
+        visit = self._order.row_at(position)
         return [] if visit is None else [self._examples[number] for number in self.packing.row(visit.row).tolist()]
 
 

@@ -13,7 +13,7 @@ _READ = 1 << 20
 
 
 def shuffled_indices(
-    make_rng: Callable[[], np.random.Philox], count: int, piece: int = CHUNK_SIZE
+    make_rng: Callable[[], np.random.Philox], count: int, chunk_size: int = CHUNK_SIZE
 ) -> Iterator[NDArray[np.int64]]:
     """Yield a random permutation of 0 to `count - 1` in chunks.
 
@@ -29,7 +29,7 @@ def shuffled_indices(
     Yields:
         int64 arrays, which together contain each index once.
     """
-    intervals = -(-count // piece)
+    intervals = -(-count // chunk_size)
     for interval in range(intervals):
         low, high = (interval << 64) // intervals, ((interval + 1 << 64) // intervals) - 1
         rng = make_rng()
@@ -43,7 +43,7 @@ def shuffled_indices(
         yield np.concatenate(indices)[np.argsort(np.concatenate(keys), kind="stable")]
 
 
-def sequential_indices(count: int, piece: int = CHUNK_SIZE) -> Iterator[NDArray[np.int64]]:
+def sequential_indices(count: int, chunk_size: int = CHUNK_SIZE) -> Iterator[NDArray[np.int64]]:
     """Yield 0 to `count - 1` in order, in chunks like those of `shuffled`."""
-    for first in range(0, count, piece):
-        yield np.arange(first, min(first + piece, count))
+    for first in range(0, count, chunk_size):
+        yield np.arange(first, min(first + chunk_size, count))

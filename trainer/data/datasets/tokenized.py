@@ -23,13 +23,13 @@ from ...config.suggest import closest
 from ...utils.environment import user_path
 from ...utils.errors import UserError
 from ...utils.safetensors_io import DamagedFileError, read_json
-from ...utils.text import counted
+from ...utils.text import pluralize
 from ..sources.index_cache import IndexCache
 from ..sources.indexed_tokens import MAX_METADATA_BYTES, IndexedReader, bin_path, idx_path
 from ..sources.text_sources import parse_proportions
 from ..tasks.task_samples import SampleFactory
 from ..tokenizers.tokenizer import Tokenizer, is_same_tokenizer
-from ..tokenizers.tokenizer_document import from_document
+from ..tokenizers.tokenizer_document import tokenizer_from_dict
 from .blend import BlendedDictSamples, BlendedSamples
 from .memory_mapped import DocumentRange, MappedDocuments, MappedEvaluation, MappedTraining, check_ids
 from .samples import Samples
@@ -54,7 +54,7 @@ class TokenizedDataset:
     """
 
     reader: IndexedReader
-    document: dict[str, Any] | None
+    tokenizer_document: dict[str, Any] | None
     fingerprint: str
 
 
@@ -68,17 +68,21 @@ class TokenizedSplits:
         fingerprint: of the datasets, weights and splits.
     """
 
-    sets: dict[str, TokenizedDataset]
+    datasets: dict[str, TokenizedDataset]
     blends: dict[Split, Blend]
     fingerprint: str
 
-    def document(self) -> dict[str, Any] | None:
+    def tokenizer_document(self) -> dict[str, Any] | None:
         """Return the tokenizer document of the datasets; None if none of them has one.
 
         Raises:
             UserError: two datasets were made with different tokenizers.
         """
-        known = [(path, found.document) for path, found in self.sets.items() if found.document is not None]
+        known = [
+            (path, found.tokenizer_document)
+            for path, found in self.datasets.items()
+            if found.tokenizer_document is not None
+        ]
         for path, document in known[1:]:
             if not is_same_tokenizer(document, known[0][1]):
                 raise UserError(
@@ -106,7 +110,7 @@ def open_splits(root: RootBlock) -> TokenizedSplits:
         split: [[sets[path].fingerprint, weight] for path, weight in zip(blend.paths, blend.weights, strict=True)]
         for split, blend in blends.items()
     }
-    weighted = {split: blend.weighted for split, blend in blends.items()}
+    weighted = {split: blend.has_weights for split, blend in blends.items()}
     identity = {
         "format": 1,
         "sets": contents,
@@ -132,11 +136,11 @@ def choose_tokenizer(
         UserError: both are known and differ.
     """
     named = named and extended(named)
-    document = splits.document()
+    document = splits.tokenizer_document()
     if document is None:
         return named
     try:
-        data_tokenizer = extended(from_document(document))
+        data_tokenizer = extended(tokenizer_from_dict(document))
     except ValueError as error:
         raise UserError(f"`{_KEY}`: the tokenizer in the .json file of the data: {error}") from None
     if named is not None and not is_same_tokenizer(named.to_dict(), data_tokenizer.to_dict()):
@@ -164,14 +168,14 @@ def split_samples(
     Raises:
         UserError: a dataset has too few tokens for one training sample, or ids outside the vocabulary.
     """
-    for found in splits.sets.values():
+    for found in splits.datasets.values():
         _check_sampled_ids(found.reader, tokenizer.vocab_size)
     data = root.model.data
     per_split = is_per_split(data.data_prefix)
     ranges: dict[Split, list[DocumentRange]] = {}
     for number, split in enumerate(SPLITS):
         blend = splits.blends.get(split)
-        readers = [splits.sets[path].reader for path in blend.paths] if blend else []
+        readers = [splits.datasets[path].reader for path in blend.paths] if blend else []
         bounds = (0.0, 1.0) if per_split else _split_bounds(data.splits_string)[number]
         ranges[split] = [
             DocumentRange(
@@ -180,7 +184,7 @@ def split_samples(
             for reader in readers
         ]
     tokens: dict[Split, int] = {split: sum(source.tokens for source in ranges[split]) for split in SPLITS}
-    if make.takes_documents:
+    if make.uses_documents:
         return _document_samples(splits, ranges, tokenizer, make), tokens
     length = make.task.window
     blend = splits.blends["train"]
@@ -188,18 +192,19 @@ def split_samples(
     for number, (path, source) in enumerate(zip(blend.paths, ranges["train"], strict=True)):
         if source.tokens < length + 1:
             raise UserError(
-                f"{path} has {counted(source.tokens, 'token')} in {counted(source.documents, 'document')} to train on"
+                f"{path} has {pluralize(source.tokens, 'token')} in {pluralize(source.documents, 'document')} "
+                "to train on"
                 + ("" if per_split else f" (`model.data.splits_string={data.splits_string}`)")
                 + f", which are too few for one sample of {length:,} + 1; use more data or a shorter "
                 "`model.encoder_seq_length`"
             )
-        found = splits.sets[path]
+        found = splits.datasets[path]
         parts.append(
             MappedTraining(
                 source,
                 length,
                 root.model.seed,
-                part=number,
+                rng_stream=number,
                 shuffle_documents=data.shuffle_documents,
                 cache=_cache(data.index_mapping_dir, found.reader, source, length),
                 cache_key=found.fingerprint,
@@ -234,7 +239,7 @@ def _document_samples(
 
 def _weights(blend: Blend, parts: Sequence[AnySamples]) -> Sequence[float]:
     """Return the weights of a blend; by default the dataset sizes, as in Megatron: all tokens are equally frequent."""
-    return blend.weights if blend.weighted else [part.samples for part in parts]
+    return blend.weights if blend.has_weights else [part.samples for part in parts]
 
 
 def _open(text: str) -> TokenizedDataset:
@@ -251,7 +256,7 @@ def _open(text: str) -> TokenizedDataset:
     except UserError as error:
         raise UserError(f"`{_KEY}`: {error}") from None
     if not reader.tokens:
-        raise UserError(f"`{_KEY}`: {prefix} is empty: no token in {counted(reader.documents, 'document')}")
+        raise UserError(f"`{_KEY}`: {prefix} is empty: no token in {pluralize(reader.documents, 'document')}")
     return TokenizedDataset(reader, _tokenizer_document(prefix, reader), _fingerprint(reader))
 
 

@@ -22,7 +22,7 @@ _KINDS = ".txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class InputSource:
     """One input.
 
     Attributes:
@@ -44,7 +44,7 @@ class Source:
         return asdict(self)
 
 
-def find_sources(names: Sequence[str]) -> list[Source]:
+def find_sources(names: Sequence[str]) -> list[InputSource]:
     """Return the inputs in the order of the names; files of a folder or pattern are sorted by path.
 
     Args:
@@ -62,7 +62,7 @@ def find_sources(names: Sequence[str]) -> list[Source]:
     return sources
 
 
-def _sources(name: str) -> Iterator[Source]:
+def _sources(name: str) -> Iterator[InputSource]:
     if name.startswith("hf:"):
         yield _data_set(name)
         return
@@ -90,7 +90,7 @@ def _sources(name: str) -> Iterator[Source]:
             file.open("rb").close()
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from None
-        yield Source(os.path.abspath(file), kind, status.st_size, status.st_mtime_ns)
+        yield InputSource(os.path.abspath(file), kind, status.st_size, status.st_mtime_ns)
 
 
 def _kind(path: Path) -> Kind | None:
@@ -127,11 +127,11 @@ def load_hf_dataset(name: str) -> Any:
         raise UserError(f"hf:{name} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
 
 
-def _data_set(name: str) -> Source:
+def _data_set(name: str) -> InputSource:
     spec = name.removeprefix("hf:")
     path, colon, split = spec.rpartition(":")
     spec = f"{path}:{split}" if colon else f"{spec}:train"
     if not spec.partition(":")[0]:
         raise UserError(f"{name}: a data set must be given as hf:NAME or hf:NAME:SPLIT")
     data = load_hf_dataset(spec)
-    return Source(spec, "hf", len(data), 0, str(getattr(data, "_fingerprint", "")))
+    return InputSource(spec, "hf", len(data), 0, str(getattr(data, "_fingerprint", "")))

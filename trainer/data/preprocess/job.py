@@ -12,11 +12,11 @@ from typing import Any
 
 from ...utils.durable_files import atomic_write
 from ...utils.errors import EXIT_IO, UserError
-from ...utils.text import counted
+from ...utils.text import pluralize
 from ..sources.indexed_tokens import MAX_METADATA_BYTES, IndexedWriter, bin_path, idx_path, token_dtype
 from ..tokenizers.tokenizer import Tokenizer
-from ..tokenizers.tokenizer_document import from_document
-from .inputs import Source, find_sources
+from ..tokenizers.tokenizer_document import tokenizer_from_dict
+from .inputs import InputSource, find_sources
 from .journal import TOKENIZER, Journal, parts_folder
 from .partition import WorkUnit, make_units, part_bytes
 from .read_documents import DAMAGED, ReadOptions, line_number
@@ -51,7 +51,7 @@ class Job:
     reading: ReadOptions
     append_eod: bool
     workers: int
-    stop: bool
+    stop_on_error: bool
     overwrite: bool
 
 
@@ -89,7 +89,7 @@ class PreprocessResult:
     resumed_parts: int = 0
 
 
-def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[[str], None]) -> PreprocessResult:
+def preprocess(job: Job, on_progress: Callable[[Progress], None], log: Callable[[str], None]) -> PreprocessResult:
     """Run the command, or resume an earlier run of it.
 
     Args:
@@ -110,8 +110,8 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[
     with Journal(job.prefix, identity, start_over=job.overwrite) as journal:
         resumed = len(journal.parts)
         if resumed:
-            say(f"resuming from {journal.folder}: {resumed:,} finished part{'s' * (resumed != 1)}")
-        tokenizer = job.tokenizer or _load_or_train_tokenizer(job, sources, units, journal, say)
+            log(f"resuming from {journal.folder}: {resumed:,} finished part{'s' * (resumed != 1)}")
+        tokenizer = job.tokenizer or _load_or_train_tokenizer(job, sources, units, journal, log)
         if job.append_eod and tokenizer.eos_id is None:
             raise UserError(
                 "the tokenizer has no end-of-document token with a usual name; set --eod-token TOKEN, "
@@ -129,7 +129,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[
             "inputs": identity["inputs"],
             "options": identity["options"],
         }
-        say(f"joining {counted(len(journal.parts), 'part')}")
+        log(f"joining {pluralize(len(journal.parts), 'part')}")
         _publish(job, tokenizer, journal, summary)
     return PreprocessResult(summary, _reject_lines(tally, sources), resumed_parts=resumed)
 
@@ -140,7 +140,7 @@ class _Work:
     def __init__(
         self,
         job: Job,
-        sources: Sequence[Source],
+        sources: Sequence[InputSource],
         units: Sequence[WorkUnit],
         chunk: int,
         tokenizer: Tokenizer,
@@ -167,7 +167,7 @@ class _Work:
         settings = {
             "tokenizer": self._tokenizer.to_dict(),
             "eod_id": self._tokenizer.eos_id if self._job.append_eod else None,
-            "stop": self._job.stop,
+            "stop": self._job.stop_on_error,
             "reading": asdict(self._job.reading),
             "paths": [source.path for source in self._sources],
             "kinds": [source.kind for source in self._sources],
@@ -177,7 +177,7 @@ class _Work:
         tally = DocumentCounts()
         for key in sorted(self._journal.parts):
             tally.add(self._journal.parts[key])
-        if self._job.stop and tally.skipped:  # from parts of an earlier run without `--on-error stop`
+        if self._job.stop_on_error and tally.skipped:  # from parts of an earlier run without `--on-error stop`
             raise UserError(_reject_lines(tally, self._sources))
         return tally
 
@@ -200,7 +200,7 @@ class _Work:
             key = (number, count - 1)
             weight, before = chunk.consumed - before, chunk.consumed
             if chunk.damaged:
-                if self._job.stop:
+                if self._job.stop_on_error:
                     raise UserError(f"{self._sources[source].path}:{chunk.first_line}: {DAMAGED}")
                 self._journal.add_damage(key, source, chunk.first_line)
             elif key in self._journal.parts:
@@ -233,7 +233,7 @@ class _Work:
         self._on_progress(Progress(self._session.documents, self._session.bytes, *fractions))
 
 
-def _identity(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
+def _identity(job: Job, sources: Sequence[InputSource]) -> dict[str, Any]:
     document = None if job.tokenizer is None else json.dumps(job.tokenizer.to_dict(), sort_keys=True)
     return {
         "format": FORMAT,
@@ -271,13 +271,13 @@ def _existing_outcome(job: Job, identity: Mapping[str, Any]) -> PreprocessResult
 
 
 def _load_or_train_tokenizer(
-    job: Job, sources: Sequence[Source], units: Sequence[WorkUnit], journal: Journal, say: Callable[[str], None]
+    job: Job, sources: Sequence[InputSource], units: Sequence[WorkUnit], journal: Journal, say: Callable[[str], None]
 ) -> Tokenizer:
     """Return the tokenizer that an earlier run has trained, or train one."""
     path = journal.folder / TOKENIZER
     if path.is_file():
         try:
-            return from_document(json.loads(path.read_bytes()))
+            return tokenizer_from_dict(json.loads(path.read_bytes()))
         except ValueError as error:
             raise UserError(f"{path}: {error}; remove {journal.folder} to start over") from None
     say(f"training a byte-level BPE of {job.vocab_size:,} tokens on a sample of at most 128 MiB")
@@ -286,7 +286,7 @@ def _load_or_train_tokenizer(
     return tokenizer
 
 
-def _check_documents(tally: DocumentCounts, sources: Sequence[Source]) -> None:
+def _check_documents(tally: DocumentCounts, sources: Sequence[InputSource]) -> None:
     """Reject an input of which no line is usable: the key or the file is wrong."""
     lines = []
     for number, source in enumerate(sources):
@@ -299,7 +299,7 @@ def _check_documents(tally: DocumentCounts, sources: Sequence[Source]) -> None:
         raise UserError([*lines, *_reject_lines(tally, sources)])
 
 
-def _reject_lines(tally: DocumentCounts, sources: Sequence[Source]) -> list[str]:
+def _reject_lines(tally: DocumentCounts, sources: Sequence[InputSource]) -> list[str]:
     lines = []
     for kind, (count, (source, place, is_offset, *note)) in sorted(tally.skipped.items(), key=lambda item: -item[1][0]):
         hints = "".join(f"; {text}" for text in note if text)  # parts of an earlier version have no note
@@ -307,7 +307,7 @@ def _reject_lines(tally: DocumentCounts, sources: Sequence[Source]) -> list[str]
     return lines
 
 
-def _place(source: Source, place: int, is_offset: bool) -> str:
+def _place(source: InputSource, place: int, is_offset: bool) -> str:
     name = f"hf:{source.path}" if source.kind == "hf" else source.path
     return f"{name}:{line_number(Path(source.path), place) if is_offset else place}"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .inputs import Source
+from .inputs import InputSource
 from .read_documents import ReadOptions, open_parquet
 
 _SMALLEST_PART, _SMALLEST_CHUNK, _LARGEST_CHUNK = 32 << 20, 16 << 20, 256 << 20
@@ -44,13 +44,13 @@ class WorkUnit:
     stream: int = -1
 
 
-def part_bytes(sources: Sequence[Source]) -> tuple[int, int]:
+def part_bytes(sources: Sequence[InputSource]) -> tuple[int, int]:
     """Return the size of a part of a plain file and of a chunk of a compressed one: about 4,096 for large inputs."""
     share = sum(source.size for source in sources if source.kind != "hf") // _TARGET_PARTS
     return max(_SMALLEST_PART, share), min(max(_SMALLEST_CHUNK, share), _LARGEST_CHUNK)
 
 
-def make_units(sources: Sequence[Source], reading: ReadOptions, size: int) -> list[WorkUnit]:
+def make_units(sources: Sequence[InputSource], reading: ReadOptions, size: int) -> list[WorkUnit]:
     """Return all work units, in the order of the documents.
 
     Args:
@@ -86,7 +86,7 @@ def make_units(sources: Sequence[Source], reading: ReadOptions, size: int) -> li
     return units
 
 
-def _spans(number: int, source: Source, reading: ReadOptions, size: int) -> Iterator[Span]:
+def _spans(number: int, source: InputSource, reading: ReadOptions, size: int) -> Iterator[Span]:
     if source.kind == "parquet":
         groups = open_parquet(Path(source.path), reading.json_key).metadata.num_row_groups
         for group in range(groups):

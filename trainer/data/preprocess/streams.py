@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...utils.errors import UserError
-from .inputs import Source, load_hf_dataset
+from .inputs import InputSource, load_hf_dataset
 from .read_documents import (
     DAMAGED,
     ReadOptions,
@@ -41,7 +41,7 @@ class Chunk:
     damaged: bool = False
 
 
-def read_stream_chunks(source: Source, reading: ReadOptions, size: int) -> Iterator[Chunk]:
+def read_stream_chunks(source: InputSource, reading: ReadOptions, size: int) -> Iterator[Chunk]:
     """Yield the chunks of an input; their boundaries are deterministic.
 
     Args:
@@ -69,7 +69,7 @@ def read_stream_chunks(source: Source, reading: ReadOptions, size: int) -> Itera
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def read_stream(source: Source, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
+def read_stream(source: InputSource, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
     """Yield the documents of such an input, read in this process."""
     for chunk in read_stream_chunks(source, reading, _SAMPLE_CHUNK):
         yield from read_lines(
@@ -79,7 +79,7 @@ def read_stream(source: Source, reading: ReadOptions) -> Iterator[str | Rejected
             yield RejectedDocument(DAMAGED, chunk.first_line)
 
 
-def _chunks_of_data_set(source: Source, reading: ReadOptions, size: int) -> Iterator[Chunk]:
+def _chunks_of_data_set(source: InputSource, reading: ReadOptions, size: int) -> Iterator[Chunk]:
     data = load_hf_dataset(source.path)
     if reading.json_key not in data.column_names:
         names = ", ".join(data.column_names)[:200]

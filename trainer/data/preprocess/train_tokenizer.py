@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...utils.errors import UserError
-from ..tokenizers.tokenizer_json import JsonTokenizer, canonical, define
-from .inputs import Source
+from ..tokenizers.tokenizer_json import JsonTokenizer, build_json_tokenizer, canonical_json
+from .inputs import InputSource
 from .partition import WorkUnit
 from .read_documents import ReadOptions, RejectedDocument
 from .streams import read_stream
@@ -22,7 +22,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def train_tokenizer(
-    vocab_size: int, sources: Sequence[Source], units: Sequence[WorkUnit], reading: ReadOptions
+    vocab_size: int, sources: Sequence[InputSource], units: Sequence[WorkUnit], reading: ReadOptions
 ) -> JsonTokenizer:
     """Train a byte-level BPE as in GPT-2 (its pre-tokenizer, no normalization), with `<|endoftext|>` as id 0.
 
@@ -68,10 +68,12 @@ def train_tokenizer(
     if not found:
         reason = "".join(f"; {text}" for text in (first.kind, first.note) if text) if first else ""
         raise UserError(f"--train-tokenizer: the sample of the inputs holds no document{reason}")
-    return define(canonical(tokenizer.to_str()), {})
+    return build_json_tokenizer(canonical_json(tokenizer.to_str()), {})
 
 
-def _documents(unit: WorkUnit, sources: Sequence[Source], reading: ReadOptions) -> Iterator[str | RejectedDocument]:
+def _documents(
+    unit: WorkUnit, sources: Sequence[InputSource], reading: ReadOptions
+) -> Iterator[str | RejectedDocument]:
     if unit.stream >= 0:
         yield from read_stream(sources[unit.stream], reading)
     for span in unit.spans:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from ...utils.errors import UserError
-from .worker_process import work
+from .worker_process import run_worker
 
 _WAIT_SECONDS = 0.5
 
@@ -107,7 +107,7 @@ class WorkerPool:
     def _start(self) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs,), daemon=True)
+        process = context.Process(target=run_worker, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         worker = _Worker(process, ours)

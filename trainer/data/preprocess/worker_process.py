@@ -24,14 +24,14 @@ from ...utils.environment import disable_tokenizer_threads
 from ...utils.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_IO, UserError
 from ..sources.indexed_tokens import IndexedWriter, token_dtype
 from ..tokenizers.tokenizer import Tokenizer
-from ..tokenizers.tokenizer_document import from_document
+from ..tokenizers.tokenizer_document import tokenizer_from_dict
 from .read_documents import ReadOptions, RejectedDocument, read_file, read_lines, read_row_groups
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 20
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 
 
-class StoppedError(Exception):
+class RejectedDocumentError(Exception):
     """A rejected document under `--on-error stop`."""
 
     def __init__(self, source: int, reject: RejectedDocument) -> None:
@@ -77,7 +77,7 @@ class DocumentCounts:
             counts[1] += rejects
 
 
-def work(connection: Any) -> None:
+def run_worker(connection: Any) -> None:
     """Process parts until the main process closes the pipe, a `multiprocessing` Connection; settings come first.
 
     The worker exits immediately if its main process is killed.
@@ -87,7 +87,7 @@ def work(connection: Any) -> None:
     disable_tokenizer_threads()
     try:
         settings = json.loads(connection.recv_bytes())
-        tokenizer = from_document(settings["tokenizer"])
+        tokenizer = tokenizer_from_dict(settings["tokenizer"])
         while True:
             task = json.loads(connection.recv_bytes())
             data = connection.recv_bytes() if task["has_data"] else None
@@ -108,7 +108,7 @@ def _process_task(
 ) -> Any:
     try:
         return {"done": vars(_tokenize_part(task, data, settings, tokenizer))}
-    except StoppedError as stop:
+    except RejectedDocumentError as stop:
         reject = stop.reject
         return {"stopped": [stop.source, reject.kind, reject.place, reject.is_offset, reject.note]}
     except UserError as error:
@@ -140,7 +140,7 @@ def _tokenize_part(
         for source, found in _documents(task, data, settings):
             if isinstance(found, RejectedDocument):
                 if settings["stop"]:
-                    raise StoppedError(source, found)
+                    raise RejectedDocumentError(source, found)
                 tally.count(source, found)
                 continue
             tally.count(source, None)

@@ -31,7 +31,7 @@ class DatasetRecords(NamedTuple, Generic[RecordT]):
     """
 
     records: dict[Split, list[RecordT]]
-    has_own_splits: bool
+    has_predefined_splits: bool
 
 
 def read_dataset(

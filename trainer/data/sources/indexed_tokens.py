@@ -29,7 +29,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ...utils.durable_files import sync_directory
+from ...utils.durable_files import fsync_directory
 from ...utils.errors import EXIT_IO, UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -173,7 +173,7 @@ class IndexedWriter:
             idx_path(self.prefix).unlink(missing_ok=True)
             temporary_bin.replace(bin_path(self.prefix))
             temporary_idx.replace(idx_path(self.prefix))
-            sync_directory(self.prefix.parent)
+            fsync_directory(self.prefix.parent)
 
     def close(self) -> None:
         """Remove the temporary files that `finish` has not renamed."""

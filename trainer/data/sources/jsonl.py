@@ -47,7 +47,7 @@ def read_splits(
     records: dict[Split, list[RecordT]] = {split: [] for split in SPLITS}
     try:
         by_split: dict[Split, Path] = {split: path / f"{split}.jsonl" for split in SPLITS}
-        if has_own_splits(path):
+        if has_split_files(path):
             for split, file in by_split.items():
                 if file.is_file():
                     records[split] += _read(file, read)
@@ -71,7 +71,7 @@ def read_splits(
     return records
 
 
-def has_own_splits(path: Path) -> bool:
+def has_split_files(path: Path) -> bool:
     """Return True if the path is a folder with a file per split; see `read_splits`."""
     return path.is_dir() and (path / "train.jsonl").is_file()
 
@@ -110,7 +110,7 @@ class HashSplitter:
         return SPLITS[next((i for i in range(self._last) if fraction < self._bounds[i]), self._last)]
 
 
-def text_of(record: Mapping[str, Any], key: str, location: str, named_by: str) -> str:
+def text_field(record: Mapping[str, Any], key: str, location: str, named_by: str) -> str:
     """Return the text under a key of an object.
 
     Raises:

@@ -10,12 +10,12 @@ from ...config.dataset_names import SPLITS, Split
 from ...config.schema.trainer_and_data import DataBlock
 from ...utils.environment import user_path
 from .hf_datasets import read_dataset
-from .jsonl import RecordParser, RecordT, has_own_splits, read_files, read_splits
+from .jsonl import RecordParser, RecordT, has_split_files, read_files, read_splits
 from .text_sources import parse_proportions
 
 
 @dataclass(frozen=True)
-class Source(Generic[RecordT]):
+class RecordSource(Generic[RecordT]):
     """Records by split.
 
     Attributes:
@@ -26,14 +26,16 @@ class Source(Generic[RecordT]):
 
     name: str
     sets: dict[Split, list[list[RecordT]]]
-    has_own_splits: bool
+    has_predefined_splits: bool
 
-    def together(self) -> dict[Split, list[RecordT]]:
+    def merged(self) -> dict[Split, list[RecordT]]:
         """Return the records of each split, files concatenated."""
         return {split: [record for records in sets for record in records] for split, sets in self.sets.items()}
 
 
-def read_source(data: DataBlock, read: RecordParser[RecordT], input_of: Callable[[RecordT], str]) -> Source[RecordT]:
+def read_source(
+    data: DataBlock, read: RecordParser[RecordT], input_of: Callable[[RecordT], str]
+) -> RecordSource[RecordT]:
     """Read the records of `model.data`, with `data_impl` jsonl or huggingface.
 
     Args:
@@ -49,17 +51,17 @@ def read_source(data: DataBlock, read: RecordParser[RecordT], input_of: Callable
         assert data.path is not None  # a rule of the configuration
         if data.data_impl == "huggingface":
             records, predefined = read_dataset(data.path, data.dataset_kwargs, proportions, read, input_of)
-            return Source(data.path, {split: [records[split]] for split in SPLITS}, predefined)
+            return RecordSource(data.path, {split: [records[split]] for split in SPLITS}, predefined)
         path = user_path(data.path, "model.data.path")
         records = read_splits(path, proportions, read, input_of, "`model.data.path`")
-        return Source(str(path), {split: [records[split]] for split in SPLITS}, has_own_splits(path))
+        return RecordSource(str(path), {split: [records[split]] for split in SPLITS}, has_split_files(path))
     named = {"train": data.train_ds, "validation": data.validation_ds, "test": data.test_ds}
     sets: dict[Split, list[list[RecordT]]] = {}
     for split in SPLITS:
         key = f"model.data.{split}_ds.file_names"
         paths = [user_path(name, key) for name in _as_list(named[split].file_names)]
         sets[split] = read_files(paths, read, f"`{key}`")
-    return Source(", ".join(_as_list(data.train_ds.file_names)), sets, has_own_splits=True)
+    return RecordSource(", ".join(_as_list(data.train_ds.file_names)), sets, has_predefined_splits=True)
 
 
 def _as_list(names: str | list[str] | None) -> list[str]:

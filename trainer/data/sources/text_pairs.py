@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
-from ..datasets.seq2seq import Pair, Shape
+from ..datasets.seq2seq import Pair, PairShape
 from ..tokenizers.tokenizer import TokenIds, Tokenizer
-from .jsonl import CONTEXT_KEY, LABEL_KEY, RecordParser, read_splits, text_of
+from .jsonl import CONTEXT_KEY, LABEL_KEY, RecordParser, read_splits, text_field
 from .text_sources import Proportions
 
 
@@ -41,7 +41,7 @@ class TextPairs:
     name: str
     pairs: dict[Split, list[TextPair]]
     fingerprint: str
-    has_own_splits: bool = False
+    has_predefined_splits: bool = False
 
     def inputs(self) -> list[str]:
         """Return the inputs of all splits."""
@@ -72,12 +72,14 @@ class TokenPairs:
         cut: number of truncated inputs and of truncated targets.
     """
 
-    def __init__(self, pairs: Iterable[TextPair], tokenizer: Tokenizer, shape: Shape) -> None:
+    def __init__(self, pairs: Iterable[TextPair], tokenizer: Tokenizer, shape: PairShape) -> None:
         texts = list(pairs)
         sides = ([pair.input for pair in texts], [pair.target for pair in texts])
-        sizes = (shape.encoder, shape.decoder)
-        whole = [encoded(side, tokenizer, name) for side, name in zip(sides, ("input", "target"), strict=True)]
-        self.cut = tuple(sum(len(ids) >= size for ids in side) for side, size in zip(whole, sizes, strict=True))
+        sizes = (shape.encoder_length, shape.decoder_length)
+        whole = [encode_texts(side, tokenizer, name) for side, name in zip(sides, ("input", "target"), strict=True)]
+        self.num_truncated = tuple(
+            sum(len(ids) >= size for ids in side) for side, size in zip(whole, sizes, strict=True)
+        )
         assert tokenizer.eos_id is not None
         self._encoder, self._decoder = (
             [_append_eos(ids[: size - 1], tokenizer.eos_id) for ids in side]
@@ -98,7 +100,7 @@ class TokenPairs:
         return Pair(self._encoder[number], self._decoder[number])
 
 
-def encoded(texts: list[str], tokenizer: Tokenizer, name: str) -> list[TokenIds]:
+def encode_texts(texts: list[str], tokenizer: Tokenizer, name: str) -> list[TokenIds]:
     """Tokenize texts.
 
     Args:
@@ -151,8 +153,8 @@ def pair_parser(input_key: str, target_key: str) -> RecordParser[TextPair]:
 
     def read(record: dict[str, Any], location: str) -> TextPair:
         return TextPair(
-            text_of(record, input_key, location, CONTEXT_KEY),
-            text_of(record, target_key, location, LABEL_KEY),
+            text_field(record, input_key, location, CONTEXT_KEY),
+            text_field(record, target_key, location, LABEL_KEY),
         )
 
     return read

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
-from ...utils.text import counted
+from ...utils.text import pluralize
 
 Proportions = tuple[float, float, float]
 
@@ -53,7 +53,7 @@ class Corpus:
     documents: dict[Split, list[str]]
     fingerprint: str
     files: int
-    left_out: str = ""
+    skipped_files: str = ""
 
     def text(self, split: Split) -> bytes:
         """Return the UTF-8 bytes of a split, documents concatenated."""
@@ -127,7 +127,7 @@ def read_pystd(proportions: Proportions) -> Corpus:
 
 
 def read_text(
-    path: Path, proportions: Proportions, named_by: str = "`model.data.path`", *, trains: bool = True
+    path: Path, proportions: Proportions, named_by: str = "`model.data.path`", *, for_training: bool = True
 ) -> Corpus:
     """Read a text file, which is cut by position in characters, or a folder, whose files are assigned by hash.
 
@@ -147,7 +147,7 @@ def read_text(
     try:
         return _read_folder(path, proportions) if path.is_dir() else _read_file(path, proportions)
     except _NotPlainTextError as error:
-        fix = _how_to_train_on(error.path) if trains else "give the text itself, as a plain file"
+        fix = _how_to_train_on(error.path) if for_training else "give the text itself, as a plain file"
         raise UserError(f"{named_by}: {error}; {fix}") from None
     except UserError as error:
         raise UserError(f"{named_by}: {error}") from None
@@ -170,7 +170,7 @@ def _read_folder(path: Path, proportions: Proportions) -> Corpus:
     shown = ", ".join(str(file.relative_to(path)) for file in others[:_MAX_LISTED]) + ", ..." * (
         len(others) > _MAX_LISTED
     )
-    left_out = f"{counted(len(others), 'file')} skipped, not plain text by name: {shown}" if others else ""
+    left_out = f"{pluralize(len(others), 'file')} skipped, not plain text by name: {shown}" if others else ""
     return replace(_by_hash(str(path), files, proportions), left_out=left_out)
 
 

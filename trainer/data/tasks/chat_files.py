@@ -11,7 +11,7 @@ from ...utils.errors import UserError
 from ..tokenizers.tokenizer import Tokenizer
 from .chat_template import MAX_TEMPLATE_BYTES, TOKEN_NAMES, ChatTemplate, default_template
 
-TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 _MAX_SETTINGS_BYTES = 32 << 20
 _KEY = "model.tokenizer.chat_template"
 
@@ -27,14 +27,16 @@ def load_chat_template(folder: Path, named_by: str) -> ChatTemplate | None:
         UserError: a file cannot be read.
     """
     settings: Any = {}
-    if (folder / SETTINGS).is_file():
+    if (folder / TOKENIZER_CONFIG_FILE).is_file():
         try:
-            settings = json.loads(_text(folder / SETTINGS, _MAX_SETTINGS_BYTES, named_by))
+            settings = json.loads(_text(folder / TOKENIZER_CONFIG_FILE, _MAX_SETTINGS_BYTES, named_by))
         except (ValueError, RecursionError):
-            raise UserError(f"`{named_by}`: {folder / SETTINGS} is not JSON; repair or remove it") from None
+            raise UserError(
+                f"`{named_by}`: {folder / TOKENIZER_CONFIG_FILE} is not JSON; repair or remove it"
+            ) from None
     settings = settings if isinstance(settings, dict) else {}
-    if (folder / TEMPLATE).is_file():
-        source = _text(folder / TEMPLATE, MAX_TEMPLATE_BYTES, named_by)
+    if (folder / CHAT_TEMPLATE_FILE).is_file():
+        source = _text(folder / CHAT_TEMPLATE_FILE, MAX_TEMPLATE_BYTES, named_by)
     else:
         source = _default_template(settings.get("chat_template"))
     if source is None:
@@ -77,8 +79,8 @@ def is_inline_template(text: str) -> bool:
 
 def special_tokens_map(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens by their names in templates, such as `bos_token`, as far as the tokenizer has them."""
-    if tokenizer.chat is not None and tokenizer.chat.tokens:
-        return dict(tokenizer.chat.tokens)
+    if tokenizer.chat_template is not None and tokenizer.chat_template.tokens:
+        return dict(tokenizer.chat_template.tokens)
     special = getattr(tokenizer, "special", None)
     ids = {f"{kind}_token": getattr(special, kind, None) for kind in ("bos", "unk")}
     ids |= {"eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
@@ -92,8 +94,8 @@ def get_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
     Raises:
         UserError: it has no template, and no EOS token to end an answer.
     """
-    if tokenizer.chat is not None:
-        return tokenizer.chat
+    if tokenizer.chat_template is not None:
+        return tokenizer.chat_template
     eos = None if tokenizer.eos_id is None else tokenizer.token_name(tokenizer.eos_id)
     if eos is None:
         raise UserError(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 from ...utils.errors import UserError
 
 MAX_TEMPLATE_BYTES = 1 << 20
-SECONDS = 10.0
+RENDER_TIMEOUT = 10.0
 """Timeout for `_AT_ONCE` conversations, which normally take a few milliseconds."""
 _BATCH_SIZE = 64
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -54,7 +54,7 @@ class ChatTemplate:
         return {"template": self.source, "tokens": dict(self.tokens)}
 
     @classmethod
-    def from_document(cls, document: object) -> Self:
+    def from_dict(cls, document: object) -> Self:
         """Rebuild the template from `to_dict`; the document is not trusted.
 
         Raises:
@@ -91,7 +91,7 @@ class Chat(NamedTuple):
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
-    where: str = ""
+    location: str = ""
 
 
 class RenderedChat(NamedTuple):
@@ -103,7 +103,7 @@ class RenderedChat(NamedTuple):
     """
 
     text: str
-    answers: tuple[tuple[int, int], ...]
+    assistant_spans: tuple[tuple[int, int], ...]
 
 
 class ChatRenderError(UserError):
@@ -115,7 +115,7 @@ class ChatRenderError(UserError):
 
     def __init__(self, line: str, number: int) -> None:
         super().__init__(line)
-        self.number = number
+        self.index = number
 
 
 class RendererProcess:
@@ -160,7 +160,7 @@ class RendererProcess:
             if pipe is not None:
                 pipe.close()
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """Render messages, followed by the generation prompt of the assistant.
 
         Raises:
@@ -189,7 +189,7 @@ class RendererProcess:
             try:
                 answers = self._render(chats[first : first + _BATCH_SIZE], add_generation_prompt=False)
             except ChatRenderError as error:
-                raise ChatRenderError(error.lines[0], first + error.number) from None
+                raise ChatRenderError(error.lines[0], first + error.index) from None
             for text, spans in answers:
                 yield RenderedChat(text, tuple((begin, end) for begin, end in spans))
 
@@ -201,7 +201,7 @@ class RendererProcess:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = threading.Timer(SECONDS, process.kill)
+        timer = threading.Timer(RENDER_TIMEOUT, process.kill)
         timer.start()
         try:
             process.stdin.write(json.dumps(request) + "\n")
@@ -213,7 +213,8 @@ class RendererProcess:
             timer.cancel()
         if not line:
             raise UserError(
-                f"the chat template was stopped: it exceeded the limit of {SECONDS:g} seconds, or the memory limit"
+                f"the chat template was stopped: it exceeded the limit of {RENDER_TIMEOUT:g} seconds, or the "
+                "memory limit"
             )
         answer = json.loads(line)
         if "error" in answer:

@@ -55,7 +55,7 @@ class ChatRenderer:
         marks_answers: the template marks the assistant's text itself, with `{% generation %}`.
     """
 
-    marks_answers: bool = False
+    has_generation_tag: bool = False
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
         from jinja2 import nodes
@@ -71,7 +71,7 @@ class ChatRenderer:
             tags = {"generation"}  # noqa: RUF012
 
             def parse(self, parser: Parser) -> nodes.Node:
-                renderer.marks_answers = True
+                renderer.has_generation_tag = True
                 line = next(parser.stream).lineno
                 body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
                 call = nodes.ContextReference()
@@ -93,7 +93,7 @@ class ChatRenderer:
             raise TemplateError(f"it is not a valid template: {_reason(error)}") from None
         self._tokens = tokens
 
-    def prompt(self, messages: list[Any], tools: list[Any] | None) -> str:
+    def render_prompt(self, messages: list[Any], tools: list[Any] | None) -> str:
         """Render messages, followed by the generation prompt of the assistant."""
         return self._render_unmarked(messages, tools, add_generation_prompt=True)
 
@@ -107,7 +107,7 @@ class ChatRenderer:
         Raises:
             TemplateError: the template fails, or renders earlier messages differently because of later ones.
         """
-        if self.marks_answers:
+        if self.has_generation_tag:
             return self._extract_spans(self._render(messages, tools, add_generation_prompt=False))
         whole = self._render_unmarked(messages, tools, add_generation_prompt=False)
         spans: list[tuple[int, int]] = []
@@ -227,7 +227,9 @@ def _answer(renderer: ChatRenderer, request: dict[str, Any]) -> dict[str, Any]:
     texts: list[Any] = []
     for messages, tools in request["chats"]:
         try:
-            texts.append((renderer.prompt if request["add_generation_prompt"] else renderer.render)(messages, tools))
+            texts.append(
+                (renderer.render_prompt if request["add_generation_prompt"] else renderer.render)(messages, tools)
+            )
         except TemplateError as error:
             return {"error": str(error), "number": len(texts)}
     return {"texts": texts}
@@ -238,7 +240,7 @@ def main() -> None:
     sys.path += sys.argv[1:]  # import paths of jinja2, from the parent process
     for template in _WARM_UP_TEMPLATES:
         with contextlib.suppress(TemplateError):
-            ChatRenderer(template, {}).prompt([], None)
+            ChatRenderer(template, {}).render_prompt([], None)
     _limit_resources()
     renderer: ChatRenderer | None = None
     for line in sys.stdin:

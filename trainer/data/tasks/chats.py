@@ -146,9 +146,9 @@ def encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer, *, answer_only: bo
             for chat, rendered in zip(chats, renderer.render_all(chats), strict=True):
                 yield _example(chat, rendered, tokenizer, answer_only=answer_only)
         except ChatRenderError as error:
-            chat = chats[error.number]
-            beginning = " ".join(spoken(chat.messages[0]).split())[:60]
-            place = f"{chat.where}, " if chat.where else ""
+            chat = chats[error.index]
+            beginning = " ".join(message_text(chat.messages[0]).split())[:60]
+            place = f"{chat.location}, " if chat.location else ""
             raise UserError(f"{place}the conversation that begins with {beginning!r}: {error.lines[0]}") from None
 
 
@@ -158,7 +158,7 @@ def _join_text_parts(chat: Chat) -> Chat:
         return chat
     return chat._replace(
         messages=[
-            {**message, "content": spoken(message)} if isinstance(message.get("content"), list) else message
+            {**message, "content": message_text(message)} if isinstance(message.get("content"), list) else message
             for message in chat.messages
         ]
     )
@@ -173,10 +173,10 @@ def _example(chat: Chat, rendered: RenderedChat, tokenizer: Tokenizer, *, answer
         prompt -= 1
     last = [message for message in chat.messages if message["role"] == "assistant"][-1]
     counted = is_answer if answer_only else np.arange(len(ids)) > 0
-    return Example(ids, counted, prompt, "", spoken(last))
+    return Example(ids, counted, prompt, "", message_text(last))
 
 
-def spoken(message: Message) -> str:
+def message_text(message: Message) -> str:
     """Return the text of a message."""
     content = message.get("content")
     if isinstance(content, list):
@@ -184,7 +184,7 @@ def spoken(message: Message) -> str:
     return content or ""
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_rendered_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a rendered text, with special tokens recognized."""
     return encode_with_assistant_mask(tokenizer, RenderedChat(text, ()))[0].tolist()
 
@@ -199,7 +199,7 @@ def end_of_turn(tokenizer: Tokenizer) -> str:
     with get_chat_template(tokenizer).start_renderer() as renderer:
         chat = Chat([{"role": "user", "content": "No?"}, {"role": "assistant", "content": answer}])
         rendered = renderer.render(chat)
-    begin, end = rendered.answers[-1]
+    begin, end = rendered.assistant_spans[-1]
     return rendered.text[begin:end].rpartition(answer)[2].strip()
 
 
@@ -215,7 +215,7 @@ def encode_with_assistant_mask(tokenizer: Tokenizer, rendered: RenderedChat) -> 
         return _encode_segments(tokenizer, rendered)
     ids, offsets = tokenizer.encode_with_offsets(rendered.text)
     mask = np.zeros(len(ids), np.bool_)
-    for begin, end in rendered.answers:
+    for begin, end in rendered.assistant_spans:
         inside = np.flatnonzero(((offsets[:, 1] > begin) | (offsets[:, 0] >= begin)) & (offsets[:, 0] < end))
         if begin < end and len(inside):
             mask[inside[0] : inside[-1] + 1] = True
@@ -229,12 +229,12 @@ def _encode_segments(tokenizer: Tokenizer, rendered: RenderedChat) -> tuple[Toke
     ids = {text: tokenizer.token_id(text) for text in names.values()}
     ids |= {names[name]: id_ for name, id_ in known.items() if name in names and ids[names[name]] is None}
     special = {text: id_ for text, id_ in ids.items() if id_ is not None and text}
-    edges = {0, len(rendered.text), *(edge for span in rendered.answers for edge in span)}
+    edges = {0, len(rendered.text), *(edge for span in rendered.assistant_spans for edge in span)}
     segments: list[TokenIds] = []
     masks: list[NDArray[np.bool_]] = []
     ordered = sorted(edges)
     for begin, end in itertools.pairwise(ordered):
-        is_answer = any(first <= begin and end <= last for first, last in rendered.answers)
+        is_answer = any(first <= begin and end <= last for first, last in rendered.assistant_spans)
         segment = _encode_with_special_tokens(tokenizer, rendered.text[begin:end], special)
         segments.append(segment)
         masks.append(np.full(len(segment), is_answer))

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..datasets.document_ids import document_numbers
-from ..datasets.samples import IGNORE_INDEX, Samples, philox, position_range
-from ..datasets.seq2seq import PAIR_RNG_STREAM, TensorBatch, texts_of
+from ..datasets.document_ids import document_ids
+from ..datasets.samples import IGNORE_INDEX, Samples, philox_generator, position_range
+from ..datasets.seq2seq import PAIR_RNG_STREAM, TensorBatch, window_tokens
 from .noise_spans import ngram_span_mask, unit_boundaries
 from .span_corruption import NgramSpanConfig
 
@@ -32,7 +32,7 @@ class MaskTokens(NamedTuple):
     mask_id: int
     eos_id: int
     pad_id: int
-    others: NDArray[np.int64]
+    replacement_ids: NDArray[np.int64]
 
 
 class MaskedWindows:
@@ -58,14 +58,14 @@ class MaskedWindows:
         special: MaskTokens,
         seed: int,
         *,
-        numbers: bool = False,
+        with_document_ids: bool = False,
     ) -> None:
         self.windows = windows
         self._mask_prob = mask_prob
         self._ngrams = ngrams
         self._special = special
         self._seed = seed
-        self._numbers = numbers
+        self._numbers = with_document_ids
 
     @property
     def sequence_length(self) -> int:
@@ -79,13 +79,13 @@ class MaskedWindows:
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
-        texts, lengths = texts_of(self.windows, first, count)
+        texts, lengths = window_tokens(self.windows, first, count)
         tokens = np.where(texts == IGNORE_INDEX, self._special.pad_id, texts)
         labels = np.full(tokens.shape, IGNORE_INDEX, np.int64)
-        documents = document_numbers(torch.from_numpy(tokens), self._special.eos_id) if self._numbers else None
+        documents = document_ids(torch.from_numpy(tokens), self._special.eos_id) if self._numbers else None
         for row, position in enumerate(position_range(first, count).tolist()):
             if lengths[row] == tokens.shape[1]:
-                rng = philox(self._seed, position, PAIR_RNG_STREAM)
+                rng = philox_generator(self._seed, position, PAIR_RNG_STREAM)
                 selected = self._select(tokens[row], rng)
                 labels[row, selected] = tokens[row, selected]
                 tokens[row, selected] = self._replacements(tokens[row, selected], rng)
@@ -107,5 +107,7 @@ class MaskedWindows:
     def _replacements(self, tokens: NDArray[np.int64], rng: np.random.Philox) -> NDArray[np.int64]:
         """Return the replacements of the selected tokens."""
         draws = rng.random_raw(len(tokens)) % np.uint64(10)
-        others = self._special.others[rng.random_raw(len(tokens)) % np.uint64(len(self._special.others))]
+        others = self._special.replacement_ids[
+            rng.random_raw(len(tokens)) % np.uint64(len(self._special.replacement_ids))
+        ]
         return np.where(draws < 8, self._special.mask_id, np.where(draws == 8, others, tokens))

@@ -83,27 +83,27 @@ class SpanLengthDistribution(NamedTuple):
         bounds: cumulative distribution function at 1, 2, ..., float64 [longest].
     """
 
-    bounds: NDArray[np.float64]
+    cdf: NDArray[np.float64]
 
     @classmethod
-    def geometric(cls, longest: int, mean: float) -> SpanLengthDistribution:
+    def geometric(cls, max_length: int, mean: float) -> SpanLengthDistribution:
         """Build SpanBERT's distribution (arXiv 1907.10529, 3.1): geometric with this mean, clipped to `longest`.
 
         The mean after clipping is `corruption.clipped_geometric_mean`.
         """
-        bounds = 1 - np.full(longest, 1 - 1 / mean).cumprod()
+        bounds = 1 - np.full(max_length, 1 - 1 / mean).cumprod()
         return cls(np.append(bounds[:-1], 1.0))
 
     @classmethod
-    def harmonic(cls, longest: int, *, longer_first: bool) -> SpanLengthDistribution:
+    def harmonic(cls, max_length: int, *, longer_first: bool) -> SpanLengthDistribution:
         """Build the distribution with p(n) proportional to 1 / n; `longer_first` reverses it."""
-        probability = 1 / np.arange(1, longest + 1)
+        probability = 1 / np.arange(1, max_length + 1)
         probability = (probability[::-1] if longer_first else probability) / probability.sum()
         return cls(np.append(probability.cumsum()[:-1], 1.0))
 
     def draw(self, word: np.uint64) -> int:
         """Return the length for a random word."""
-        return int(np.searchsorted(self.bounds, _fraction(word), side="right")) + 1
+        return int(np.searchsorted(self.cdf, _fraction(word), side="right")) + 1
 
 
 def ngram_span_mask(

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ...config.prompt_template import PromptTemplate, Record
 from ...utils.errors import UserError
 from ..datasets.sft_examples import Example
-from ..sources.jsonl import CONTEXT_KEY, LABEL_KEY, text_of
-from ..sources.text_pairs import encoded
+from ..sources.jsonl import CONTEXT_KEY, LABEL_KEY, text_field
+from ..sources.text_pairs import encode_texts
 from ..tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from ..tokenizers.tokenizer import TokenIds, Tokenizer
 from ..tokenizers.tokenizer_json import JsonTokenizer
@@ -35,7 +35,7 @@ def read_record(record: Mapping[str, Any], location: str, names: Sequence[str], 
         if isinstance(record.get(key), list) and not any(name in record for name in names):
             raise UserError(f"{location} is a conversation (`{key}`), not a prompt with an answer; use data=chat")
     keys = dict.fromkeys(names[:-1], named_by or CONTEXT_KEY) | {names[-1]: named_by or LABEL_KEY}
-    return {name: text_of(record, name, location, keys[name]).strip(" ") for name in names}
+    return {name: text_field(record, name, location, keys[name]).strip(" ") for name in names}
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class PromptEncoder:
 
     template: PromptTemplate
     tokenizer: Tokenizer
-    start: Sequence[int]
-    end: Sequence[int]
+    prefix_ids: Sequence[int]
+    suffix_ids: Sequence[int]
     answer_only: bool
     length: int
     truncation_fields: Sequence[str] = ()
@@ -71,22 +71,22 @@ class PromptEncoder:
         prompts = [self.template.prompt(record) for record in records]
         answers = [self.template.answer(record) for record in records]
         drop_space = _adds_prefix_space(self.tokenizer)
-        prompt_ids = encoded(prompts, self.tokenizer, "prompt")
-        answer_ids = encoded(
+        prompt_ids = encode_texts(prompts, self.tokenizer, "prompt")
+        answer_ids = encode_texts(
             [answer.removeprefix(" ") if drop_space else answer for answer in answers], self.tokenizer, "answer"
         )
         for record, prompt, text, answer in zip(records, prompt_ids, prompts, answer_ids, strict=True):
-            excess = len(self.start) + len(prompt) + len(answer) + len(self.end) - (self.length + 1)
+            excess = len(self.prefix_ids) + len(prompt) + len(answer) + len(self.suffix_ids) - (self.length + 1)
             if excess > 0 and self.truncation_fields:
                 prompt = self._truncated(record, excess, drop_space)
-            tokens = np.concatenate([self.start, prompt, answer, self.end]).astype(answer.dtype)
-            prompt_length = len(self.start) + len(prompt)
+            tokens = np.concatenate([self.prefix_ids, prompt, answer, self.suffix_ids]).astype(answer.dtype)
+            prompt_length = len(self.prefix_ids) + len(prompt)
             counted: NDArray[np.bool_] = np.arange(len(tokens)) >= (prompt_length if self.answer_only else 1)
             yield Example(tokens, counted, prompt_length, text, self.template.answer(record).strip(" "))
 
     def _truncated(self, record: Record, excess: int, drop_space: bool) -> TokenIds:
         """Return a prompt without `excess` tokens, which are removed from the fields in equal parts, as in NeMo."""
-        segments = list(self.template.pieces(record))
+        segments = list(self.template.segments(record))
         texts = [text.removeprefix(" ") if drop_space and number else text for number, (text, _) in enumerate(segments)]
         ids = self.tokenizer.encode_batch(texts)
         fields = [number for number, (_, name) in enumerate(segments) if name in self.truncation_fields]

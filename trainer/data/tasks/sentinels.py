@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...utils.errors import UserError
 from ..tokenizers.tokenizer import MAX_SENTINELS, ByteTokenizer, CharTokenizer, Tokenizer
-from ..tokenizers.tokenizer_document import from_document
+from ..tokenizers.tokenizer_document import tokenizer_from_dict
 
 BYT5_SENTINELS = 125
 """Gives ByT5's vocabulary size of 384."""
@@ -75,13 +75,13 @@ def _extended(tokenizer: Tokenizer, tokens: list[str]) -> Tokenizer:
     """Return a file's tokenizer with more tokens; they are part of its document, so checkpoints store them."""
     document = tokenizer.to_dict()
     if document["tokenizer"] == "sentencepiece":
-        return from_document({**document, "added": [*document["added"], *tokens]})
-    from ..tokenizers.tokenizer_json import extended
+        return tokenizer_from_dict({**document, "added": [*document["added"], *tokens]})
+    from ..tokenizers.tokenizer_json import with_added_tokens
 
-    return extended(document, tokens)
+    return with_added_tokens(document, tokens)
 
 
-def mask_id(tokenizer: Tokenizer, named: str | None = None) -> int | None:
+def find_mask_token_id(tokenizer: Tokenizer, named: str | None = None) -> int | None:
     """Return the id of the mask token: `named`, or else [MASK], <mask> or the first sentinel; None if there is none."""
     for name in (*USUAL_MASK_TOKENS, sentinel_name(0)) if named is None else (named,):
         if (id_ := tokenizer.token_id(name)) is not None:

@@ -23,7 +23,7 @@ from ..sources.docstrings import read_docstrings
 from ..sources.jsonl import RecordParser, read_splits
 from ..sources.record_sources import read_source
 from ..sources.text_sources import parse_proportions
-from ..tokenizers.bos import text_start
+from ..tokenizers.bos import document_start_ids
 from ..tokenizers.tokenizer import Tokenizer
 from .chat_files import get_chat_template
 from .chat_template import Chat
@@ -49,7 +49,7 @@ class Records:
     sets: dict[Split, list[list[Any]]]
     input_of: Callable[[Any], str]
     weights: Sequence[float] | None = None
-    has_own_splits: bool = False
+    has_predefined_splits: bool = False
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all records, in hexadecimal."""
@@ -80,7 +80,7 @@ class SFTData:
     examples: dict[Split, list[Examples]]
     records: Records
 
-    def of(self, split: Split) -> list[Example]:
+    def split_examples(self, split: Split) -> list[Example]:
         """Return the examples of a split."""
         return flatten_examples(self.examples[split])
 
@@ -96,7 +96,7 @@ class SFTData:
             UserError: no example of the split has a token to predict.
         """
         sets = self.examples[split]
-        skipped = sum(one.left_out for one in sets)
+        skipped = sum(one.num_skipped for one in sets)
         if not skipped or any(map(len, sets)):
             return
         too_long = [tokens for one in sets for tokens in one.skipped_lengths]
@@ -106,14 +106,14 @@ class SFTData:
                 f"{statistics.median_high(too_long):,} tokens in the median, {max(too_long):,} at most"
             )
         else:
-            why = "the chat template renders no answers" if self.chats else "no answer has a token"
+            why = "the chat template renders no answers" if self.is_chat else "no answer has a token"
         raise UserError(
             f"{self.records.name}: none of the examples of the {split} split ({skipped:,}) has anything to predict: "
             f"{why}"
         )
 
     @property
-    def chats(self) -> bool:
+    def is_chat(self) -> bool:
         """True if the records are conversations."""
         return any(isinstance(record, Chat) for sets in self.records.sets.values() for one in sets for record in one)
 
@@ -122,12 +122,15 @@ class SFTData:
         example_sets = [examples for sets in self.examples.values() for examples in sets]
         counts = {split: sum(map(len, sets)) for split, sets in self.examples.items()}
         parts = (f"{split} {count:,} example{'s' * (count != 1)}" for split, count in counts.items())
-        truncated, skipped = sum(one.cut for one in example_sets), sum(one.left_out for one in example_sets)
+        truncated, skipped = (
+            sum(one.num_truncated for one in example_sets),
+            sum(one.num_skipped for one in example_sets),
+        )
         note = f"; truncated to the length of a row: {truncated:,}; skipped with nothing to predict: {skipped:,}"
         return ", ".join(parts) + (note if truncated or skipped else "")
 
 
-def fine_tuning(root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData:
+def build_sft_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData:
     """Build the fine-tuning samples of a configuration.
 
     Raises:
@@ -186,7 +189,7 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
         )
     source = read_source(data, read, input_of)
     weights = data.train_ds.concat_sampling_probabilities
-    return Records(source.name, source.sets, input_of, weights, source.has_own_splits)
+    return Records(source.name, source.sets, input_of, weights, source.has_predefined_splits)
 
 
 def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[RecordParser[Any], Callable[[Any], str]]:
@@ -195,14 +198,14 @@ def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[RecordParser[Any], C
         source = get_chat_template(tokenizer).source
         return lambda found, location: parse_chat(found, location, source), conversation_start
     template = prompt_template_from_config(root.model.data)
-    names = sorted(set(template.names[:-1])) or list(template.names)
+    names = sorted(set(template.fields[:-1])) or list(template.fields)
 
     def input_of(record: dict[str, str]) -> str:
         """Return the texts before the answer, regardless of their order in the template."""
         return record[names[0]] if len(names) == 1 else json.dumps([record[name] for name in names])
 
     named_by = f"{_TRAIN}.prompt_template" if root.model.data.train_ds.prompt_template else ""
-    return lambda found, location: read_record(found, location, template.names, named_by), input_of
+    return lambda found, location: read_record(found, location, template.fields, named_by), input_of
 
 
 # ---------------------------------------------------------------- examples and samples
@@ -215,14 +218,14 @@ def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequen
     if model.data.chat:
         return truncate_examples(encode_chats(records, tokenizer, answer_only=answer_only), task.length)
     template = prompt_template_from_config(root.model.data)
-    shortened = template.names[:-1]
+    shortened = template.fields[:-1]
     if keys.truncation_field is not None:
         shortened = tuple(name.strip() for name in keys.truncation_field.split(","))
     tokens = PromptEncoder(
         template=template,
         tokenizer=tokenizer,
-        start=_start(tokenizer, keys.add_bos),
-        end=_end(tokenizer) if keys.add_eos else [],
+        prefix_ids=_start(tokenizer, keys.add_bos),
+        suffix_ids=_end(tokenizer) if keys.add_eos else [],
         answer_only=answer_only,
         length=task.length,
         truncation_fields=shortened,
@@ -233,7 +236,7 @@ def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequen
 
 def _start(tokenizer: Tokenizer, add_bos: bool | None) -> list[int]:
     if add_bos is None:
-        return text_start(tokenizer)
+        return document_start_ids(tokenizer)
     special = getattr(tokenizer, "special", None)
     if add_bos and (special is None or special.bos is None):
         raise UserError(
@@ -268,9 +271,9 @@ def _samples(
             task.length,
             tokenizer.pad_id,
             seed,
-            packs=task.packed,
-            tells_padding=task.padded,
-            part=part,
+            pack_rows=task.packed,
+            with_padding_mask=task.padded,
+            rng_stream=part,
         )
 
     if training and weights is not None:
@@ -279,7 +282,7 @@ def _samples(
         return BlendedDictSamples([rows(examples, part) for part, examples in enumerate(sets)], weights)
     merged = Examples(
         flatten_examples(sets),
-        sum(examples.cut for examples in sets),
-        sum(examples.left_out for examples in sets),
+        sum(examples.num_truncated for examples in sets),
+        sum(examples.num_skipped for examples in sets),
     )
     return rows(merged) if len(merged) else None

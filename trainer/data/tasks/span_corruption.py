@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ...config.span_lengths import Corruption, corrupted_lengths, noise_counts
 from ...utils.errors import UserError
-from ..datasets.samples import IGNORE_INDEX, Samples, philox, position_range
-from ..datasets.seq2seq import PAIR_RNG_STREAM, Pair, Shape, TensorBatch, filled, texts_of
+from ..datasets.samples import IGNORE_INDEX, Samples, philox_generator, position_range
+from ..datasets.seq2seq import PAIR_RNG_STREAM, Pair, PairShape, TensorBatch, collate_full, window_tokens
 from .noise_spans import (
     Mask,
     SpanLengthDistribution,
@@ -114,7 +114,7 @@ class CorruptedWindows:
         seed: of the spans; for evaluation the same for all runs.
     """
 
-    def __init__(self, windows: Samples, corruptor: SpanCorruptor, shape: Shape, seed: int) -> None:
+    def __init__(self, windows: Samples, corruptor: SpanCorruptor, shape: PairShape, seed: int) -> None:
         self.windows = windows
         self.corruptor = corruptor
         self.shape = shape
@@ -123,7 +123,7 @@ class CorruptedWindows:
     @property
     def sequence_length(self) -> int:
         """Tokens on the encoder side."""
-        return self.shape.encoder
+        return self.shape.encoder_length
 
     @property
     def samples(self) -> int:
@@ -132,11 +132,11 @@ class CorruptedWindows:
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
-        tokens, lengths = texts_of(self.windows, first, count)
+        tokens, lengths = window_tokens(self.windows, first, count)
         length = tokens.shape[1]
         words = np.stack(
             [
-                philox(self._seed, int(position), PAIR_RNG_STREAM).random_raw(length - 2)
+                philox_generator(self._seed, int(position), PAIR_RNG_STREAM).random_raw(length - 2)
                 for position in position_range(first, count)
             ]
         )
@@ -148,7 +148,7 @@ class CorruptedWindows:
         short = lengths < length
         encoder[short] = self.shape.pad_id
         decoder[short] = IGNORE_INDEX
-        return filled(encoder, decoder, self.shape)
+        return collate_full(encoder, decoder, self.shape)
 
 
 def _append_eos(rows: NDArray[np.int64], eos_id: int) -> NDArray[np.int64]:

@@ -11,12 +11,12 @@ from ..datasets.document_chunks import CorruptedChunks, Documents
 from ..datasets.document_ids import DocumentIdSamples
 from ..datasets.pair_samples import Pairs, PairSamples
 from ..datasets.samples import EodMaskedSamples, MockSamples, Samples
-from ..datasets.seq2seq import AnySamples, MockPairs, Shape, SplitWindows
+from ..datasets.seq2seq import AnySamples, MockPairs, PairShape, SplitWindows
 from ..tokenizers.tokenizer import Tokenizer
 from .masked_lm import MaskedWindows, MaskTokens
 from .noise_spans import SpanLengthDistribution, token_word_edges
 from .prefix_lm import PrefixSplitter
-from .sentinels import mask_id, sentinel_ids, with_sentinels
+from .sentinels import find_mask_token_id, sentinel_ids, with_sentinels
 from .span_corruption import CorruptedWindows, NgramSpanConfig, SpanCorruptor
 
 _EVALUATION_SEED = 0
@@ -32,7 +32,7 @@ def tokenizer_for_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tok
     count = root.model.tokenizer.num_sentinel_tokens
     if task.name in ("gpt", "sft"):
         return tokenizer
-    has_mask_token = task.name == "bert" and mask_id(tokenizer, _mask_name(root)) is not None
+    has_mask_token = task.name == "bert" and find_mask_token_id(tokenizer, _mask_name(root)) is not None
     extended = tokenizer if has_mask_token and count is None else with_sentinels(tokenizer, count)
     if extended.eos_id is None:
         raise UserError(
@@ -63,10 +63,10 @@ class SampleFactory:
         self._mask_token = _mask_name(root)
         self._seed = root.model.seed
         self._tokenizer = tokenizer
-        self.shape = Shape(task.length, task.decoder_length, tokenizer.pad_id)
+        self.shape = PairShape(task.length, task.decoder_length, tokenizer.pad_id)
 
     @property
-    def takes_documents(self) -> bool:
+    def uses_documents(self) -> bool:
         """True if samples are made of single documents, not of windows across them."""
         return self.task.name == "t5" and self._keys.respect_document_boundaries
 
@@ -88,7 +88,7 @@ class SampleFactory:
                     return CorruptedWindows(windows, corruptor, self.shape, seed)
                 return SplitWindows(windows, corruptor.pair, self.shape, seed)
             case "t5_prefix_lm":
-                cut = PrefixSplitter(self.shape.encoder, self.shape.decoder)
+                cut = PrefixSplitter(self.shape.encoder_length, self.shape.decoder_length)
                 return SplitWindows(windows, cut.pair, self.shape, seed)
             case "bert":
                 assert self.task.corruption is not None
@@ -98,7 +98,7 @@ class SampleFactory:
                     self._ngrams(),
                     self._mask_tokens(),
                     seed,
-                    numbers=self._keys.reset_attention_mask or self._keys.reset_position_ids,
+                    with_document_ids=self._keys.reset_attention_mask or self._keys.reset_position_ids,
                 )
             case "sft" | "seq2seq":
                 raise UserError(
@@ -116,14 +116,14 @@ class SampleFactory:
         if not len(pairs):
             return None
         seed = self._seed if training else None
-        return PairSamples(pairs, self.shape, seed, packs=self.task.packed, part=rng_stream)
+        return PairSamples(pairs, self.shape, seed, pack_rows=self.task.packed, rng_stream=rng_stream)
 
-    def mock(self, vocab_size: int, samples: int, part: int) -> AnySamples:
+    def mock(self, vocab_size: int, samples: int, rng_stream: int) -> AnySamples:
         """Build random samples; `part` is the random stream of the split (0 train, 1 validation, 2 test)."""
         if self.task.is_encoder_decoder:
-            return MockPairs(vocab_size, self.shape, self._seed, samples, part)
-        windows = MockSamples(vocab_size, self.task.window, self._seed, samples, part)
-        return self.from_windows(windows, training=part == 0)
+            return MockPairs(vocab_size, self.shape, self._seed, samples, rng_stream)
+        windows = MockSamples(vocab_size, self.task.window, self._seed, samples, rng_stream)
+        return self.from_windows(windows, training=rng_stream == 0)
 
     def _corruptor(self) -> SpanCorruptor:
         assert self.task.corruption is not None
@@ -134,7 +134,7 @@ class SampleFactory:
             sentinel_ids(self._tokenizer),
             self._tokenizer.eos_id,
             self.task.window,
-            self.shape.decoder,
+            self.shape.decoder_length,
         )
 
     def _ngrams(self) -> NgramSpanConfig | None:
@@ -154,7 +154,7 @@ class SampleFactory:
 
     def _mask_tokens(self) -> MaskTokens:
         tokenizer = self._tokenizer
-        mask_token_id = mask_id(tokenizer, self._mask_token)
+        mask_token_id = find_mask_token_id(tokenizer, self._mask_token)
         assert tokenizer.eos_id is not None
         if mask_token_id is None and self._mask_token is not None:
             raise UserError(
@@ -165,7 +165,7 @@ class SampleFactory:
                 "`model.data.dataset_type` (bert) needs a mask token: [MASK], <mask> or a sentinel; set "
                 "`model.tokenizer.num_sentinel_tokens=1`"
             )
-        with_text = np.flatnonzero(tokenizer.token_bytes() > 0)
+        with_text = np.flatnonzero(tokenizer.token_byte_counts() > 0)
         replacements = with_text if len(with_text) else np.arange(tokenizer.vocab_size)
         special = [mask_token_id, tokenizer.eos_id, tokenizer.pad_id, *sentinel_ids(tokenizer)]
         return MaskTokens(mask_token_id, tokenizer.eos_id, tokenizer.pad_id, np.setdiff1d(replacements, special))

@@ -7,7 +7,7 @@ from .tokenizer import Tokenizer
 from .tokenizer_json import JsonTokenizer
 
 
-def text_start(tokenizer: Tokenizer) -> list[int]:
+def document_start_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the tokens before a text that a GPT continues or scores.
 
     The post-processor of a `tokenizer.json` defines them: BOS for Llama and Gemma, none for GPT-2, Qwen and SmolLM2. A

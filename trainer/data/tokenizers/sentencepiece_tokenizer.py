@@ -18,7 +18,7 @@ from ...utils.errors import UserError
 from ..tasks.chat_template import ChatTemplate
 from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
 from .token_bytes import piece_byte_counts
-from .tokenizer import TokenIds, as_id_array, encode_utf8, text_of
+from .tokenizer import TokenIds, as_id_array, decode_utf8, encode_utf8
 
 MAX_MODEL_BYTES = 32 << 20
 """Maximum size of a model file; that of mT5, with 250,100 pieces, has 4.3 MB."""
@@ -61,11 +61,11 @@ class SentencePieceTokenizer:
         self._lossless = normalizer.keeps_text and normalizer.byte_fallback
         self._dtype = np.uint16 if len(self._pieces) <= 1 << 16 else np.int32
         self.special = special
-        self.chat: ChatTemplate | None = None
+        self.chat_template: ChatTemplate | None = None
         self._names = {id_: token for token, id_ in self._ids.items() if id_ in special.ids()}
         self.vocab_size = len(self._pieces)
         self.eos_id = special.eos
-        self.pad_id = special.fill
+        self.pad_id = special.padding_id
         special.check(self.vocab_size)
 
     def encode(self, text: str) -> TokenIds:
@@ -87,7 +87,7 @@ class SentencePieceTokenizer:
         Raises:
             UserError: `data` is not UTF-8.
         """
-        return self.encode(text_of(data))
+        return self.encode(decode_utf8(data))
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Return the text of a document's ids, without the space added before it; invalid UTF-8 becomes U+FFFD."""
@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
         """Return the text of a special token."""
         return self._names.get(id_)
 
-    def token_bytes(self) -> NDArray[np.int64]:
+    def token_byte_counts(self) -> NDArray[np.int64]:
         """Return the number of UTF-8 bytes of each id, int64 [V]; all 0 if tokens do not add up to the text.
 
         They do for models with byte fallback and without text normalization (Llama, Mistral, Gemma). eos counts -1 for
@@ -127,7 +127,9 @@ class SentencePieceTokenizer:
         }
 
 
-def define(model: bytes, named: Mapping[str, str], added: Sequence[str] = ()) -> SentencePieceTokenizer:
+def build_sentencepiece_tokenizer(
+    model: bytes, named: Mapping[str, str], added: Sequence[str] = ()
+) -> SentencePieceTokenizer:
     """Build a tokenizer and find its special tokens.
 
     Args:

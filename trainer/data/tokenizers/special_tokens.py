@@ -40,7 +40,7 @@ class SpecialTokenIds:
     unk: int | None = None
 
     @property
-    def fill(self) -> int:
+    def padding_id(self) -> int:
         """The padding id: pad, else eos, else 0; its labels are masked."""
         return next((id_ for id_ in (self.pad, self.eos) if id_ is not None), 0)
 

@@ -32,7 +32,7 @@ def unicode_to_bytes() -> dict[str, int]:
 
 
 def token_byte_strings(
-    definition: Part, vocabulary: Mapping[str, int], added: Mapping[int, str], silent: Collection[int]
+    definition: Part, vocabulary: Mapping[str, int], added: Mapping[int, str], special_ids: Collection[int]
 ) -> list[bytes]:
     """Return the UTF-8 bytes of every token id, [largest id + 1]; empty for ids in `silent` and ids without a token.
 
@@ -48,7 +48,7 @@ def token_byte_strings(
     spell = _token_decoder(definition)
     pieces = [b""] * (max(vocabulary.values()) + 1)
     for token, id_ in vocabulary.items():
-        if id_ not in silent:
+        if id_ not in special_ids:
             pieces[id_] = added[id_].encode() if id_ in added else spell(token)
     return pieces
 

@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
         chat: the chat template from the tokenizer's files or from the user; None without one.
     """
 
-    chat: ChatTemplate | None
+    chat_template: ChatTemplate | None
 
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
@@ -72,7 +72,7 @@ class Tokenizer(Protocol):
         """Return the text of a special token, such as eos; None for any other id."""
         ...
 
-    def token_bytes(self) -> NDArray[np.int64]:
+    def token_byte_counts(self) -> NDArray[np.int64]:
         """Return the number of UTF-8 bytes of each token id, int64 [V]; 0 for eos, padding and unknown.
 
         All are 0 if the tokens of a text do not add up to its bytes; bits per byte are then not reported. eos counts -1
@@ -98,7 +98,7 @@ class ByteTokenizer:
 
     eos_id = 1
     pad_id = 0
-    chat: ChatTemplate | None = None
+    chat_template: ChatTemplate | None = None
     _FIRST_BYTE = 3
     _FIRST_SENTINEL = 259
     _NAMES = ("<pad>", "</s>", "<unk>")
@@ -134,7 +134,7 @@ class ByteTokenizer:
         array = as_id_array(ids) - self._FIRST_BYTE
         return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
 
-    def token_bytes(self) -> NDArray[np.int64]:
+    def token_byte_counts(self) -> NDArray[np.int64]:
         """Return 1 for each byte and 0 for the special tokens; int64 [V]."""
         lengths = np.zeros(self.vocab_size, np.int64)
         lengths[self._FIRST_BYTE : self._FIRST_SENTINEL] = 1
@@ -170,7 +170,7 @@ class CharTokenizer:
 
     eos_id = None
     pad_id = 0
-    chat: ChatTemplate | None = None
+    chat_template: ChatTemplate | None = None
 
     def __init__(self, characters: str) -> None:
         if not 1 <= len(characters) <= _UNICODE_CHARACTERS:
@@ -226,7 +226,7 @@ class CharTokenizer:
         Raises:
             UserError: `data` is not UTF-8, or contains a character outside the vocabulary.
         """
-        return self.encode(text_of(data))
+        return self.encode(decode_utf8(data))
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Return the text of `ids`; ids outside the vocabulary are skipped."""
@@ -245,7 +245,7 @@ class CharTokenizer:
         """Return None: there are no special tokens."""
         return None
 
-    def token_bytes(self) -> NDArray[np.int64]:
+    def token_byte_counts(self) -> NDArray[np.int64]:
         """Return the UTF-8 length of each character; int64 [V]."""
         return np.array([len(character.encode("utf-8")) for character in self.characters], np.int64)
 
@@ -256,7 +256,7 @@ class CharTokenizer:
 
 def tokenizer_state(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the document that a checkpoint stores: the tokenizer and its chat template."""
-    chat = {} if tokenizer.chat is None else {"chat": tokenizer.chat.to_dict()}
+    chat = {} if tokenizer.chat_template is None else {"chat": tokenizer.chat_template.to_dict()}
     return {**tokenizer.to_dict(), **chat}
 
 
@@ -292,7 +292,7 @@ def as_id_array(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     return array
 
 
-def text_of(data: bytes) -> str:
+def decode_utf8(data: bytes) -> str:
     """Decode UTF-8 bytes.
 
     Raises:

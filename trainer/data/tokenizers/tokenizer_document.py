@@ -8,7 +8,7 @@ from ..tasks.chat_template import ChatTemplate
 from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 
-def from_document(document: object) -> Tokenizer:
+def tokenizer_from_dict(document: object) -> Tokenizer:
     """Build the tokenizer of a document.
 
     Args:
@@ -21,7 +21,7 @@ def from_document(document: object) -> Tokenizer:
         raise ValueError(f"a tokenizer document must be an object, not {type(document).__name__}")
     tokenizer = _tokenizer_from_document({name: value for name, value in document.items() if name != "chat"})
     if "chat" in document:
-        tokenizer.chat = ChatTemplate.from_document(document["chat"])
+        tokenizer.chat_template = ChatTemplate.from_dict(document["chat"])
     return tokenizer
 
 

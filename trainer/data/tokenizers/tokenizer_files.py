@@ -15,7 +15,7 @@ from pathlib import Path
 from ...config.schema.trainer_and_data import TokenizerBlock
 from ...utils.environment import user_path
 from ...utils.errors import UserError
-from ..tasks.chat_files import SETTINGS, load_chat_template
+from ..tasks.chat_files import TOKENIZER_CONFIG_FILE, load_chat_template
 from . import sentencepiece_tokenizer, tokenizer_json
 from .gpt2_files import gpt2_tokenizer_json
 from .sentencepiece_tokenizer import MAX_MODEL_BYTES
@@ -41,7 +41,7 @@ class SpecialTokens:
     pad: str | None = None
     additional: Sequence[str] = ()
 
-    def named(self) -> dict[str, str]:
+    def by_kind(self) -> dict[str, str]:
         """Return the named tokens by kind."""
         return {kind: token for kind, token in (("eos", self.eos), ("pad", self.pad)) if token is not None}
 
@@ -114,9 +114,9 @@ def load_tokenizer_json(path: Path, named_by: str, special: SpecialTokens) -> To
             f"`{named_by}`: {kind}; stoker downloads no tokenizers: give the path of a {TOKENIZER_JSON}, or of "
             "its folder"
         )
-    named = {**_configured_special_tokens(file.parent / SETTINGS, named_by), **special.named()}
+    named = {**_configured_special_tokens(file.parent / TOKENIZER_CONFIG_FILE, named_by), **special.by_kind()}
     tokenizer = _build_json_tokenizer(_text(file, _MAX_TEXT_BYTES, named_by), named, special, f"`{named_by}`: {file}")
-    tokenizer.chat = load_chat_template(file.parent, named_by)
+    tokenizer.chat_template = load_chat_template(file.parent, named_by)
     return tokenizer
 
 
@@ -129,8 +129,8 @@ def load_gpt2(vocab_file: Path, merge_file: Path, named_by: str, special: Specia
         definition = gpt2_tokenizer_json(vocabulary, merges)
     except ValueError as error:
         raise UserError(f"{location}: {error}") from None
-    tokenizer = _build_json_tokenizer(definition, special.named(), special, location)
-    tokenizer.chat = load_chat_template(vocab_file.parent, named_by)
+    tokenizer = _build_json_tokenizer(definition, special.by_kind(), special, location)
+    tokenizer.chat_template = load_chat_template(vocab_file.parent, named_by)
     return tokenizer
 
 
@@ -138,10 +138,10 @@ def load_sentencepiece(path: Path, named_by: str, special: SpecialTokens) -> Tok
     """Load a SentencePiece .model file; missing special tokens get the ids after its last."""
     data = _bytes(path, MAX_MODEL_BYTES, named_by)
     try:
-        tokenizer = sentencepiece_tokenizer.define(data, special.named(), special.additional)
+        tokenizer = sentencepiece_tokenizer.build_sentencepiece_tokenizer(data, special.by_kind(), special.additional)
     except ValueError as error:
         raise UserError(f"`{named_by}`: {path}: {error}") from None
-    tokenizer.chat = load_chat_template(path.parent, named_by)
+    tokenizer.chat_template = load_chat_template(path.parent, named_by)
     return tokenizer
 
 
@@ -149,7 +149,7 @@ def _build_json_tokenizer(
     definition: str, named: Mapping[str, str], special: SpecialTokens, location: str
 ) -> Tokenizer:
     try:
-        return tokenizer_json.define(tokenizer_json.canonical(definition), named, special.additional)
+        return tokenizer_json.build_json_tokenizer(tokenizer_json.canonical_json(definition), named, special.additional)
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: fields of the wrong type
         raise UserError(f"{location}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
 

@@ -18,7 +18,7 @@ from ..tasks.chat_template import ChatTemplate
 from .gpt2_pretokenizer import CachedWordTokenizer, uses_gpt2_pre_tokenizer
 from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
 from .token_bytes import adds_prefix_space, is_byte_level, token_byte_counts, token_byte_strings
-from .tokenizer import TokenIds, as_id_array, encode_utf8, text_of
+from .tokenizer import TokenIds, as_id_array, decode_utf8, encode_utf8
 
 if TYPE_CHECKING:
     import tokenizers
@@ -50,10 +50,10 @@ class JsonTokenizer:
         self._space_first = adds_prefix_space(self._parsed)
         self._dtype = np.uint16 if len(self._pieces) <= 1 << 16 else np.int32
         self.special = special
-        self.chat: ChatTemplate | None = None
+        self.chat_template: ChatTemplate | None = None
         self.vocab_size = len(self._pieces)
         self.eos_id = special.eos
-        self.pad_id = special.fill
+        self.pad_id = special.padding_id
         special.check(self.vocab_size)
         has_fast_path = is_byte_level(self._parsed, self._vocabulary) and uses_gpt2_pre_tokenizer(self._parsed)
         self._words = CachedWordTokenizer(self._tokenizer, self._dtype) if has_fast_path else None
@@ -90,7 +90,7 @@ class JsonTokenizer:
         Raises:
             UserError: `data` is not UTF-8.
         """
-        return self.encode(text_of(data))
+        return self.encode(decode_utf8(data))
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Return the text of a document's ids; invalid UTF-8 becomes U+FFFD.
@@ -131,7 +131,7 @@ class JsonTokenizer:
         offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
         return ids, np.array(offsets, np.int64).reshape(-1, 2)
 
-    def token_bytes(self) -> NDArray[np.int64]:
+    def token_byte_counts(self) -> NDArray[np.int64]:
         """Return the number of UTF-8 bytes of each id; 0 if tokens do not add up to the text, see
         `token_byte_counts`.
         """
@@ -142,7 +142,7 @@ class JsonTokenizer:
         return {"tokenizer": "huggingface", "definition": self._definition, "special": self.special.to_dict()}
 
 
-def canonical(text: str) -> str:
+def canonical_json(text: str) -> str:
     """Return a `tokenizer.json` in a form independent of white space, without truncation and padding.
 
     Raises:
@@ -153,7 +153,7 @@ def canonical(text: str) -> str:
     return _text(parsed)
 
 
-def define(definition: str, named: Mapping[str, str], added: Sequence[str] = ()) -> JsonTokenizer:
+def build_json_tokenizer(definition: str, named: Mapping[str, str], added: Sequence[str] = ()) -> JsonTokenizer:
     """Build a tokenizer and find its special tokens.
 
     Args:
@@ -173,7 +173,7 @@ def define(definition: str, named: Mapping[str, str], added: Sequence[str] = ())
     return JsonTokenizer(definition, find_special_tokens(named, library.token_to_id))
 
 
-def extended(document: Mapping[str, Any], tokens: Sequence[str]) -> JsonTokenizer:
+def with_added_tokens(document: Mapping[str, Any], tokens: Sequence[str]) -> JsonTokenizer:
     """Return the tokenizer of a document with additional special tokens; their ids follow its last, in the given order.
 
     Raises:

@@ -55,9 +55,9 @@ def with_chat_template(root: RootBlock, tokenizer: Tokenizer) -> Tokenizer:
     template = root.model.tokenizer.chat_template
     if template is not None:
         try:
-            tokenizer.chat = chat_template_from_config(template, tokenizer)
+            tokenizer.chat_template = chat_template_from_config(template, tokenizer)
         except UserError:
-            if tokenizer.chat is None:
+            if tokenizer.chat_template is None:
                 raise
     return tokenizer
 
@@ -82,6 +82,6 @@ def padded_byte_counts(tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.int6
 
     Sentinels and padding of the vocabulary count 0.
     """
-    token_bytes = tokenizer.token_bytes()
+    token_bytes = tokenizer.token_byte_counts()
     token_bytes[sentinel_ids(tokenizer)] = 0
     return np.concatenate([token_bytes, np.zeros(vocab_size - len(token_bytes), np.int64)])

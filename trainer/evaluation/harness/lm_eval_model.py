@@ -65,27 +65,28 @@ class StokerLM(TemplateLM):
         environment.prepare_process()
         from ....models.bert import BERT
         from ....models.t5 import T5
-        from ...conversion.load_model import restore
+        from ...conversion.load_model import load_model
 
         self._batch_size = _batch_size(batch_size)
         name = device.removesuffix(":0")
         if name not in _DEVICES:
             raise UserError(f"lm-eval: device={device} must be one of {', '.join(_DEVICES)}")
-        self._restored = restored = restore(
-            Path(checkpoint), name, None if base is None else Path(base), average=_parse_bool("ema", ema)
+        self._restored = restored = load_model(
+            Path(checkpoint), name, None if base is None else Path(base), ema=_parse_bool("ema", ema)
         )
         if isinstance(restored.model, BERT):
             raise UserError("lm-eval: a BERT predicts masked tokens and cannot generate text; use a GPT or a T5")
         self.backend = "seq2seq" if isinstance(restored.model, T5) else "causal"
         self._device = restored.device
         self._tokenizer: Tokenizer = restored.tokenizer
-        self._start = [] if self.backend == "seq2seq" else restored.text_start
+        self._start = [] if self.backend == "seq2seq" else restored.prompt_prefix
         self._seed = seed
         self._renderer: RendererProcess | None = None
-        self.max_length = restored.context if max_length is None else max_length
-        if not 1 <= self.max_length <= restored.context:
+        self.max_length = restored.context_length if max_length is None else max_length
+        if not 1 <= self.max_length <= restored.context_length:
             raise UserError(
-                f"lm-eval: max_length={max_length} must be from 1 to {restored.context:,}, the length of the samples "
+                f"lm-eval: max_length={max_length} must be from 1 to {restored.context_length:,}, the length of "
+                "the samples "
                 f"of {restored.path}"
             )
         self._scorer = LoglikelihoodScorer(
@@ -137,7 +138,7 @@ class StokerLM(TemplateLM):
         if self._renderer is None:
             self._renderer = self._chat.start_renderer()
             weakref.finalize(self, self._renderer.close)
-        return self._renderer.prompt(chat_history)
+        return self._renderer.render_prompt(chat_history)
 
     @cached_property
     def _chat(self) -> ChatTemplate:

@@ -132,7 +132,7 @@ class LoglikelihoodScorer:
                     rows += [row] * len(continuation)
                     places += range(len(one.last) - len(continuation), len(one.last))
                     numbers += [number] * len(continuation)
-            with self._precision.context(self._device):
+            with self._precision.autocast_context(self._device):
                 hidden = self._hidden(batch)[self._tensor(rows), self._tensor(places)]
                 logs, hits = self._score_labels(hidden, self._tensor(labels))
             for number, log, hit in zip(numbers, logs, hits, strict=True):
@@ -209,7 +209,7 @@ class LoglikelihoodScorer:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
 
-def rolling_windows(tokens: Sequence[int], prefix_token: int, longest: int) -> Iterator[Request]:
+def rolling_windows(tokens: Sequence[int], prefix_token: int, max_length: int) -> Iterator[Request]:
     """Yield windows that score every token of a text once, with as much context as fits.
 
     Args:
@@ -219,7 +219,7 @@ def rolling_windows(tokens: Sequence[int], prefix_token: int, longest: int) -> I
             one is filled up with context.
     """
     if tokens:
-        yield Request([prefix_token], tokens[:longest])
-    for start in range(longest, len(tokens), longest):
-        end = min(start + longest, len(tokens))
-        yield Request(tokens[max(end - longest - 1, 0) : start], tokens[start:end])
+        yield Request([prefix_token], tokens[:max_length])
+    for start in range(max_length, len(tokens), max_length):
+        end = min(start + max_length, len(tokens))
+        yield Request(tokens[max(end - max_length - 1, 0) : start], tokens[start:end])

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ....launch import jit, tl
-from ..kernel_arguments import on_device
+from ..kernel_arguments import device_guard
 from ..portable.tile import LOG2E
-from .launch_cache import launch
+from .launch_cache import launch_kernel
 
 _ROWS = 64
 kernel: Any = jit(do_not_specialize=("stride_b", "stride_s", "stride_h", "heads", "rows", "pitch"))
@@ -65,8 +65,8 @@ def compute_delta_and_lse_base_2(
     delta, base_2 = (lse.new_empty(batch, heads, -(-rows // 4) * 4) for _ in range(2))
     # the stride of a dimension of size 1 is arbitrary
     strides = [stride // 8 if size > 1 else 0 for stride, size in zip(out_gradient.stride(), out.shape, strict=True)]
-    with on_device(out):
-        launch(hopper_delta, -(-rows // _ROWS) * batch * heads, out.dtype, out.device, {
+    with device_guard(out):
+        launch_kernel(hopper_delta, -(-rows // _ROWS) * batch * heads, out.dtype, out.device, {
             "out_pointer": out,
             "out_gradient_pointer": out_gradient,
             "lse_pointer": lse,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ....launch import jit, tl, triton
-from ..kernel_arguments import on_device
-from .launch_cache import launch
+from ..kernel_arguments import device_guard
+from .launch_cache import launch_kernel
 
 _NUMBERS = (
     "entries", "width", "extent", "reach", "inverse_scale", "batch", "heads", "key_blocks", "bands", "queries",
@@ -59,8 +59,8 @@ def distance_table(distance_bias: Tensor, scale: float) -> tuple[Tensor, int]:
     extent = reach + MAX_TILE_SPAN
     width = 2 * extent + 1
     table = distance_bias.new_empty(2, heads, width, 2, dtype=torch.promote_types(distance_bias.dtype, torch.float32))
-    with on_device(table):
-        launch(table_kernel, triton.cdiv(heads * width, 1024), distance_bias.dtype, table.device, {
+    with device_guard(table):
+        launch_kernel(table_kernel, triton.cdiv(heads * width, 1024), distance_bias.dtype, table.device, {
             "bias_pointer": distance_bias.contiguous(),
             "table_pointer": table,
             "entries": heads * width,
@@ -156,8 +156,8 @@ def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, re
     first = (-offset - reach - 63) // 64 + 1  # query tile of band 0, seen from key 0
     top = -64 * first - offset  # distance of (key 0, query 0) of band 0
     gradient = sums.new_empty(heads, 2 * reach + 1)
-    with on_device(sums):
-        launch(diagonal_sums_kernel, heads * (bands + 1), sums.dtype, sums.device, {
+    with device_guard(sums):
+        launch_kernel(diagonal_sums_kernel, heads * (bands + 1), sums.dtype, sums.device, {
             "sums_pointer": sums,
             "line_pointer": line,
             "batch": batch,
@@ -167,7 +167,7 @@ def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, re
             "ROWS": 32,
             "ACCUMULATE": accumulate,
         })  # fmt: skip
-        launch(finalize_gradient_kernel, heads, sums.dtype, sums.device, {
+        launch_kernel(finalize_gradient_kernel, heads, sums.dtype, sums.device, {
             "line_pointer": line,
             "far_pointer": line if far is None else far,
             "total_pointer": line if total is None else total,

@@ -14,8 +14,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .diagonal_sums import allocate_scratch, store_diagonals
-from .persistent_loop import fill, jit, kernel, load_tile, next_tile, num_assigned_tiles, release, ring, wait_full
-from .score_tile import add_distance_bias, far_shifts, load_slope, places, row_slope_terms
+from .persistent_loop import (
+    jit,
+    kernel,
+    load_tile,
+    make_ring,
+    next_tile,
+    num_assigned_tiles,
+    release,
+    tma_load,
+    wait_full,
+)
+from .score_tile import add_distance_bias, far_bias, load_slope, row_slope_terms, tile_coordinates
 
 
 @jit
@@ -55,9 +65,11 @@ def _produce(
             for i in range(first, query_tiles):
                 stage = step % STAGES
                 coordinates = [sequence, i * BLOCK_M, head, 0]
-                fill(queries_ring, step, q_descriptor, coordinates, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
+                tma_load(queries_ring, step, q_descriptor, coordinates, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
                 load_tile(lse_descriptor, [row, i * BLOCK_M], queries_ring[1].index(stage), lse_buffers.index(stage))
-                fill(out_gradients_ring, step, do_descriptor, coordinates, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
+                tma_load(
+                    out_gradients_ring, step, do_descriptor, coordinates, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES
+                )
                 load_tile(
                     delta_descriptor, [row, i * BLOCK_M], out_gradients_ring[1].index(stage), delta_buffers.index(stage)
                 )
@@ -82,7 +94,7 @@ def _exponents(
             shift = 0.0
             s = add_distance_bias(s, distance_table + 2 * (key - query - offset), -1)
     if HAS_SLOPE:  # as in `scores.biased`
-        tile_key, tile_query = places(s)
+        tile_key, tile_query = tile_coordinates(s)
         gap = (key - query - offset).to(gl.float32)
         if CAUSAL:
             s = s + slope * tile_key
@@ -146,7 +158,7 @@ def _consume_both(
                 # second half of the table: columns are queries, along which the distance decreases
                 table_row = groups * heads_per_group + head
                 distance_table = distance_pointer + 2 * (table_row * (2 * extent + 1) + extent)
-            far = far_shifts(distance_table, extent, scale_log2, HAS_DISTANCE)
+            far = far_bias(distance_table, extent, scale_log2, HAS_DISTANCE)
             slope = load_slope(slopes_pointer, head, scale_log2, HAS_SLOPE)
             for i in range(first, query_tiles):
                 stage = step % STAGES
@@ -267,12 +279,14 @@ def hopper_dkdv(
     offset = keys - queries
     # up to head width 128 each consumer has its own tile of keys; beyond, both share one
     READERS: gl.constexpr = TILES if HEAD_DIM <= 128 else 2
-    keys_ring = ring(
+    keys_ring = make_ring(
         gl.allocate_shared_memory(dtype, [KEY_STAGES * TILES, 1, BLOCK_N, 1, HEAD_DIM], layout), KEY_STAGES, READERS
     )
     values = gl.allocate_shared_memory(dtype, [KEY_STAGES * TILES, 1, BLOCK_N, 1, HEAD_DIM], layout)
-    queries_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS)
-    out_gradients_ring = ring(
+    queries_ring = make_ring(
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS
+    )
+    out_gradients_ring = make_ring(
         gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS
     )
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)

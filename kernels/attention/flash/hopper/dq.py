@@ -16,26 +16,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .persistent_loop import (
-    fill,
     jit,
     kernel,
     load_tile,
+    make_ring,
     next_tile,
     num_assigned_tiles,
     release,
-    ring,
     store_tile,
+    tma_load,
     wait_full,
 )
 from .score_tile import (
-    biased,
-    far_shifts,
+    add_bias,
+    far_bias,
     load_slope,
     mask_scores,
     num_key_tiles,
     num_unmasked_tiles,
-    places,
     row_slope_terms,
+    tile_coordinates,
 )
 
 
@@ -54,7 +54,7 @@ def _produce(
         num_tiles = num_key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
         for i in range(num_tiles):
             coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, group, 0]
-            fill(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
+            tma_load(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             if i == 0:
                 for w in gl.static_range(2):
                     full = queries_ring[1].index(w)
@@ -63,7 +63,7 @@ def _produce(
                     q_coordinates = [sequence, (2 * row + w) * BLOCK_M, head, 0]
                     load_tile(q_descriptor, q_coordinates, full, queries_ring[0].index(w))
                     load_tile(do_descriptor, q_coordinates, full, out_gradients.index(w))
-            fill(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
+            tma_load(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             step += 1
 
 
@@ -94,7 +94,7 @@ def _consume(
         distance_table = distance_pointer
         if HAS_DISTANCE:
             distance_table = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
-        far = far_shifts(distance_table, extent, scale_log2, HAS_DISTANCE)
+        far = far_bias(distance_table, extent, scale_log2, HAS_DISTANCE)
         slope = load_slope(slopes_pointer, pair % heads, scale_log2, HAS_SLOPE)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
         lse = gl.load(lse_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
@@ -112,7 +112,7 @@ def _consume(
             pending_product = warpgroup_mma(out_gradient, v.permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=[pending])
             start = (num_tiles - 1 - i) * BLOCK_N
-            s, shift = biased(
+            s, shift = add_bias(
                 s, distance_table, far, slope, start, first, offset, reach, scale_log2, CAUSAL, HAS_DISTANCE, HAS_SLOPE
             )
             if num_tiles - 1 - i >= unmasked:
@@ -129,7 +129,7 @@ def _consume(
                     column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)), 0)
                     row_sum += gl.sum(gl.where(column >= BLOCK_N - 64, gradient, 0.0), 1)
             if SLOPE_SUMS:
-                tile_row, tile_column = places(gradient)
+                tile_row, tile_column = tile_coordinates(gradient)
                 distance = tile_column - tile_row + (start - first - offset).to(gl.float32)
                 row_sum -= gl.sum(gradient * gl.abs(distance), 1)
             g = gl.convert_layout(gradient.to(dtype), weights_layout)
@@ -175,9 +175,9 @@ def hopper_dq(
     outs = q_buffers
     if SEPARATE_OUT:
         outs = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], layout)
-    queries_ring = ring(q_buffers, 2, 1)
-    keys_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
-    values_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
+    queries_ring = make_ring(q_buffers, 2, 1)
+    keys_ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
+    values_ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
     gl.warp_specialize([
         (_consume, (
             dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,

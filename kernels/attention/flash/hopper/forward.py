@@ -20,18 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .persistent_loop import (
-    fill,
     jit,
     kernel,
     load_tile,
+    make_ring,
     next_tile,
     num_assigned_tiles,
     release,
-    ring,
     store_tile,
+    tma_load,
     wait_full,
 )
-from .score_tile import biased, far_shifts, load_slope, mask_scores, num_key_tiles, num_unmasked_tiles, row_slope_terms
+from .score_tile import add_bias, far_bias, load_slope, mask_scores, num_key_tiles, num_unmasked_tiles, row_slope_terms
 
 
 @jit
@@ -50,14 +50,14 @@ def _produce(
         num_tiles = num_key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
         for i in range(num_tiles):
             coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, group, 0]
-            fill(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
+            tma_load(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             if i == 0:
                 for w in gl.static_range(CONSUMERS):
                     mbarrier.wait(queries_ring[2].index(w), (iteration & 1) ^ 1)
                     mbarrier.expect(queries_ring[1].index(w), BLOCK_M * HEAD_DIM * 2)
                     q_coordinates = [sequence, (CONSUMERS * row + w) * BLOCK_M, head, 0]
                     load_tile(q_descriptor, q_coordinates, queries_ring[1].index(w), queries_ring[0].index(w))
-            fill(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
+            tma_load(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             step += 1
 
 
@@ -88,7 +88,7 @@ def _consume(
         distance_table = distance_pointer
         if HAS_DISTANCE:
             distance_table = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
-        far = far_shifts(distance_table, extent, scale, HAS_DISTANCE)
+        far = far_bias(distance_table, extent, scale, HAS_DISTANCE)
         slope = load_slope(slopes_pointer, pair % heads, scale, HAS_SLOPE)
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_layout)
         total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
@@ -101,7 +101,7 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=[pending])
         release(keys_ring, step, STAGES)
         start = (num_tiles - 1) * BLOCK_N
-        s, shift = biased(
+        s, shift = add_bias(
             s, distance_table, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
         )
         s = mask_scores(s, start, first, offset, keys, CAUSAL)
@@ -123,7 +123,7 @@ def _consume(
             s = warpgroup_mma_wait(1, deps=[pending])
             release(keys_ring, step, STAGES)
             start = (num_tiles - 1 - i) * BLOCK_N
-            s, shift = biased(
+            s, shift = add_bias(
                 s, distance_table, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
             )
             if num_tiles - 1 - i >= unmasked:
@@ -186,9 +186,13 @@ def hopper_forward(
     outs = q_buffers
     if SEPARATE_OUT:
         outs = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, BLOCK_M, 1, HEAD_DIM], layout)
-    queries_ring = ring(q_buffers, CONSUMERS, 1)
-    keys_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, CONSUMERS)
-    values_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, CONSUMERS)
+    queries_ring = make_ring(q_buffers, CONSUMERS, 1)
+    keys_ring = make_ring(
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, CONSUMERS
+    )
+    values_ring = make_ring(
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, CONSUMERS
+    )
     if CONSUMERS == 3:
         gl.warp_specialize([
             (_consume, (

@@ -14,7 +14,7 @@ from ....launch import INTERPRETED
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 
 
-class Tiles(TensorDescriptor):
+class TileDescriptor(TensorDescriptor):
     """TMA descriptor of a strided tensor's tiles; skips the checks of the base class at construction."""
 
     def __post_init__(self) -> None:
@@ -34,7 +34,9 @@ def _parameters(kernel: Any) -> tuple[list[str], list[str]]:
     return names, [parameter.name for parameter in kernel.params if parameter.is_constexpr]
 
 
-def launch(kernel: Any, programs: int, dtype: torch.dtype, device: torch.device, arguments: dict[str, Any]) -> None:
+def launch_kernel(
+    kernel: Any, programs: int, dtype: torch.dtype, device: torch.device, arguments: dict[str, Any]
+) -> None:
     """Launch a `schedule.kernel`, with one warp group per role, or a plain Triton kernel with four warps.
 
     A variant is compiled per constexpr values, device and dtype, which determines the dtypes of all tensors. Other
@@ -48,7 +50,7 @@ def launch(kernel: Any, programs: int, dtype: torch.dtype, device: torch.device,
     values = [arguments[name] for name in names]
     compiled = _COMPILED.get(key)
     if compiled is None:
-        values = [value.checked() if isinstance(value, Tiles) else value for value in values]
+        values = [value.checked() if isinstance(value, TileDescriptor) else value for value in values]
         _COMPILED[key] = kernel[(programs,)](*values, num_warps=4)
     else:
         compiled[(programs, 1, 1)](*values)

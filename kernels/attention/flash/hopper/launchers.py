@@ -7,17 +7,17 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ..kernel_arguments import Problem, on_device
+from ..kernel_arguments import FlashAttentionParams, device_guard
 from ..portable.forward import allocate_outputs
 from .delta import compute_delta_and_lse_base_2
 from .distance_bias import distance_table, num_bands
 from .dkdv import hopper_dkdv
 from .dq import hopper_dq
 from .forward import hopper_forward
-from .launch_cache import Tiles, launch
+from .launch_cache import TileDescriptor, launch_kernel
 from .lse_forward import hopper_lse
 from .supported_calls import make_tma_compatible
-from .tile_scheduler import tile_order, together
+from .tile_scheduler import concurrent_heads, tile_order
 
 LOG2E = 1.4426950408889634
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -73,18 +73,18 @@ _DKDV_DISTANCE = _DKDV | {
 }  # diagonal sums need the shared memory of a stage
 
 
-def _row_tiles(tensor: Tensor, rows: int) -> Tiles:
+def _row_tiles(tensor: Tensor, rows: int) -> TileDescriptor:
     """Return the TMA descriptor of tiles of `rows` rows of a tensor (batch, rows, heads, head_dim)."""
     shape, strides = list(tensor.shape), list(tensor.stride())
     if 1 in shape:  # the stride of a dimension of size 1 is arbitrary, but TMA checks it
         strides = [stride if size > 1 else shape[-1] for stride, size in zip(strides, shape, strict=True)]
-    return Tiles(tensor, shape, strides, [1, rows, 1, shape[-1]], _TILE)
+    return TileDescriptor(tensor, shape, strides, [1, rows, 1, shape[-1]], _TILE)
 
 
 def _order_of_queries(q: Tensor, k: Tensor, blocks: QueryTileConfig, causal: bool) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
-    concurrent = together(heads // groups, 2 * keys * head_dim * q.element_size(), causal)
+    concurrent = concurrent_heads(heads // groups, 2 * keys * head_dim * q.element_size(), causal)
     rows = blocks.consumers * blocks.queries
     return tile_order(False, queries, keys, rows, blocks.keys, causal, batch * heads, concurrent, q.device)
 
@@ -92,17 +92,17 @@ def _order_of_queries(q: Tensor, k: Tensor, blocks: QueryTileConfig, causal: boo
 def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyTileConfig, causal: bool) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
-    concurrent = together(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
+    concurrent = concurrent_heads(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
     rows = blocks.tiles * blocks.keys
     return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, concurrent, q.device)
 
 
-def _forward_blocks(head_dim: int, keys: int, problem: Problem) -> QueryTileConfig:
+def _forward_blocks(head_dim: int, keys: int, problem: FlashAttentionParams) -> QueryTileConfig:
     frequent_bias = problem.alibi_slopes is not None or (problem.distance_bias is not None and keys < _MANY_KEYS)
     return (_FORWARD if problem.right == 0 or frequent_bias else _FORWARD_FULL)[head_dim]
 
 
-def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
+def _distance(problem: FlashAttentionParams) -> tuple[Tensor | None, int, int]:
     """Return table, reach and extent of the distance bias, see `distance_table`."""
     if problem.distance_bias is None:
         return None, 0, 0
@@ -110,7 +110,7 @@ def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
     return table, problem.distance_bias.shape[1] // 2, extent
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> tuple[Tensor, Tensor]:
     """Compute the output, like `q` and contiguous, and the log-sum-exp (batch, heads, queries)."""
     q, k, v = (make_tma_compatible(tensor) for tensor in (q, k, v))
     out, lse = allocate_outputs(q, problem)
@@ -120,8 +120,8 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     blocks = _forward_blocks(head_dim, keys, problem)
     order = _order_of_queries(q, k, blocks, causal)
     table, reach, extent = _distance(problem)
-    with on_device(q):
-        launch(hopper_forward, len(order), q.dtype, q.device, dict(
+    with device_guard(q):
+        launch_kernel(hopper_forward, len(order), q.dtype, q.device, dict(
             q_descriptor=_row_tiles(q, blocks.queries),
             k_descriptor=_row_tiles(k, blocks.keys),
             v_descriptor=_row_tiles(v, blocks.keys),
@@ -156,8 +156,8 @@ def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: 
     keys, groups = k.shape[1:3]
     blocks = _LSE[head_dim]
     order = _order_of_queries(q, k, blocks, shift == keys - queries)
-    with on_device(q):
-        launch(hopper_lse, len(order), q.dtype, q.device, dict(
+    with device_guard(q):
+        launch_kernel(hopper_lse, len(order), q.dtype, q.device, dict(
             q_descriptor=_row_tiles(q, blocks.queries),
             k_descriptor=_row_tiles(k, blocks.keys),
             lse_pointer=lse,
@@ -194,7 +194,7 @@ class HopperBackwardInputs(NamedTuple):
 
 def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
-    problem: Problem,
+    problem: FlashAttentionParams,
 ) -> HopperBackwardInputs:  # fmt: skip
     """Compute the inputs of both backward kernels."""
     q, k, v, out_gradient = (make_tma_compatible(tensor) for tensor in (q, k, v, out_gradient))
@@ -203,7 +203,7 @@ def prepare_backward(
 
 
 def launch_dq(
-    saved: HopperBackwardInputs, problem: Problem, *, far_sums: bool = False, slope_sums: bool = False
+    saved: HopperBackwardInputs, problem: FlashAttentionParams, *, far_sums: bool = False, slope_sums: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient of q, contiguous, and with `far_sums` or `slope_sums` the row sums of `hopper_dq`."""
     q, k = saved.q, saved.k
@@ -214,8 +214,8 @@ def launch_dq(
     order = _order_of_queries(q, k, blocks, causal)
     gradient = q.new_empty(q.shape)
     row_sums = saved.lse.new_empty(batch, heads, queries) if far_sums or slope_sums else None
-    with on_device(q):
-        launch(hopper_dq, len(order), q.dtype, q.device, dict(
+    with device_guard(q):
+        launch_kernel(hopper_dq, len(order), q.dtype, q.device, dict(
             q_descriptor=_row_tiles(q, blocks.queries),
             k_descriptor=_row_tiles(k, blocks.keys),
             v_descriptor=_row_tiles(saved.v, blocks.keys),
@@ -250,7 +250,7 @@ def launch_dq(
 
 
 def launch_dkdv(
-    saved: HopperBackwardInputs, problem: Problem, *, diagonals: bool
+    saved: HopperBackwardInputs, problem: FlashAttentionParams, *, diagonals: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the gradients of k and v, contiguous; with `diagonals` also the sums of `store_diagonals`."""
     q, k = saved.q, saved.k
@@ -263,11 +263,11 @@ def launch_dkdv(
     bands, key_blocks = num_bands(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
     sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
     row_descriptors = {
-        name: Tiles(rows, [batch * heads, queries], [rows.shape[2], 1], [1, blocks.queries], _ROW)
+        name: TileDescriptor(rows, [batch * heads, queries], [rows.shape[2], 1], [1, blocks.queries], _ROW)
         for name, rows in (("lse_descriptor", saved.lse), ("delta_descriptor", saved.delta))
     }
-    with on_device(q):
-        launch(hopper_dkdv, len(order), q.dtype, q.device, dict(
+    with device_guard(q):
+        launch_kernel(hopper_dkdv, len(order), q.dtype, q.device, dict(
             q_descriptor=_row_tiles(q, blocks.queries),
             k_descriptor=_row_tiles(k, blocks.keys),
             v_descriptor=_row_tiles(saved.v, blocks.keys),

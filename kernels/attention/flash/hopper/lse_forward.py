@@ -12,7 +12,17 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .persistent_loop import fill, jit, kernel, load_tile, next_tile, num_assigned_tiles, release, ring, wait_full
+from .persistent_loop import (
+    jit,
+    kernel,
+    load_tile,
+    make_ring,
+    next_tile,
+    num_assigned_tiles,
+    release,
+    tma_load,
+    wait_full,
+)
 from .score_tile import mask_scores, num_key_tiles, num_unmasked_tiles
 
 
@@ -35,7 +45,7 @@ def _produce(
             load_tile(q_descriptor, coordinates, queries_ring[1].index(w), queries_ring[0].index(w))
         for i in range(num_tiles):
             coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, head // heads_per_group, 0]
-            fill(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
+            tma_load(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             step += 1
 
 
@@ -101,8 +111,8 @@ def hopper_lse(
     """
     dtype: gl.constexpr = q_descriptor.dtype
     layout: gl.constexpr = q_descriptor.layout
-    queries_ring = ring(gl.allocate_shared_memory(dtype, [3, 1, BLOCK_M, 1, HEAD_DIM], layout), 3, 1)
-    keys_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 3)
+    queries_ring = make_ring(gl.allocate_shared_memory(dtype, [3, 1, BLOCK_M, 1, HEAD_DIM], layout), 3, 1)
+    keys_ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 3)
     gl.warp_specialize([
         (_consume, (
             lse_pointer, queries_ring, keys_ring, order_pointer, order_width, queries, offset, keys, scale,

@@ -40,7 +40,7 @@ def next_tile(order, width, turn):
 
 
 @jit
-def ring(buffers, STAGES: gl.constexpr, READERS: gl.constexpr):
+def make_ring(buffers, STAGES: gl.constexpr, READERS: gl.constexpr):
     """Return a ring buffer of STAGES tiles with its barriers: (buffers, full, free)."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
@@ -52,7 +52,7 @@ def ring(buffers, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @jit
-def fill(tiles, step, descriptor, coordinates, BYTES: gl.constexpr, STAGES: gl.constexpr):
+def tma_load(tiles, step, descriptor, coordinates, BYTES: gl.constexpr, STAGES: gl.constexpr):
     """Producer: wait until the stage of `step` is free, then start loading a tile into it."""
     buffers, full, free = tiles
     stage = step % STAGES

@@ -47,7 +47,7 @@ def mask_scores(s, start, first, offset, keys, CAUSAL: gl.constexpr):
 
 
 @jit
-def far_shifts(distance_table, extent, scale, HAS_DISTANCE: gl.constexpr):
+def far_bias(distance_table, extent, scale, HAS_DISTANCE: gl.constexpr):
     """Return the bias of exponents at distances <= -reach, and >= reach."""
     low = 0.0
     high = 0.0
@@ -86,7 +86,7 @@ def load_slope(slopes_pointer, head, scale, HAS_SLOPE: gl.constexpr):
 
 
 @jit
-def places(tile):
+def tile_coordinates(tile):
     """Return the row and column indices of a tile, fp32, (rows, 1) and (1, columns)."""
     layout: gl.constexpr = tile.type.layout
     row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)).to(gl.float32)
@@ -104,7 +104,7 @@ def row_slope_terms(rows, slope, scale, CAUSAL: gl.constexpr, HAS_SLOPE: gl.cons
 
 
 @jit
-def biased(
+def add_bias(
     s, distance_table, far, slope, start, first, offset, reach, scale,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def biased(
             shift = 0.0
             s = add_distance_bias(s, distance_table + 2 * (start - first - offset), 1)
     if HAS_SLOPE:
-        row, column = places(s)
+        row, column = tile_coordinates(s)
         gap = (start - first - offset).to(gl.float32)
         if CAUSAL:
             s = s + slope * column

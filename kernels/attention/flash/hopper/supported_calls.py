@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....launch import INTERPRETED
-from ..kernel_arguments import Problem
+from ..kernel_arguments import FlashAttentionParams
 
 HEAD_DIMS = (64, 128, 256)
 # the diagonal sums of a tile of keys have 2 reach / 64 bands; for a larger reach they are not small compared to K and V
@@ -56,7 +56,7 @@ def supports_scores(q: Tensor, k: Tensor, scale: float) -> bool:
     return _has_gluon() and _is_hopper(q.device)
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> bool:
     """Return True if the Hopper kernels support this call, forward and backward."""
     if problem.packed or problem.left >= 0 or problem.right > 0:
         return False

@@ -26,7 +26,7 @@ def query_tiles_per_key_tile(queries: int, keys: int, rows: int, columns: int, c
     return [max(0, -(-queries // columns) - first) for first in firsts]
 
 
-def balanced(visits: list[int], pairs: int, together: int, programs: int) -> list[list[int]]:
+def balance_tiles(visits: list[int], pairs: int, together: int, programs: int) -> list[list[int]]:
     """Assign tiles to programs: [count, tile, pair, tile, pair, ...] for each, in execution order.
 
     Greedy: the longest tiles of each `together` pairs first, each to the least loaded program.
@@ -58,12 +58,12 @@ def tile_order(
     """Return `balanced` for a shape as an int32 tensor on the device: a row per program, at most one per SM."""
     visits = (query_tiles_per_key_tile if by_keys else key_tiles_per_query_tile)(queries, keys, rows, columns, causal)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    lists = balanced(visits, pairs, together, min(len(visits) * pairs, processors))
+    lists = balance_tiles(visits, pairs, together, min(len(visits) * pairs, processors))
     width = max(len(entries) for entries in lists)
     table = torch.tensor([entries + [0] * (width - len(entries)) for entries in lists], dtype=torch.int32)
     return table.to(device)  # synchronizes, once per shape, since later calls may use the table on other streams
 
 
-def together(heads: int, bytes_per_head: int, causal: bool) -> int:
+def concurrent_heads(heads: int, bytes_per_head: int, causal: bool) -> int:
     """Return how many heads to process concurrently: several if causal, to balance tiles of different length."""
     return heads * max(1, L2_BUDGET_BYTES // bytes_per_head) if causal else 1

@@ -17,14 +17,14 @@ from torch import Tensor
 from ....interpreter_rounding import rounded
 from ....launch import jit, next_power_of_2, tl
 from ..kernel_arguments import (
-    Problem,
+    FlashAttentionParams,
     accumulator_dtype,
     common_kernel_arguments,
-    on_device,
-    options_of,
-    programs,
+    device_guard,
+    launch_options,
+    programs_per_head,
     select_config,
-    strides,
+    stride_arguments,
     tile_list,
     with_contiguous_rows,
 )
@@ -38,7 +38,7 @@ from .tile import (
     load_rows,
     packed_bounds,
     per_row_offset,
-    row_start,
+    row_pointer,
     score_exponents,
     score_gradients,
     section_bounds,
@@ -64,8 +64,8 @@ def delta_kernel(
     sequence, head, first = dense_tile(tl.program_id(0), rows, heads, BLOCK_M, False)
     row = first + tl.arange(0, BLOCK_M)
     inside = row < rows
-    out_rows = row_start(out_pointer, sequence, head, 0, stride_ob, stride_os, stride_oh)
-    gradient_rows = row_start(out_gradient_pointer, sequence, head, 0, stride_dob, stride_dos, stride_doh)
+    out_rows = row_pointer(out_pointer, sequence, head, 0, stride_ob, stride_os, stride_oh)
+    gradient_rows = row_pointer(out_gradient_pointer, sequence, head, 0, stride_dob, stride_dos, stride_doh)
     out = load_rows(out_rows, first, stride_os, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     gradient = load_rows(gradient_rows, first, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     delta = tl.sum(out.to(ACCUMULATE) * gradient.to(ACCUMULATE), 1)
@@ -118,10 +118,10 @@ def dq_kernel(
         query = first + tl.arange(0, BLOCK_M)
         inside = query < queries
         group = head // heads_per_group
-        k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
-        v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
-        q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
-        do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
+        k_rows = row_pointer(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
+        v_rows = row_pointer(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
+        q_rows = row_pointer(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
+        do_rows = row_pointer(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
         row = per_row_offset(sequence, head, start_q, heads, rows, PACKED) + query
         q = load_rows(q_rows, first, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         out_gradient = load_rows(do_rows, first, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
@@ -134,7 +134,7 @@ def dq_kernel(
         bias_base, padding_base, distance_base = bias_pointer, padding_pointer, distance_pointer
         far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
         if HAS_BIAS:
-            bias_base = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+            bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
         if HAS_PADDING:
             padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
         if HAS_DISTANCE:
@@ -197,7 +197,7 @@ def dq_kernel(
                         distances = absolute_distances(query[:, None], key[None, :], offset, gradient)
                         slope_gradient -= tl.sum(gradient * distances, 1)
 
-        dq_rows = row_start(q_gradient_pointer, sequence, head, start_q, stride_dqb, stride_dqs, stride_dqh)
+        dq_rows = row_pointer(q_gradient_pointer, sequence, head, start_q, stride_dqb, stride_dqs, stride_dqh)
         store_rows(dq_rows, first, stride_dqs, inside, accumulator * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
         if FAR_SUMS:
             tl.store(far_pointer + row, low_sum, mask=inside)
@@ -252,8 +252,8 @@ def dkdv_kernel(
         if HAS_PADDING:
             padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
         key_mask = valid_keys(padding_base, key, keys, first_seen, True, HAS_PADDING)
-        k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
-        v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
+        k_rows = row_pointer(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
+        v_rows = row_pointer(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
         k = load_rows(k_rows, first, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
         v = load_rows(v_rows, first, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
         k_gradient = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATE)
@@ -263,13 +263,13 @@ def dkdv_kernel(
             first - offset, last - offset, queries, right, left, reach, BLOCK_M, HAS_RIGHT, HAS_LEFT, HAS_DISTANCE
         )
         for head in range(group * HEADS_PER_GROUP, (group + 1) * HEADS_PER_GROUP):
-            q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
-            do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
+            q_rows = row_pointer(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
+            do_rows = row_pointer(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
             row_offset = per_row_offset(sequence, head, start_q, heads, rows, PACKED)
             bias_base, distance_base = bias_pointer, distance_pointer
             far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
             if HAS_BIAS:
-                bias_base = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+                bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
             if HAS_DISTANCE:
                 distance_base = distance_pointer + head * (2 * reach + 1)
                 far_low, far_high = tl.load(distance_base), tl.load(distance_base + 2 * reach)
@@ -308,8 +308,8 @@ def dkdv_kernel(
                         v_gradient = dot(rounded(dropped, q.dtype), out_gradient, v_gradient, PRECISION)
                         k_gradient = dot(rounded(before_cap, q.dtype), q, k_gradient, PRECISION)
 
-        dk_rows = row_start(k_gradient_pointer, sequence, group, start_k, stride_dkb, stride_dks, stride_dkh)
-        dv_rows = row_start(v_gradient_pointer, sequence, group, start_k, stride_dvb, stride_dvs, stride_dvh)
+        dk_rows = row_pointer(k_gradient_pointer, sequence, group, start_k, stride_dkb, stride_dks, stride_dkh)
+        dv_rows = row_pointer(v_gradient_pointer, sequence, group, start_k, stride_dvb, stride_dvs, stride_dvh)
         # masked keys were loaded as zero rows, whose sums with real gradients are not zero and must be discarded
         k_gradient = tl.where(key_mask[:, None], k_gradient * scale, 0.0)
         v_gradient = tl.where(key_mask[:, None], v_gradient, 0.0)
@@ -317,7 +317,7 @@ def dkdv_kernel(
         store_rows(dv_rows, first, stride_dvs, key < keys, v_gradient, HEAD_DIM, BLOCK_N, BLOCK_D)
 
 
-class Saved(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Inputs of the backward kernels.
 
     `lse` and `delta` have the shape of the log-sum-exp of `launch_forward`; `out_gradient` is like `q`.
@@ -330,11 +330,11 @@ class Saved(NamedTuple):
     lse: Tensor
     delta: Tensor
 
-    def arguments(self, problem: Problem) -> dict[str, object]:
+    def kernel_arguments(self, problem: FlashAttentionParams) -> dict[str, object]:
         """Return the keyword arguments common to all kernels that recompute scores."""
         return {
             **common_kernel_arguments(self.q, self.k, self.v, problem),
-            **strides("do", self.out_gradient),
+            **stride_arguments("do", self.out_gradient),
             "out_gradient_pointer": self.out_gradient,
             "lse_pointer": self.lse,
             "delta_pointer": self.delta,
@@ -343,7 +343,7 @@ class Saved(NamedTuple):
 
 def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
-) -> Saved:
+) -> BackwardInputs:
     """Compute delta, which includes the gradient of the log-sum-exp, since d lse / d score is the weight."""
     q, k, v, out_gradient = (
         with_contiguous_rows(q),
@@ -355,16 +355,16 @@ def prepare_backward(
     rows, heads, head_dim = out.shape[-3:]
     batch = out.shape[0] if out.ndim == 4 else 1
     if not lse.numel():
-        return Saved(q, k, v, out_gradient, lse, delta)
-    with on_device(out):
+        return BackwardInputs(q, k, v, out_gradient, lse, delta)
+    with device_guard(out):
         delta_kernel[(-(-rows // DELTA_BLOCK) * heads * batch,)](
             out,
             out_gradient,
             lse,
             None if lse_gradient is None else lse_gradient.contiguous(),
             delta,
-            **strides("o", out),
-            **strides("do", out_gradient),
+            **stride_arguments("o", out),
+            **stride_arguments("do", out_gradient),
             heads=heads,
             rows=rows,
             HEAD_DIM=head_dim,
@@ -374,11 +374,16 @@ def prepare_backward(
             ACCUMULATE=tl.float64 if accumulator_dtype(out.dtype) == torch.float64 else tl.float32,
             num_warps=4,
         )
-    return Saved(q, k, v, out_gradient, lse, delta)
+    return BackwardInputs(q, k, v, out_gradient, lse, delta)
 
 
 def launch_dq(
-    saved: Saved, problem: Problem, *, scores_dtype: torch.dtype | None, far_sums: bool, slope_sums: bool
+    saved: BackwardInputs,
+    problem: FlashAttentionParams,
+    *,
+    scores_dtype: torch.dtype | None,
+    far_sums: bool,
+    slope_sums: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradient of q, and optionally gradients of biases that the same kernel can accumulate.
 
@@ -396,7 +401,7 @@ def launch_dq(
     q = saved.q
     zeros = q.new_zeros if problem.packed else q.new_empty
     q_gradient = zeros(q.shape)
-    batch, heads = problem.batch(q), q.shape[-2]
+    batch, heads = problem.batch_size(q), q.shape[-2]
     scores = far = None
     if scores_dtype is not None:
         scores = q.new_zeros((batch, heads, problem.max_queries, problem.max_keys), dtype=scores_dtype)
@@ -409,12 +414,14 @@ def launch_dq(
     tiles = None
     if problem.cu_seqlens_q is not None:
         tiles = tile_list(problem.cu_seqlens_q, q.shape[-3], config.queries)
-    slots = programs(q.shape[-3], config.queries, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1)
-    with on_device(q):
+    slots = programs_per_head(
+        q.shape[-3], config.queries, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1
+    )
+    with device_guard(q):
         dq_kernel[(slots * heads,)](
-            **saved.arguments(problem),
-            **strides("dq", q_gradient),
-            **options_of(config),
+            **saved.kernel_arguments(problem),
+            **stride_arguments("dq", q_gradient),
+            **launch_options(config),
             q_gradient_pointer=q_gradient,
             tiles_pointer=tiles,
             bias_gradient_pointer=scores,
@@ -431,25 +438,27 @@ def launch_dq(
     return q_gradient, scores, far, slopes
 
 
-def launch_dkdv(saved: Saved, problem: Problem) -> tuple[Tensor, Tensor]:
+def launch_dkdv(saved: BackwardInputs, problem: FlashAttentionParams) -> tuple[Tensor, Tensor]:
     """Compute the gradients of k and v, like k and v."""
     q, k, v = saved.q, saved.k, saved.v
     zeros = k.new_zeros if problem.packed else k.new_empty
     k_gradient, v_gradient = zeros(k.shape), zeros(v.shape)
-    batch, heads, groups = problem.batch(q), q.shape[-2], k.shape[-2]
+    batch, heads, groups = problem.batch_size(q), q.shape[-2], k.shape[-2]
     if not (batch and k.shape[-3]):
         return k_gradient, v_gradient
     config = select_config("dkdv", q, problem)
     tiles = None
     if problem.cu_seqlens_k is not None:
         tiles = tile_list(problem.cu_seqlens_k, k.shape[-3], config.keys)
-    slots = programs(k.shape[-3], config.keys, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1)
-    with on_device(q):
+    slots = programs_per_head(
+        k.shape[-3], config.keys, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1
+    )
+    with device_guard(q):
         dkdv_kernel[(slots * groups,)](
-            **saved.arguments(problem),
-            **strides("dk", k_gradient),
-            **strides("dv", v_gradient),
-            **options_of(config),
+            **saved.kernel_arguments(problem),
+            **stride_arguments("dk", k_gradient),
+            **stride_arguments("dv", v_gradient),
+            **launch_options(config),
             k_gradient_pointer=k_gradient,
             v_gradient_pointer=v_gradient,
             tiles_pointer=tiles,

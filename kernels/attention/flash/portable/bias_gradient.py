@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....launch import jit, tl
-from ..kernel_arguments import Problem, on_device, options_of, select_config, tile_list
-from .backward import Saved
+from ..kernel_arguments import FlashAttentionParams, device_guard, launch_options, select_config, tile_list
+from .backward import BackwardInputs
 from .tile import (
     LOG2E,
     dense_tile,
@@ -24,7 +24,7 @@ from .tile import (
     load_rows,
     packed_bounds,
     per_row_offset,
-    row_start,
+    row_pointer,
     score_exponents,
     score_gradients,
     valid_keys,
@@ -59,7 +59,7 @@ def tile_score_gradient(
     bias_base, padding_base, distance_base = bias_pointer, padding_pointer, distance_pointer
     alibi_slope, seed, counter = 0.0, 0, 0
     if HAS_BIAS:
-        bias_base = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+        bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
     if HAS_PADDING:
         padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
     if HAS_DISTANCE:
@@ -71,10 +71,10 @@ def tile_score_gradient(
         counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
     key_mask = valid_keys(padding_base, key, keys, first_seen, True, HAS_PADDING)
     group = head // heads_per_group
-    q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
-    do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
-    k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
-    v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
+    q_rows = row_pointer(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
+    do_rows = row_pointer(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
+    k_rows = row_pointer(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
+    v_rows = row_pointer(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
     row = per_row_offset(sequence, head, start_q, heads, rows, PACKED) + query
     q = load_rows(q_rows, first_query, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     k = load_rows(k_rows, first_key, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
@@ -223,7 +223,7 @@ def distance_gradient_kernel(
     tl.store(pointers + BLOCK_N, upper)
 
 
-def launch_bias_gradient(saved: Saved, problem: Problem) -> Tensor:
+def launch_bias_gradient(saved: BackwardInputs, problem: FlashAttentionParams) -> Tensor:
     """Compute the gradient of a dense bias that is broadcast over some dimension, fp32 or fp64, like the bias."""
     q, bias = saved.q, problem.bias
     assert bias is not None
@@ -237,10 +237,10 @@ def launch_bias_gradient(saved: Saved, problem: Problem) -> Tensor:
     partial_shape = (*shape[:2], tiles_m if sum_queries else queries, tiles_n if sum_keys else keys)
     partial = saved.lse.new_zeros(partial_shape)
     if partial.numel() and batch:
-        with on_device(q):
+        with device_guard(q):
             bias_gradient_kernel[(tiles_m * tiles_n * shape[0] * shape[1],)](
-                **saved.arguments(problem),
-                **options_of(config),
+                **saved.kernel_arguments(problem),
+                **launch_options(config),
                 partial_pointer=partial,
                 batch=batch,
                 heads_per_group=heads // saved.k.shape[-2],
@@ -258,7 +258,7 @@ def launch_bias_gradient(saved: Saved, problem: Problem) -> Tensor:
     return partial.reshape(bias.shape)
 
 
-def launch_distance_gradient(saved: Saved, problem: Problem, far: Tensor) -> Tensor:
+def launch_distance_gradient(saved: BackwardInputs, problem: FlashAttentionParams, far: Tensor) -> Tensor:
     """Compute the gradient of `distance_bias`, (heads, 2 reach + 1), fp32 or fp64; `far` is from `launch_dq`."""
     q, distance_bias = saved.q, problem.distance_bias
     assert distance_bias is not None
@@ -268,7 +268,7 @@ def launch_distance_gradient(saved: Saved, problem: Problem, far: Tensor) -> Ten
     # range of the distances that occur in the call, without the two clipped ends
     nearest = max(1 - reach, 1 - problem.max_keys, *([-problem.left] if problem.left >= 0 else []))
     farthest = min(reach - 1, problem.max_queries - 1, *([problem.right] if problem.right >= 0 else []))
-    batch, rows = problem.batch(q), q.shape[-3]
+    batch, rows = problem.batch_size(q), q.shape[-3]
     if nearest <= farthest and batch and rows:
         config = select_config("distance_gradient", q, problem)
         block = config.keys
@@ -278,10 +278,10 @@ def launch_distance_gradient(saved: Saved, problem: Problem, far: Tensor) -> Ten
         bound = -(-rows // block) * (batch if tiles is None else 1)
         splits = max(1, min(bound, TARGET_PROGRAMS // (diagonals * heads)))
         partial = low.new_empty(splits, heads, diagonals, 2, block)
-        with on_device(q):
+        with device_guard(q):
             distance_gradient_kernel[(splits * heads * diagonals,)](
-                **saved.arguments(problem),
-                **options_of(config),
+                **saved.kernel_arguments(problem),
+                **launch_options(config),
                 partial_pointer=partial,
                 tiles_pointer=tiles,
                 batch=batch,

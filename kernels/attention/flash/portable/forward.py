@@ -10,14 +10,14 @@ from torch import Tensor
 from ....interpreter_rounding import rounded
 from ....launch import jit, tl
 from ..kernel_arguments import (
-    Problem,
+    FlashAttentionParams,
     accumulator_dtype,
     common_kernel_arguments,
-    on_device,
-    options_of,
-    programs,
+    device_guard,
+    launch_options,
+    programs_per_head,
     select_config,
-    strides,
+    stride_arguments,
     tile_list,
     with_contiguous_rows,
 )
@@ -30,7 +30,7 @@ from .tile import (
     load_rows,
     packed_bounds,
     per_row_offset,
-    row_start,
+    row_pointer,
     score_exponents,
     section_bounds,
     store_rows,
@@ -78,9 +78,9 @@ def forward_kernel(
         offset = keys - queries
         query = first + tl.arange(0, BLOCK_M)
         group = head // heads_per_group
-        k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
-        v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
-        q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
+        k_rows = row_pointer(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
+        v_rows = row_pointer(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
+        q_rows = row_pointer(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
         q = load_rows(q_rows, first, stride_qs, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
 
         first_seen = 0
@@ -89,7 +89,7 @@ def forward_kernel(
         bias_base, padding_base, distance_base = bias_pointer, padding_pointer, distance_pointer
         far_low, far_high, alibi_slope = 0.0, 0.0, 0.0
         if HAS_BIAS:
-            bias_base = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+            bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
         if HAS_PADDING:
             padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
         if HAS_DISTANCE:
@@ -142,29 +142,31 @@ def forward_kernel(
         empty = total == 0.0
         accumulator = accumulator * (keep_scale / tl.where(empty, 1.0, total))[:, None]
         lse = tl.where(empty, float("-inf"), (maximum + tl.log2(tl.where(empty, 1.0, total))) * LN2)
-        out_rows = row_start(out_pointer, sequence, head, start_q, stride_ob, stride_os, stride_oh)
+        out_rows = row_pointer(out_pointer, sequence, head, start_q, stride_ob, stride_os, stride_oh)
         store_rows(out_rows, first, stride_os, query < queries, accumulator, HEAD_DIM, BLOCK_M, BLOCK_D)
         lse_row = lse_pointer + per_row_offset(sequence, head, start_q, heads, rows, PACKED) + query
         tl.store(lse_row, lse, mask=query < queries)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> tuple[Tensor, Tensor]:
     """Compute the output, like `q`, and the log-sum-exp, (batch, heads, queries) or packed (heads, rows)."""
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     out, lse = allocate_outputs(q, problem)
-    batch, heads = problem.batch(q), q.shape[-2]
+    batch, heads = problem.batch_size(q), q.shape[-2]
     if not (batch and q.shape[-3]):
         return out, lse
     config = select_config("forward", q, problem)
     tiles = None
     if problem.cu_seqlens_q is not None:
         tiles = tile_list(problem.cu_seqlens_q, q.shape[-3], config.queries)
-    slots = programs(q.shape[-3], config.queries, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1)
-    with on_device(q):
+    slots = programs_per_head(
+        q.shape[-3], config.queries, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1
+    )
+    with device_guard(q):
         forward_kernel[(slots * heads,)](
             **common_kernel_arguments(q, k, v, problem),
-            **strides("o", out),
-            **options_of(config),
+            **stride_arguments("o", out),
+            **launch_options(config),
             out_pointer=out,
             lse_pointer=lse,
             tiles_pointer=tiles,
@@ -173,7 +175,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     return out, lse
 
 
-def allocate_outputs(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def allocate_outputs(q: Tensor, problem: FlashAttentionParams) -> tuple[Tensor, Tensor]:
     """Allocate output and log-sum-exp; if packed, initialized to 0 and -inf for rows outside of all sequences."""
     shape = (q.shape[-2], q.shape[0]) if problem.packed else (q.shape[0], q.shape[2], q.shape[1])
     lse_dtype = accumulator_dtype(q.dtype)

@@ -63,7 +63,7 @@ def packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence):
 
 
 @jit
-def row_start(pointer, sequence, head, start, stride_b, stride_s, stride_h):
+def row_pointer(pointer, sequence, head, start, stride_b, stride_s, stride_h):
     """Return the pointer to the first row of a sequence and head; `start` is its first row if packed, else 0."""
     offset = tl.cast(sequence, tl.int64) * stride_b + tl.cast(start, tl.int64) * stride_s
     return pointer + offset + tl.cast(head, tl.int64) * stride_h

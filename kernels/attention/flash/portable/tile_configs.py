@@ -8,7 +8,7 @@ import torch
 
 from ....launch import INTERPRETED, next_power_of_2
 
-Kind = Literal["forward", "dq", "dkdv", "bias_gradient", "distance_gradient"]
+KernelKind = Literal["forward", "dq", "dkdv", "bias_gradient", "distance_gradient"]
 
 
 class TileConfig(NamedTuple):
@@ -27,7 +27,7 @@ _Table = dict[int, TileConfig]
 _INTERPRETER = TileConfig(32, 32, 4, 1)
 
 # data center GPUs, Ampere to Blackwell: at least 163 KB of shared memory per program
-_LARGE: dict[Kind, _Table] = {
+_LARGE: dict[KernelKind, _Table] = {
     "forward": {
         16: TileConfig(128, 64, 8, 3),
         32: TileConfig(128, 64, 8, 3),
@@ -52,7 +52,7 @@ _LARGE: dict[Kind, _Table] = {
 }
 
 # GPUs with 99 KB: sm_86, sm_89, sm_120
-_SMALL: dict[Kind, _Table] = {
+_SMALL: dict[KernelKind, _Table] = {
     "forward": _LARGE["forward"] | {128: TileConfig(128, 32, 8, 2), 256: TileConfig(64, 32, 8, 1)},
     "dq": {
         16: TileConfig(64, 64, 8, 2),
@@ -82,7 +82,7 @@ _GRADIENTS: _Table = {
 
 
 def tile_config(
-    kind: Kind, head_dim: int, dtype: torch.dtype, capability: int | None, *, dense_bias: bool = False
+    kind: KernelKind, head_dim: int, dtype: torch.dtype, capability: int | None, *, dense_bias: bool = False
 ) -> TileConfig:
     """Return the launch configuration of a kernel.
 
