@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import interpreter_speedups
 import pytest
-import quick_interpreter
-from forks import Forks
+from fork_server import Forks
 from hypothesis import settings
 
 # the same examples every time: a test that fails once in a hundred runs is noise to whoever is working on another part
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))
     if "triton.runtime.interpreter" in sys.modules:
-        quick_interpreter.install()
+        interpreter_speedups.install()
 
 
 def _leave_out_all_but_some(items: list[pytest.Item]) -> None:
@@ -107,7 +107,7 @@ def compilers() -> Iterator[Forks]:
 @pytest.fixture
 def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """What builds and runs tiny configurations."""
-    from key_lab import Lab
+    from config_harness import Lab
 
     return Lab(tmp_path, capsys, monkeypatch)
 
@@ -132,7 +132,7 @@ def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps, from the third on, that ran without a wait for the device: a wait ends the run with an error."""
-    from device_waits import waits_forbidden
+    from cuda_sync import waits_forbidden
 
     from stoker.trainer.data.dataloader import GlobalBatch
     from stoker.trainer.lightning.lightning_module import LanguageModule

@@ -1,0 +1,230 @@
+"""Runs of several ranks on gloo, for tests: the ranks of every run are forked from a process that has imported torch.
+
+`RankRuns` is the side of the tests; what is below it trains. Every rank leaves a record of the samples it took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from fork_server import Forks
+from safetensors import safe_open
+from tiny_run import tiny_config
+from torch import Tensor
+
+SECONDS = 120
+"""After which the ranks of a run are given up."""
+EXACT: dict[str, Any] = {
+    "trainer__precision": "64",
+    "trainer__max_steps": 3,
+    "trainer__val_check_interval": 3,
+    "trainer__log_every_n_steps": 1,
+    "trainer__limit_val_batches": 0.0137,
+    "trainer__gradient_clip_val": 0.05,
+    "model__num_layers": 2,
+    "model__global_batch_size": 24,
+    "exp_manager__checkpoint_callback_params": {"save_top_k": -1},
+}
+"""fp64, with dropout, accumulation, and a clip below every gradient norm: 12 micro batches for 1, 2, 3, 4 or 6 ranks.
+
+A validation takes 7 micro batches, which no number of ranks shares evenly."""
+
+
+class RankRuns:
+    """Starts runs of any number of ranks, one after the other.
+
+    Args:
+        folder: each run gets a directory of its own in it.
+        forks: starts the processes.
+    """
+
+    def __init__(self, folder: Path, forks: Forks) -> None:
+        self.folder = folder
+        self._forks = forks
+
+    def run(self, name: str, ranks: int = 1, **changes: Any) -> Path:
+        """Train, and give the run directory.
+
+        Args:
+            name: of the run; the second of a name is the first.
+            ranks: how many.
+            changes: of `EXACT`, as `tiny_run.tiny_document` takes them; `offloads` pretends that a CPU can offload,
+                `late` that it runs behind the host, and `told` is a rank and a step in which that gets a SIGTERM.
+        """
+        directory = self.folder / name
+        if not directory.exists():
+            codes = self._forks.call("distributed_runs", "train", str(directory), ranks, EXACT | changes)
+            assert not any(codes), f"{name}: exit codes by rank {codes}"
+        return directory
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    """What each rank of a run wrote down, by rank."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
+
+
+def samples_by_step(directory: Path) -> list[list[list[int]]]:
+    """Check sums of the samples of every step: micro batches in their order, whichever rank took them."""
+    steps: list[dict[str, list[int]]] = [{} for _ in records(directory)[0]["steps"]]
+    for record in records(directory):
+        for step, parts in zip(steps, record["steps"], strict=True):
+            assert not step.keys() & parts.keys(), "two ranks took the same micro batch"
+            step |= parts
+    return [[step[str(number)] for number in range(len(step))] for step in steps]
+
+
+def tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
+    """The whole tensors of one kind of file of a checkpoint, put together from the rows each file says it holds."""
+    whole: dict[str, Tensor] = {}
+    filled: dict[str, int] = {}
+    paths = sorted(checkpoint.glob(f"{kind}[-.]*safetensors"))
+    assert paths, f"no {kind} in {checkpoint}"
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            rows = json.loads((file.metadata() or {}).get("rows", "{}"))
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_tensor(name)
+                if part.ndim == 0:
+                    part = part[None]
+                start, count = rows.get(name, (0, len(part)))
+                whole.setdefault(name, part.new_full((count, *part.shape[1:]), float("nan")))
+                whole[name][start : start + len(part)] = part
+                filled[name] = filled.get(name, 0) + len(part)
+    assert {name: len(tensor) for name, tensor in whole.items()} == filled
+    return whole
+
+
+def difference(checkpoint: Path, other: Path, kind: str) -> float:
+    """The largest difference between two checkpoints: norm of the difference over the norm, of any tensor."""
+    mine, theirs = tensors(checkpoint, kind), tensors(other, kind)
+    assert mine.keys() == theirs.keys()
+    return max(
+        ((theirs[name] - tensor).norm() / tensor.norm().clamp(min=1e-30)).item() for name, tensor in mine.items()
+    )
+
+
+# ---------------------------------------------------------------- fork, meet, train
+
+
+class Uneven:
+    """Samples of which few labels count, so that ranks have very different numbers of targets, in one step even none.
+
+    Of sample i the labels from (i * i) % (s + 1) on do not count; of samples 24 to 47, the second step of `EXACT`, only
+    every other pair has any.
+    """
+
+    def __init__(self, samples: Any) -> None:
+        self._all = samples
+        self.samples = samples.samples
+        self.sequence_length = samples.sequence_length
+
+    def batch(self, first: int, count: int) -> Any:
+        from stoker.trainer.data.dataloader import fields_of
+
+        fields = fields_of(self._all.batch(first, count))
+        labels = fields["labels"].clone()
+        for row, position in enumerate(range(first, first + count)):
+            empty = 24 <= position < 48 and position % 4 > 1
+            labels[row, 0 if empty else position * position % (labels.shape[1] + 1) :] = -100
+        return {**fields, "labels": labels}
+
+
+def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from stoker.trainer import train as run
+    from stoker.trainer.callbacks import expert_load, train_loop
+    from stoker.trainer.lightning.lightning_module import LanguageModule
+
+    build_data, training_step = run.build_data, LanguageModule.training_step
+    module_class: Any = LanguageModule
+    steps: list[dict[int, list[int]]] = []
+    targets: list[int] = []
+
+    def build_uneven(*arguments: Any, **named: Any) -> Any:
+        data = build_data(*arguments, **named)
+        return replace(data, train=Uneven(data.train))
+
+    told = changes.pop("told", None)
+
+    def record(module: Any, batch: Any, batch_idx: int) -> None:
+        if told == [ranks.rank, len(steps) + 1]:
+            signal.raise_signal(signal.SIGTERM)
+        sums: dict[int, list[int]] = {}
+        for number, fields in batch.micro_batches():
+            rows = torch.cat([field.long() for _, field in sorted(fields.items())], dim=1).numpy()
+            sums[number] = [zlib.crc32(row.tobytes()) for row in rows]
+        steps.append(sums)
+        targets.append(int(batch.targets))
+        training_step(module, batch, batch_idx)
+
+    if changes.pop("offloads", False):
+        import deferred_copies
+
+        deferred_copies.install()
+    if changes.pop("late", False):
+        train_loop.runs_behind = lambda device: True
+    expert_load.can_draw = lambda: False  # a picture at the end takes longer than the run
+    run.build_data = build_uneven
+    module_class.training_step = record
+    result = run.run_training(tiny_config(directory, **changes), ranks)
+    assert result.exit_code == (143 if told else 0)
+    validation = result.validation
+    found = [validation.loss, validation.tokens, validation.bytes] if validation else None
+    return {"steps": steps, "targets": targets, "validation": found}
+
+
+def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:
+    from torch._C._distributed_c10d import FileStore
+
+    from stoker.trainer.distributed.process_group import Ranks, join, leave
+
+    torch.set_num_threads(1)
+    store = FileStore(f"{directory}.store", size) if size > 1 else None
+    ranks = Ranks() if size == 1 else join(rank, size, rank, store=store, timeout=60)
+    record = _train(directory, ranks, changes)
+    ranks.barrier()
+    leave()
+    (directory / f"rank-{rank}.json").write_text(json.dumps(record))
+
+
+def _fork(*job: Any) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _rank(*job)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def _wait(pids: list[int]) -> list[int]:
+    """The exit codes; once a rank fails or time is up the others are killed."""
+    codes: dict[int, int] = {}
+    ends = time.monotonic() + SECONDS
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.01)
+        if time.monotonic() > ends or (pid and codes[pid] > 0):
+            for left in set(pids) - codes.keys():
+                os.kill(left, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
+
+
+def train(directory: str, size: int, changes: dict[str, Any]) -> list[int]:
+    """Train on so many ranks, in a process that has no threads; returns their exit codes."""
+    return _wait([_fork(Path(directory), size, rank, changes) for rank in range(size)])

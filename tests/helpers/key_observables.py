@@ -1,0 +1,500 @@
+"""Observables: functions from a configuration to something comparable, which a key that acts changes.
+
+Shapes, initial weights, logits, the loss, learning rates, which samples are drawn, what a run writes and prints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from config_harness import CPU, DATA, MANAGER, MODEL, TEXT, TOKENIZER, TRAINER, Changes, Lab, fingerprint
+from config_helpers import gpt, load
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from stoker.kernels.attention.backends.unfused import UnfusedAttention
+from stoker.kernels.attention.call_spec import AttentionCall, Installed
+from stoker.kernels.attention.dispatch import choose
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.config.stack import StackKeys
+from stoker.models.gpt import GPT
+from stoker.models.moe import experts as experts_module
+from stoker.models.moe.find_moe_layers import moe_layers
+from stoker.models.stack import Layer
+from stoker.trainer import train
+from stoker.trainer.callbacks.early_stopping import EarlyStopping
+from stoker.trainer.checkpoint.loop_state import Patience
+from stoker.trainer.config import dotted_paths
+from stoker.trainer.config.lr_schedule import build_schedule
+from stoker.trainer.config.parameter_layout import plan_layout
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema.exp_manager import logged_name
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core.factory import build_model, build_optimizer, choose_device, reduce_dtype
+from stoker.trainer.data import dataloader
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.tokenizers import sentencepiece_tokenizer
+from stoker.trainer.data.tokenizers.gpt2_files import gpt2_definition
+from stoker.trainer.data.tokenizers.token_bytes import byte_alphabet
+from stoker.trainer.data.tokenizers.tokenizer import CharTokenizer
+from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.lightning import lightning_module
+from stoker.trainer.train import run_training
+
+
+def shapes(lab: Lab, changes: Changes) -> Any:
+    return {name: tuple(value.shape) for name, value in lab.model(changes).named_parameters()}
+
+
+def shapes_of_family(lab: Lab, changes: Changes) -> Any:
+    """With the keys of a stack where the family has them."""
+    document = lab.document(changes)
+    model = document["model"]
+    if changes[MODEL + "family"] == "t5":
+        stack = {name: model.pop(name) for name in list(model) if name in StackKeys.model_fields}
+        length = model.pop("encoder_seq_length")
+        model |= {"encoder": stack, "decoder": stack, "seq_length": length, "data": {"data_impl": "mock"}}
+    root = RootBlock.model_validate(document)
+    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
+    model = build_model(root, build_data(root), plan, CPU)
+    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+
+def weights(lab: Lab, changes: Changes) -> Any:
+    return {name: fingerprint(value) for name, value in lab.model(changes).named_parameters()}
+
+
+def logits(lab: Lab, changes: Changes) -> Any:
+    model = lab.model(changes).eval()
+    with torch.no_grad():
+        return fingerprint(model(torch.arange(8).repeat(2, 1)))
+
+
+def training_loss(lab: Lab, changes: Changes) -> Any:
+    """Of one micro batch, seeded as in training."""
+    model = lab.model(changes)
+    tokens = torch.arange(8).repeat(2, 1)
+    lightning_module.seed_generators(lightning_module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
+    return model.loss(tokens, tokens, 1.0).item()
+
+
+def gradients(lab: Lab, changes: Changes) -> Any:
+    """Of one micro batch, seeded as in training."""
+    model = lab.model(changes)
+    tokens = torch.arange(8).repeat(2, 1)
+    lightning_module.seed_generators(lightning_module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
+    model.loss(tokens, tokens, 1.0).backward()
+    return {name: fingerprint(value.grad) for name, value in model.named_parameters() if value.grad is not None}
+
+
+def flops(lab: Lab, changes: Changes) -> Any:
+    """Of matrices, in a forward pass."""
+    model = lab.model(changes).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(8).repeat(2, 1))
+    return counter.get_total_flops()
+
+
+def routings(lab: Lab, changes: Changes) -> Any:
+    """How often the router of the first layer runs in a training step, and in which dtype."""
+    model = lab.model(changes)
+    (router, *_) = (layer.router for layer in moe_layers(model).values())
+    seen: list[torch.dtype] = []
+    router.register_forward_hook(lambda _module, _arguments, routed: seen.append(routed.choice.gates.dtype))
+    model.loss(torch.arange(8)[None], torch.arange(8)[None], 1.0).backward()
+    return seen
+
+
+def kept(lab: Lab, changes: Changes) -> Any:
+    """Bytes that a training step keeps for its backward pass."""
+    model, storages = lab.model(changes), dict[int, int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model.loss(torch.arange(8)[None], torch.arange(8)[None], 1.0)
+    assert loss.requires_grad
+    return sum(storages.values())
+
+
+def expert_implementation(lab: Lab, changes: Changes) -> Any:
+    """What the experts are calculated with."""
+    seen: list[str] = []
+    calculate = experts_module.expert_mlp
+
+    def note(*arguments: Any, implementation: Any, **more: Any) -> torch.Tensor:
+        seen.append(implementation)
+        return calculate(*arguments, implementation=implementation, **more)
+
+    with lab.monkeypatch.context() as patch:
+        patch.setattr(experts_module, "expert_mlp", note)
+        training_loss(lab, changes)
+    return seen
+
+
+def logged_names(lab: Lab, changes: Changes) -> Any:
+    return {name for row in lab.metrics(changes) for name in row}
+
+
+def attention_backends(lab: Lab, changes: Changes) -> Any:
+    return {kind: decision.backend for kind, decision in lab.model(changes).attention_decisions.items()}
+
+
+def hopper_backend(lab: Lab, changes: Changes) -> Any:
+    """What the dispatcher takes on a card that can run every backend."""
+    call = AttentionCall(
+        device="cuda",
+        capability=(9, 0),
+        dtype="bf16",
+        batch=1,
+        heads=8,
+        groups=8,
+        head_dim=64,
+        queries=128,
+        keys=128,
+        any_length=False,
+        causal=True,
+        dropout=0.0,
+        training=True,
+        deterministic=False,
+    )
+    stack = gpt(lab.root(changes))
+    return choose(
+        call,
+        use_flash_attention=stack.use_flash_attention,
+        attention_backend=stack.attention_backend,
+        transformer_engine=stack.transformer_engine,
+        flags=AttentionFlags(),
+        installed=Installed(torch=(2, 13), cudnn=91900, triton=(3, 6), te=(2, 20), flash_attn=(2, 8, 3)),
+    ).backend
+
+
+def softmax_fusion(lab: Lab, changes: Changes) -> Any:
+    """Whether the explicit attention of a layer may take the fused softmax."""
+    layer = lab.model(changes).decoder.layers[0]
+    assert isinstance(layer, Layer)
+    function = layer.attention.backends["training"]
+    assert isinstance(function, UnfusedAttention)
+    return function.masked_softmax_fusion
+
+
+def attention_masks(lab: Lab, changes: Changes) -> Any:
+    """Bytes of the masks that the dispatcher knows of."""
+    return {kind: decision.mask_bytes for kind, decision in lab.model(changes).attention_decisions.items()}
+
+
+def optimizer_groups(lab: Lab, changes: Changes) -> Any:
+    root = lab.root(changes)
+    groups = build_optimizer(root, lab.model(changes), plan_precision(root.trainer, True, CPU)).param_groups
+    return [(group["names"], group["weight_decay"]) for group in groups]
+
+
+def plan(lab: Lab, changes: Changes) -> Any:
+    root = lab.root(changes)
+    return plan_precision(root.trainer, root.model.megatron_amp_O2, torch.device("cuda"))
+
+
+def first_batch(lab: Lab, changes: Changes, samples: int = 2) -> Any:
+    return build_data(lab.root(changes)).train.batch(0, samples).tokens.tolist()
+
+
+def of_task(lab: Lab, changes: Changes) -> RootBlock:
+    """A configuration of T5, or of the family that the task is for, with what its data need."""
+    name = changes.get(DATA + "dataset_type", "t5")
+    pairs = lab.folder / "pairs.jsonl"
+    texts = (json.dumps({"input": f"read {n}", "output": f"write {n}", "other": f"{n}"}) + "\n" for n in range(40))
+    pairs.write_text("".join(texts))
+    family, length = ("t5", "seq_length")
+    if name in ("gpt", "sft", "bert"):
+        family, length = ("bert" if name == "bert" else "gpt", "encoder_seq_length")
+    source, path = ("jsonl", pairs) if name in ("seq2seq", "sft") else ("text", documents(lab)[DATA + "path"])
+    document: dict[str, Any] = {
+        "model": {"family": family, length: 24, "data": {"data_impl": source, "path": str(path)}}
+    }
+    for key, value in changes.items():
+        dotted_paths.put(document, key, deepcopy(value))
+    return RootBlock.model_validate({**document, "trainer": {"limit_val_batches": 0}})
+
+
+def task_batch(lab: Lab, changes: Changes) -> Any:
+    """Names, shapes and values of the first batch of a task."""
+    built = build_data(of_task(lab, changes))
+    batch = built.train.batch(0, 8)
+    tensors = batch if isinstance(batch, dict) else {"tokens": batch.tokens, "labels": batch.labels}
+    return built.vocab_size, [(name, fingerprint(tensor)) for name, tensor in tensors.items()]
+
+
+def data(lab: Lab, changes: Changes) -> Any:
+    built = build_data(lab.root(changes))
+    return built.description, built.vocab_size, type(built.train).__name__
+
+
+def documents(lab: Lab) -> Changes:
+    """The files of a folder, each of which is a document."""
+    folder = lab.folder / "documents"
+    folder.mkdir(exist_ok=True)
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"This is document {number}.")
+    return {**TEXT, DATA + "path": str(folder)}
+
+
+def counted_labels(lab: Lab, changes: Changes) -> Any:
+    """How many labels count in the files of a folder."""
+    built = build_data(lab.root({**documents(lab), **changes}))
+    return int((built.train.batch(0, 20).labels != IGNORED_LABEL).sum())
+
+
+def trained_on_documents(lab: Lab, changes: Changes) -> Any:
+    return trained(lab, {**documents(lab), **changes})
+
+
+def trained(lab: Lab, changes: Changes) -> Any:
+    return {name: fingerprint(value) for name, value in lab.run(changes).model.named_parameters()}
+
+
+def stepped(lab: Lab, changes: Changes) -> Any:
+    """Weights after some steps of optimizer and schedule, without the run around them."""
+    root, model = lab.root(changes), lab.model(changes)
+    optimizer = build_optimizer(root, model, plan_precision(root.trainer, root.model.megatron_amp_O2, CPU))
+    rate = build_schedule(root.model.optim, root.trainer.max_steps)
+    tokens = torch.arange(8).repeat(2, 1)
+    for step in range(3):
+        model.loss(tokens, tokens, 1.0).backward()
+        optimizer.set_lr(rate(step))
+        optimizer.step()
+    return {name: fingerprint(value) for name, value in model.named_parameters()}
+
+
+def learning_rates(lab: Lab, changes: Changes) -> Any:
+    return [line["lr"] for line in lab.metrics(changes)]
+
+
+def rates(lab: Lab, changes: Changes) -> Any:
+    """Learning rates as the schedule has them, of which a run reads them."""
+    root = lab.root(changes)
+    return [build_schedule(root.model.optim, root.trainer.max_steps)(step) for step in range(4)]
+
+
+def reported_steps(lab: Lab, changes: Changes) -> Any:
+    return [line["step"] for line in lab.metrics(changes) if "loss" in line]
+
+
+def validated_steps(lab: Lab, changes: Changes) -> Any:
+    return [line["step"] for line in lab.metrics(changes) if "val_loss" in line]
+
+
+def consumed(lab: Lab, changes: Changes) -> Any:
+    return [line["consumed_samples"] for line in lab.metrics(changes)]
+
+
+def validated_tokens(lab: Lab, changes: Changes) -> Any:
+    validation = lab.run(changes).validation
+    return None if validation is None else validation.tokens
+
+
+def files(lab: Lab, changes: Changes) -> Any:
+    return {path.name for path in lab.run(changes).directory.iterdir()}
+
+
+def checkpoints(lab: Lab, changes: Changes) -> Any:
+    changes = {"exp_manager.create_checkpoint_callback": True, **changes}
+    return sorted(path.name for path in (lab.run(changes).directory / "checkpoints").glob("*"))
+
+
+def place(lab: Lab, changes: Changes) -> Any:
+    """The run directory of a run that is not told it, as seen from where the run was started."""
+    lab.runs += 1
+    here = lab.folder / f"here-{lab.runs}"
+    here.mkdir()
+    lab.monkeypatch.chdir(here)
+    lab.monkeypatch.setattr("time.strftime", lambda *_: "now")
+    untold = {MANAGER + "explicit_log_dir": None, MANAGER + "resume_if_exists": False, TRAINER + "max_steps": 1}
+    document = lab.document({**untold, **changes})
+    result = run_training(RunConfig(RootBlock.model_validate(document), document=document))
+    return result.directory.relative_to(here).parts
+
+
+def panel(lab: Lab, changes: Changes) -> Any:
+    lab.monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    return "╭" in lab.printed(changes)
+
+
+def summary(lab: Lab, changes: Changes) -> Any:
+    return "token_embedding" in lab.printed(changes)
+
+
+def first_validation(lab: Lab, changes: Changes) -> Any:
+    return "before the first step" in lab.printed(changes)
+
+
+def stopped_by(lab: Lab, changes: Changes) -> Any:
+    return lab.run(changes).stopped_by
+
+
+def checks_said(lab: Lab, changes: Changes) -> Any:
+    return "early stopping: val_loss" in lab.printed(changes)
+
+
+def validation_losses(lab: Lab, changes: Changes) -> Any:
+    return [line["val_loss"] for line in lab.metrics(changes) if "val_loss" in line]
+
+
+def algorithms(lab: Lab, changes: Changes) -> Any:
+    """What is in force while the data are read, that is within a run."""
+    seen: list[tuple[bool, bool]] = []
+    real = train.build_data
+
+    def build(root: RootBlock) -> Any:
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        seen.append((torch.are_deterministic_algorithms_enabled(), warns))
+        return real(root)
+
+    lab.monkeypatch.setattr(train, "build_data", build)
+    lab.run(changes)
+    lab.monkeypatch.setattr(train, "build_data", real)
+    assert not torch.are_deterministic_algorithms_enabled()
+    return seen
+
+
+def profiles(lab: Lab, changes: Changes) -> Any:
+    return sorted(path.name for path in (lab.run(changes).directory / "profile").glob("*"))
+
+
+def accumulation(lab: Lab, changes: Changes) -> Any:
+    """Samples in each forward pass of a step."""
+    sizes: list[int] = []
+    real = GPT.loss
+
+    def loss(self: GPT, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(tokens))
+        return real(self, tokens, *rest)
+
+    lab.monkeypatch.setattr(GPT, "loss", loss)
+    lab.run({"trainer.max_steps": 1, **changes})
+    lab.monkeypatch.setattr(GPT, "loss", real)
+    return sizes
+
+
+def workers(lab: Lab, changes: Changes) -> Any:
+    """How many processes torch's loader is asked for; none: a thread prepares the batches."""
+    asked: list[int] = []
+
+    class Loader:
+        def __init__(self, dataset: Any, *, sampler: range, num_workers: int, **_: Any) -> None:
+            asked.append(num_workers)
+            self.batches = (dataset[position] for position in sampler)
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.batches
+
+    lab.monkeypatch.setattr(dataloader, "DataLoader", Loader)
+    lab.run(changes)
+    return asked
+
+
+def compiled(lab: Lab, changes: Changes) -> Any:
+    layer: Any = lab.model(changes).decoder.layers[0]
+    return layer._compiled_call_impl is not None
+
+
+def layout(lab: Lab, changes: Changes) -> Any:
+    keys = lab.root(changes).model
+    return plan_layout(
+        4,
+        optimizer=keys.optim.name,
+        fsdp=keys.fsdp,
+        strategy=keys.fsdp_sharding_strategy,
+        shard_size=keys.fsdp_shard_size,
+    )
+
+
+def summed_in(lab: Lab, changes: Changes) -> Any:
+    return reduce_dtype(lab.root(changes), torch.bfloat16)
+
+
+def norm_weight(lab: Lab, changes: Changes) -> Any:
+    norm = lab.model(changes).decoder.final_norm
+    assert norm is not None
+    return type(norm).__name__, norm.weight[0].item()
+
+
+def warnings(lab: Lab, changes: Changes) -> Any:
+    found = load("data=mock", *(f"{path}={value}" for path, value in changes.items())).findings
+    return [finding.keys[0] for finding in found]
+
+
+def device(lab: Lab, changes: Changes) -> Any:
+    """On a machine that has everything."""
+    lab.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lab.monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    return choose_device(lab.root(changes)).type
+
+
+def arithmetic(lab: Lab, changes: Changes) -> Any:
+    chosen = plan(lab, changes)
+    return chosen.weights, chosen.main_weights, chosen.autocast
+
+
+def activation(lab: Lab, changes: Changes) -> Any:
+    return shapes(lab, changes), logits(lab, changes)
+
+
+def normalization(lab: Lab, changes: Changes) -> Any:
+    return shapes(lab, changes), norm_weight(lab, changes)
+
+
+def tokens_of_text(lab: Lab, changes: Changes) -> Any:
+    return first_batch(lab, {**TEXT, DATA + "path": str(lab.text), **changes})
+
+
+def tokenizer_files(lab: Lab) -> Changes:
+    """GPT-2's two files with few tokens, a tokenizer.json with fewer, and keys that point at them."""
+    folder = lab.folder / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    vocabulary = {character: number for number, character in enumerate(byte_alphabet())}
+    vocabulary |= {"to": 256, "<|endoftext|>": 257, "be": 258}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\nt o\nb e\n")
+    (folder / "fewer.txt").write_text("t o\n")
+    (folder / "tokenizer.json").write_text(gpt2_definition(json.dumps(vocabulary), ""))
+    return {
+        TOKENIZER + "vocab_file": str(folder / "vocab.json"),
+        TOKENIZER + "merge_file": str(folder / "merges.txt"),
+        TOKENIZER + "type": str(folder / "tokenizer.json"),
+    }
+
+
+def tokens_of_file(lab: Lab, changes: Changes) -> Any:
+    """Each library with its own file; what the sentencepiece extra gives is stood in for."""
+    model = lab.folder / "tokenizer.model"
+    model.write_bytes(b"a model")
+    stand_in = CharTokenizer.of_texts([lab.text.read_text() + "\0"])
+    lab.monkeypatch.setattr(sentencepiece_tokenizer, "define", lambda *_: stand_in)
+    files = tokenizer_files(lab)
+    if changes[TOKENIZER + "library"] == "sentencepiece":
+        files = {TOKENIZER + "model": str(model)}
+    return tokens_of_text(lab, {**files, **changes})
+
+
+def optimizer(lab: Lab, changes: Changes) -> Any:
+    return stepped(lab, changes), optimizer_groups(lab, changes)
+
+
+def monitored(lab: Lab, changes: Changes) -> Any:
+    """By what checkpoints are ranked."""
+    params = lab.root(changes).exp_manager.checkpoint_callback_params
+    return logged_name(params.monitor), params.mode
+
+
+def watched(lab: Lab, changes: Changes) -> Any:
+    params = lab.root(changes).exp_manager.early_stopping_callback_params
+    return EarlyStopping(params, Patience.model_validate({})).metric, EarlyStopping(
+        params, Patience.model_validate({"best": 1.0})
+    ).check(2.0)[1]
