@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_utilities.core import imports
 from lightning_utilities.core.imports import RequirementCache
 
 EXTRAS = (
@@ -22,17 +23,20 @@ EXTRAS = (
 @contextmanager
 def _without_extras() -> Iterator[None]:
     """Within it they seem not to be installed."""
-    is_there = RequirementCache.__bool__
+    is_there, is_available = RequirementCache.__bool__, imports.package_available
 
     def seems_there(self: RequirementCache) -> bool:
         asked: Any = self.requirement or self.module
         return not str(asked).startswith(EXTRAS) and is_there(self)
 
-    RequirementCache.__bool__ = seems_there
+    def seems_available(package_name: str) -> bool:
+        return package_name not in EXTRAS and is_available(package_name)
+
+    RequirementCache.__bool__, imports.package_available = seems_there, seems_available
     try:
         yield
     finally:
-        RequirementCache.__bool__ = is_there
+        RequirementCache.__bool__, imports.package_available = is_there, is_available
 
 
 with _without_extras():
