@@ -6,7 +6,6 @@ import importlib.util
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +15,7 @@ import interpreter_speedups
 import pytest
 from fork_server import Forks
 from hypothesis import settings
+from tiers import TIER
 
 # the same examples every time: a test that fails once in a hundred runs is noise to whoever is working on another part
 settings.register_profile("stoker", derandomize=True, deadline=None)
@@ -27,6 +27,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # a shell that runs the tests in the background has Ctrl-C ignored, and so would every process they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parents[1]
+collect_ignore = ["data", "helpers", *(tier for tier in ("full", "gpu") if tier != TIER)]  # but where they are named
 
 if importlib.util.find_spec("stoker") is None:
     spec = importlib.util.spec_from_file_location(
@@ -39,31 +40,13 @@ if importlib.util.find_spec("stoker") is None:
     spec.loader.exec_module(module)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`gpu` and `full` tests run only where they were asked for: `-m gpu`, `-m full`."""
-    _leave_out_all_but_some(items)
-    wanted = config.getoption("-m") or ""
-    for mark in ("gpu", "full"):
-        if mark not in wanted:
-            for item in items:
-                if item.get_closest_marker(mark):
-                    item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))
+    """Tests marked `gpu` run in the tier of that name only."""
+    if TIER != "gpu":
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     if "triton.runtime.interpreter" in sys.modules:
         interpreter_speedups.install()
-
-
-def _leave_out_all_but_some(items: list[pytest.Item]) -> None:
-    """Of a test marked `every(n)`, all cases but every nth are `full`; those for a GPU are not counted."""
-    seen: Counter[str] = Counter()
-    for item in items:
-        every = item.get_closest_marker("every")
-        if every is None or item.get_closest_marker("gpu") or item.get_closest_marker("full"):
-            continue
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % every.args[0]:
-            item.add_marker(pytest.mark.full)
-        seen[test] += 1
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

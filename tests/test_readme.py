@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from config_helpers import last_of_each
 from hf_folders import letter_tokenizer, random_model, save
+from tiers import looped
 
 from stoker.trainer.cli.main import VERBS, main
 
@@ -86,7 +87,7 @@ def test_scripts_named_in_the_pages_exist_and_ci_runs_the_main_ones():
         assert (ROOT / line.split()[1]).is_file(), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@looped("page", PAGES)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:

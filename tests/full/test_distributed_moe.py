@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from distributed_runs import RankRuns, difference, tensors
 
-pytestmark = pytest.mark.multi
 LIMIT = 1e-12
 
 MOE = {
@@ -65,7 +64,6 @@ def check_equal(directory: Path, alone: Path, last: int = 3) -> None:
     assert maps[0] == maps[1]
 
 
-@pytest.mark.full
 def test_the_comparison_is_not_empty(runs):
     alone = runs.run("alone", **MOE)
     report = figures(alone)[0]
@@ -79,7 +77,7 @@ def test_the_comparison_is_not_empty(runs):
     assert all(0.009 < bias.abs().max() < 0.031 for bias in biases)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.full), "full"])
+@pytest.mark.parametrize("layout", ["ddp", "full"])
 def test_two_ranks_equal_one_process(runs, layout):
     check_equal(runs.run(f"{layout}-2", 2, **MOE, **LAYOUTS[layout]), runs.run("alone", **MOE))
 
@@ -88,13 +86,11 @@ def test_reports_that_are_finished_after_the_next_step_are_the_same(runs):
     check_equal(runs.run("late-2", 2, late=True, **MOE), runs.run("alone", **MOE))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 4), ("zero1", 2), ("grad", 4), ("full", 4), ("hybrid", 4)])
 def test_every_layout_equals_one_process(runs, layout, ranks):
     check_equal(runs.run(f"{layout}-{ranks}", ranks, **MOE, **LAYOUTS[layout]), runs.run("alone", **MOE))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "full"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_keys_equal_one_process(runs, kind, layout):
@@ -105,13 +101,11 @@ def test_other_keys_equal_one_process(runs, kind, layout):
         assert figures(directory)[0]["dropped_fraction"] > 0.1
 
 
-@pytest.mark.full
 def test_a_rank_without_experts_of_its_own_equals_one_process(runs):
     changes = {name: value for name, value in MOE.items() if "rampup" not in name} | OTHERS["muon"]
     check_equal(runs.run("muon-full-3", 3, **changes, **LAYOUTS["full"]), runs.run("muon-3-alone", **changes))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("saved", "ranks", "resumed", "others"), [("full", 2, "ddp", 1), ("ddp", 1, "full", 4)])
 def test_resumed_by_another_number_of_ranks(runs, saved, ranks, resumed, others):
     six = {"trainer__max_steps": 6}

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from distributed_runs import RankRuns, difference, records, samples_by_step
 
-pytestmark = pytest.mark.multi
 LIMIT = 1e-12
 
 DDP = {}
@@ -138,7 +137,6 @@ def test_average_and_growing_batch_of_two_ranks_equal_one_process(runs):
     assert [sum(map(len, samples)) for samples in samples_by_step(directory)] == [8, 8, 8, 16, 24]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_equals_one_process(runs, layout, ranks):
@@ -147,20 +145,17 @@ def test_every_layout_equals_one_process(runs, layout, ranks):
     compare(runs, f"plain {layout}", ranks, LAYOUTS[layout], {})
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 3), ("zero1", 2), ("full", 4), ("hybrid", 4)])
 def test_fused_weights_equal_one_process(runs, layout, ranks):
     compare(runs, f"untied {layout}", ranks, LAYOUTS[layout], UNTIED)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("full", 2), ("full", 3), ("hybrid", 4)])
 @pytest.mark.parametrize("positions", ["kerple", "buckets"])
 def test_shared_positions_equal_one_process(runs, positions, layout, ranks):
     compare(runs, f"{positions} {layout}", ranks, LAYOUTS[layout], KERPLE if positions == "kerple" else BUCKETS)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 3), ("zero1", 2), ("full", 2), ("grad", 3), ("hybrid", 4)])
 def test_t5_equals_one_process(runs, layout, ranks):
     nested = {name.replace("model__", ""): value for name, value in LAYOUTS[layout].items()}
@@ -170,38 +165,32 @@ def test_t5_equals_one_process(runs, layout, ranks):
     check_equal(together, alone)
 
 
-@pytest.mark.full
 def test_t5_with_muon_equals_one_process(runs):
     together = runs.run("t5-muon-full-3", 3, model=T5_MUON["model"] | {"fsdp": True})
     check_equal(together, runs.run("alone-t5-muon", **T5_MUON))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("full", 2), ("grad", 3), ("full", 4), ("hybrid", 4)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_equals_one_process(runs, optimizer, layout, ranks):
     compare(runs, f"{optimizer} {layout}", ranks, LAYOUTS[layout], OPTIMIZERS[optimizer] | UNTIED)
 
 
-@pytest.mark.full
 def test_scaled_rates_with_a_cut_state_equal_one_process(runs):
     scaled = OPTIMIZERS["scaled"]["model__optim"] | {"name": "distributed_fused_adam"}
     compare(runs, "scaledzero1 zero1", 3, {}, {"model__optim": scaled} | UNTIED)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("zero1", 4), ("full", 3), ("hybrid", 4)])
 def test_average_equals_one_process(runs, layout, ranks):
     compare(runs, f"ema {layout}", ranks, LAYOUTS[layout], EMA, kinds=("model", "optimizer", "ema"))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 4), ("zero1", 2), ("full", 4)])
 def test_growing_batch_equals_one_process(runs, layout, ranks):
     compare(runs, f"ramp {layout}", ranks, LAYOUTS[layout], RAMP_UP, 5)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("saved", "ranks", "resumed", "others"),
     [
@@ -237,7 +226,6 @@ def test_resumed_by_another_number_of_ranks(runs, saved, ranks, resumed, others)
     assert samples_by_step(unbroken)[3:] == samples_by_step(directory)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "full"])
 def test_saved_beside_training_is_what_is_saved_at_once(runs, layout):
     each = {"save_top_k": -1, "every_n_train_steps": 1}
@@ -258,7 +246,6 @@ def test_saved_beside_training_is_what_is_saved_at_once(runs, layout):
         assert len(tensors[0]) == 6, "two ranks write weights, state and average each"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("zero1", 3), ("full", 2), ("hybrid", 4)])
 @pytest.mark.parametrize(("precision", "limit"), [("32", 1e-4), ("bf16", 2e-2)])
 def test_narrow_precisions_are_close_to_one_process(runs, precision, limit, layout, ranks):

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from distributed_runs import RankRuns, difference
 
-pytestmark = pytest.mark.multi
-
 STEPS = {"trainer__max_steps": 2, "trainer__val_check_interval": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -47,14 +45,12 @@ def test_ranks_train_what_one_process_does(runs, layout):
     check_same(runs, "lora", layout)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_in_every_layout(runs, scheme, layout):
     check_same(runs, scheme, layout)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_in_every_layout(runs, layout):
     check_same(runs, "lora", layout, **EXPERTS)

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from distributed_runs import RankRuns, difference, records, samples_by_step
 
-pytestmark = pytest.mark.multi
-
 BASE = {"model__num_layers": 3, "trainer__max_steps": 2, "trainer__val_check_interval": 2}
 LAYOUTS = {
     "ddp": {},
@@ -61,14 +59,12 @@ def test_layers_are_recomputed_alike(runs):
     check_same(runs, "full", "two")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_mode_in_every_layout(runs, layout, mode):
     check_same(runs, layout, mode)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_in_every_layout(runs, layout, mode):

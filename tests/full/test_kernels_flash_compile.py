@@ -70,7 +70,6 @@ def test_a_kernel_of_each_kind_compiles_and_spills_nothing(compilers: Forks) -> 
     check(rows)
 
 
-@pytest.mark.full
 def test_every_family_compiles_within_its_budget(compilers: Forks) -> None:
     rows = compilers.call("flash_compile", "compiled", "all")
     assert len(rows) > 80

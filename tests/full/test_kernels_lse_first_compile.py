@@ -43,7 +43,6 @@ def test_a_few_kernels_compile_without_a_gpu(compilers: Forks) -> None:
     assert_within_budget(rows)
 
 
-@pytest.mark.full
 def test_every_kernel_compiles_within_its_budget(compilers: Forks) -> None:
     rows = compilers.call("lse_first_compile", "compiled", "all")
     assert {row["capability"] for row in rows} == set(SHARED)

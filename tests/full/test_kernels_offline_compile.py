@@ -45,7 +45,7 @@ REGISTERS = {
 }
 
 
-@pytest.mark.parametrize("capabilities", [[90], pytest.param([80, 90, 100, 120], marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("capabilities", [[90], [80, 90, 100, 120]], ids=str)
 def test_kernels_compile_without_a_gpu_and_spill_nothing(compilers: Forks, capabilities: list[int]) -> None:
     rows = compilers.call("offline_compile", "compiled", capabilities)
     assert {(r["kernel"], r["capability"]) for r in rows} == {(k, c) for k in REGISTERS for c in capabilities}

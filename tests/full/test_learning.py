@@ -14,7 +14,6 @@ from stoker.trainer.train import run_training
 TEXT = os.environ.get("STOKER_TINYSHAKESPEARE", "")
 
 
-@pytest.mark.full
 @pytest.mark.skipif(not TEXT, reason="set STOKER_TINYSHAKESPEARE to a copy of tinyshakespeare.txt (1,115,394 bytes)")
 def test_nanogpt_laptop_recipe(tmp_path):
     overrides = [

@@ -70,8 +70,6 @@ def assert_equal_runs(killed, peace):
     assert figures(killed) == figures(peace)
 
 
-@pytest.mark.full
-@pytest.mark.multi
 @pytest.mark.parametrize("micro_batch", [4, 1])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_runs_killed_at_random_instants_end_with_the_same_bits(tmp_path, workers, micro_batch):
@@ -87,8 +85,6 @@ def test_runs_killed_at_random_instants_end_with_the_same_bits(tmp_path, workers
     assert total == 8
 
 
-@pytest.mark.full
-@pytest.mark.multi
 def test_a_killed_run_with_loader_workers_leaves_no_process_and_goes_on_exactly(tmp_path):
     with train(tmp_path / "killed", tmp_path, "model.data.num_workers=1") as command:
         assert kill_at(command, tmp_path / "killed", 8)
@@ -100,8 +96,6 @@ def test_a_killed_run_with_loader_workers_leaves_no_process_and_goes_on_exactly(
     assert_equal_runs(tmp_path / "killed", peaceful_run(tmp_path, 2))
 
 
-@pytest.mark.full
-@pytest.mark.multi
 def test_a_run_that_is_killed_starts_again_by_itself(tmp_path):
     directory = tmp_path / "run"
     words = arguments(directory, STEPS)

@@ -12,7 +12,6 @@ from safetensors import safe_open
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.multi,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 

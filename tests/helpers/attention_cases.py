@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import DEVICES, TIER, extra
 from torch import Tensor
 
 from stoker.kernels.attention.dropout import dropout_mask
@@ -339,11 +340,7 @@ def random_case(draw: random.Random, *, largest: int, widest: int) -> Case:
 
 # ---------------------------------------------------------------- for every file of tests
 
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-FULL = pytest.mark.full
-ON_DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
-# the interpreter needs a second or so for a forward and a backward: what the fast tier can spare runs in the full one
-SLOWLY_ON_DEVICES = pytest.mark.parametrize("device", [pytest.param("cpu", marks=FULL), CUDA])
+ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 
 
 def mostly_full(
@@ -353,10 +350,8 @@ def mostly_full(
 
     `gpu`: all of them on a GPU too.
     """
-    params = [
-        pytest.param(case, "cpu", marks=() if name in fast else FULL, id=f"{name}-cpu") for name, case in cases.items()
-    ]
-    if gpu:
+    params = [pytest.param(case, "cpu", id=name) for name, case in cases.items() if name in fast or extra(name)]
+    if gpu and TIER == "gpu":
         params += [pytest.param(case, "cuda", marks=pytest.mark.gpu, id=f"{n}-cuda") for n, case in cases.items()]
     return pytest.mark.parametrize((argument, "device"), params)
 

@@ -34,7 +34,7 @@ class Seen:
         """What was written elsewhere than below these folders; devices and the interpreter's own caches are none."""
         allowed = [folder.absolute() for folder in (*folders, Path("/dev"))]
         outside = [path for path in self.written if not any(path.is_relative_to(folder) for folder in allowed)]
-        return [path for path in outside if "__pycache__" not in path.parts]
+        return [path for path in outside if "__pycache__" not in path.parts and ".pyc" not in path.suffixes]
 
 
 _watching: list[Seen] = []

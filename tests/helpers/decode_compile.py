@@ -1,7 +1,7 @@
 """Compile the decode kernels for GPUs that are not here; prints JSON lines, one per variant.
 
-`python tests/helpers/decode_compile.py few` takes a few variants, `all` every width on every architecture. Runs in a process of
-its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+`python tests/helpers/decode_compile.py few` takes a few variants, `all` every width on every architecture. Runs in a
+process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations

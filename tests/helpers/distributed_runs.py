@@ -20,7 +20,7 @@ from safetensors import safe_open
 from tiny_run import tiny_config
 from torch import Tensor
 
-SECONDS = 120
+SECONDS = 1800
 """After which the ranks of a run are given up."""
 EXACT: dict[str, Any] = {
     "trainer__precision": "64",
@@ -189,7 +189,7 @@ def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> Non
 
     torch.set_num_threads(1)
     store = FileStore(f"{directory}.store", size) if size > 1 else None
-    ranks = Ranks() if size == 1 else join(rank, size, rank, store=store, timeout=60)
+    ranks = Ranks() if size == 1 else join(rank, size, rank, store=store, timeout=600)
     record = _train(directory, ranks, changes)
     ranks.barrier()
     leave()

@@ -1,7 +1,7 @@
 """Compile the flash attention kernels for GPUs that are not here; prints JSON lines, one per variant.
 
-`python tests/helpers/flash_compile.py few` takes a kernel of each kind, `all` every family of variants on every architecture.
-Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+`python tests/helpers/flash_compile.py few` takes a kernel of each kind, `all` every family of variants on every
+architecture. Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
 SECONDS = 1800
@@ -38,7 +39,7 @@ class Forks:
         """What a function of a module of tests returns, in a child process of its own.
 
         Args:
-            module: of this folder.
+            module: of this folder, or the path of a file elsewhere.
             function: its name.
             arguments: what JSON can hold, as what it returns.
         """
@@ -76,7 +77,8 @@ def _call(module: str, function: str, arguments: list[Any], answer: int) -> None
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         signal.alarm(SECONDS)
-        result = getattr(importlib.import_module(module), function)(*arguments)
+        sys.path.insert(0, str(Path(module).parent))
+        result = getattr(importlib.import_module(Path(module).stem), function)(*arguments)
         os.write(answer, json.dumps(result).encode())
         code = 0
     except BaseException:

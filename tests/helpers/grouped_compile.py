@@ -1,7 +1,7 @@
 """Compile the kernels of the experts for GPUs that are not here; prints JSON lines, one per variant.
 
-`python tests/helpers/grouped_compile.py few` takes a few variants, `all` every kernel on every architecture. Runs in a process
-of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+`python tests/helpers/grouped_compile.py few` takes a few variants, `all` every kernel on every architecture. Runs in a
+process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Command:
         caught = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt")), 0)
         return bool(caught >> (number - 1) & 1)
 
-    def wait_until(self, is_true: Callable[[], bool], seconds: float = 400) -> bool:
+    def wait_until(self, is_true: Callable[[], bool], seconds: float = 1800) -> bool:
         """Wait for a condition; False when the process ended before."""
         end = time.monotonic() + seconds
         while not is_true():
@@ -94,14 +94,14 @@ class Command:
             time.sleep(0.005)
         return True
 
-    def wait_for_no_process(self, seconds: float = 60) -> list[int]:
+    def wait_for_no_process(self, seconds: float = 600) -> list[int]:
         """Wait until all of them are gone; returns those that are not. Loader workers look every five seconds."""
         end = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.05)
         return left
 
-    def ended(self, seconds: float = 400) -> tuple[int, str]:
+    def ended(self, seconds: float = 1800) -> tuple[int, str]:
         """Wait for the end; returns the exit code and what it wrote to stderr."""
         error = self.process.communicate(timeout=seconds)[1]
         return self.process.returncode, error

@@ -31,7 +31,7 @@ class Gathered:
     """A barrier at which threads exchange texts."""
 
     def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count, timeout=60)
+        self.barrier = threading.Barrier(count, timeout=600)
         self.texts = [""] * count
 
 

@@ -1,7 +1,7 @@
 """Compile the LSE-first kernels, those that make scores again and the masked softmax for GPUs that are not here.
 
-`python tests/helpers/lse_first_compile.py few` takes a few variants, `all` every width on every architecture; it prints JSON
-lines, one per variant. Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be
+`python tests/helpers/lse_first_compile.py few` takes a few variants, `all` every width on every architecture; it prints
+JSON lines, one per variant. Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be
 compiled.
 """
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from cuda_sync import waits_forbidden
+from tiers import DEVICES
 
 from stoker.kernels.optim import adamw_kernel, multi_tensor
 from stoker.kernels.optim.adamw_kernel import adamw_step, reference_adamw_step, triton_adamw_step
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def tensors(shapes, dtype, seed, device="cpu"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import looped
 from torch import Tensor
 
 from stoker.kernels.attention.kv_append import (
@@ -42,8 +43,8 @@ def angles(kind: str, dtype: torch.dtype = torch.float64) -> Angles | None:
     return first, second, third, fourth
 
 
-@pytest.mark.parametrize("kind", ["none", "whole", "part", "xpos"])
-@pytest.mark.parametrize("interleaved", [False, True])
+@looped("kind", ["none", "whole", "part", "xpos"])
+@looped("interleaved", [False, True])
 def test_keys_and_values_go_where_they_belong(kind: str, interleaved: bool) -> None:
     """Everything else in the cache stays; heads turn as the whole text turns."""
     projected, made = randn(ROWS, HEADS + 2 * GROUPS, WIDTH), angles(kind)
@@ -93,7 +94,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "value"),
     [
         ("key_cache", torch.zeros(3, 5, 5, 8)),

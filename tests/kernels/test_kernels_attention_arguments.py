@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_sync import waits_forbidden
+from tiers import looped
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -124,8 +125,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
-@pytest.mark.parametrize("attention", [reference_attention, flash_attention], ids=["reference", "flash"])
+@looped(("arguments", "message"), REFUSED.values())
+@looped("attention", [reference_attention, flash_attention])
 def test_refused(attention: Callable[..., Any], arguments: Callable[[], dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention(**arguments())
@@ -179,7 +180,7 @@ def test_geometry() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("causal", "window", "expected"),
     [
         (False, (-1, -1), (-1, -1)),
@@ -196,8 +197,8 @@ def test_window_and_causal_become_one(causal: bool, window: tuple[int, int], exp
     assert (geometry.left, geometry.right) == expected
 
 
-@pytest.mark.parametrize(
-    "bias", [(), (7,), (5, 1), (6, 1, 7), (1, 1, 5, 7), (2, 6, 5, 7), (2, 1, 1, 1)], ids=str
+@looped(
+    "bias", [(), (7,), (5, 1), (6, 1, 7), (1, 1, 5, 7), (2, 6, 5, 7), (2, 1, 1, 1)]
 )  # fmt: skip
 def test_biases_that_broadcast(bias: tuple[int, ...]) -> None:
     check_arguments(**dense(bias=torch.zeros(bias)))

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from attention_cases import told
+from tiers import cases, looped
 from torch import Tensor
 
 from stoker.kernels.attention.backend_support import BACKENDS, BY_NAME
@@ -73,8 +74,8 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, *, scale: float, visible:
     return output
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (2, 5), (5, 2), (1, 3)])
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, (1, 0)), (False, (0, 1))])
+@looped(("queries", "keys"), [(4, 4), (2, 5), (5, 2), (1, 3)])
+@looped(("causal", "window"), [(True, None), (False, None), (True, (1, 0)), (False, (0, 1))])
 def test_reference_is_the_definition(queries: int, keys: int, causal: bool, window: tuple[int, int] | None) -> None:
     query, key, value = inputs(queries=queries, keys=keys)
     bias = torch.randn(6, queries, keys, dtype=torch.float64)
@@ -93,16 +94,16 @@ def test_reference_is_the_definition(queries: int, keys: int, causal: bool, wind
         assert (output - expected).abs().max() < 1e-14
 
 
-@pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("causal", [True, False])
+@looped("name", ON_CPU)
+@looped("groups", [1, 2, 6])
+@looped("causal", [True, False])
 def test_backends_equal_the_reference(name: str, groups: int, causal: bool) -> None:
     tensors = inputs(groups=groups)
     assert_same(run(name, tensors, causal=causal), run("reference", tensors, causal=causal), 1e-13)
 
 
-@pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("causal", [True, False])
+@looped("name", ON_CPU)
+@looped("causal", [True, False])
 def test_bias(name: str, causal: bool) -> None:
     bias = torch.randn(1, 6, 9, 9, dtype=torch.float64)
     tensors = inputs()
@@ -180,10 +181,10 @@ def test_sdpa_refuses_what_it_would_get_wrong() -> None:
         FUNCTIONS["sdpa_math"](query, key, value, scale=1.0, causal=False, window=(1, 0))
 
 
-@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"])
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
-@pytest.mark.parametrize("bias", ["none", "dense", "dense_with_gradient"])
-@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+@looped("name", ["sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"])
+@looped("dropout", [0.0, 0.25])
+@looped("bias", ["none", "dense", "dense_with_gradient"])
+@looped("dtype", ["fp64", "fp32", "bf16", "fp16"])
 def test_pytorch_agrees_with_the_table_on_cpu(name: str, dropout: float, bias: Any, dtype: Any) -> None:
     """A forced backend runs where its row says so, and nowhere else."""
     call = AttentionCall(
@@ -272,8 +273,7 @@ def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]
     return options
 
 
-@pytest.mark.every(3)
-@pytest.mark.parametrize(("name", "option"), [(name, option) for name in TAKEN for option in OPTIONS])
+@pytest.mark.parametrize(("name", "option"), cases(((name, option) for name in TAKEN for option in OPTIONS), fast=30))
 def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a backend takes gives the reference's output and gradients; what it does not take is an error."""
     pretend_extras(monkeypatch)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import Forks
+from tiers import full_only, looped
 from torch import Tensor
 
 from stoker.kernels.attention.decode import (
@@ -47,8 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("left", [-1, 7])
+@looped("option", OPTIONS)
+@looped("left", [-1, 7])
 def test_a_step_is_the_last_row_of_attention(option: str, left: int) -> None:
     """Rows of different lengths, a ring as small as the window allows, NaN where nothing was written."""
     lengths = torch.tensor([1, 13, 30])
@@ -182,7 +183,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "value"),
     [
         ("query", torch.zeros(4, 6)),
@@ -226,8 +227,8 @@ def test_a_few_kernels_compile_without_a_gpu(compilers: Forks) -> None:
     assert_within_budget(compilers.call("decode_compile", "compiled", "few"))
 
 
+@full_only
 @interpreted
-@pytest.mark.full
 def test_every_kernel_compiles_within_its_budget(compilers: Forks) -> None:
     rows = compilers.call("decode_compile", "compiled", "all")
     assert {row["capability"] for row in rows} == set(SHARED)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import looped
 
 from stoker.kernels.attention.backend_support import BACKENDS, BY_NAME
 from stoker.kernels.attention.call_spec import AttentionCall, Bias, Installed
@@ -165,7 +166,7 @@ FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are ac
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@looped(
     ("backend", "refused", "accepted", "words"),
     [(name, refused, accepted, words) for names, refused, accepted, words in FILTERS for name in names],
 )
@@ -178,7 +179,7 @@ def test_each_filter_refuses_and_accepts(backend: str, refused: Any, accepted: A
     assert row.why_not(dataclasses.replace(call, **accepted), FULL) is None
 
 
-@pytest.mark.parametrize(
+@looped(
     ("backend", "software", "better", "changes", "words"),
     [
         ("sdpa_cudnn", {"cudnn": None}, {"cudnn": 90100}, {}, "found none"),
@@ -241,7 +242,7 @@ def test_determinism_under_torch() -> None:
     assert chosen(deterministic, dataclasses.replace(NEW, deterministic_algorithms=True)) == "sdpa_flash"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("call", "use_flash_attention", "flags", "backend"),
     [
         (HOPPER, True, ON, "sdpa_cudnn"),
@@ -263,7 +264,7 @@ OWN = dataclasses.replace(NEW, triton=(3, 6))
 TRAINED_BIAS = {"bias": "distance_with_gradient", "causal": False}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "installed", "backend"),
     [
         ({}, FULL, "sdpa_cudnn"),
@@ -316,15 +317,13 @@ def test_a_bias_by_distance_is_written_out_last() -> None:
         assert {*names[-2:]} == {"lse_first", "reference"}
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-@pytest.mark.parametrize("switch", [None, True, False])
-@pytest.mark.parametrize(
+@looped("capability", [(8, 0), (9, 0)])
+@looped("switch", [None, True, False])
+@looped(
     "flags",
     [AttentionFlags(flash=a, fused=b, unfused=c) for a, b, c in itertools.product([True, False], repeat=3)],
 )
-@pytest.mark.parametrize(
-    "wish", ["auto", "flash", "fused", "unfused", "triton", "te_flash", "sdpa_cudnn", "te_fused", "sdpa_math"]
-)
+@looped("wish", ["auto", "flash", "fused", "unfused", "triton", "te_flash", "sdpa_cudnn", "te_fused", "sdpa_math"])
 def test_truth_table(capability: Any, switch: bool | None, flags: AttentionFlags, wish: str) -> None:
     """Design 5: keys and flags only remove families, a wish is never overruled, and the order is the rest's."""
     table = {None: {"flash", "fused", "unfused"}, True: {"flash", "fused"}, False: {"fused", "unfused"}}
@@ -346,7 +345,7 @@ def test_truth_table(capability: Any, switch: bool | None, flags: AttentionFlags
     assert {row.family for row in decision.rows if row.accepted} == set(allowed)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("call", "switch", "backend"),
     [
         (HOPPER, True, "te_fused"), (HOPPER, None, "sdpa_cudnn"), (HOPPER, False, "sdpa_cudnn"),
@@ -416,7 +415,7 @@ def test_what_grows_with_the_square_is_told() -> None:
     assert not choose(sloped, attention_backend="flash_attn", flags=ON, installed=FULL).notes
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@looped("backend", BACKENDS)
 def test_a_wish_is_never_overruled(backend: Any) -> None:
     """By name every backend runs where it can, and where it cannot that is an error."""
     for call in (HOPPER, AMPERE, CPU, dataclasses.replace(CPU, dropout=0.1), dataclasses.replace(HOPPER, dtype="fp64")):

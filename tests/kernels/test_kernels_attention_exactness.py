@@ -13,7 +13,6 @@ import torch
 from attention_cases import (
     EVERY_PATH,
     ON_DEVICES,
-    SLOWLY_ON_DEVICES,
     Case,
     Problem,
     assert_equal,
@@ -23,6 +22,7 @@ from attention_cases import (
     per_sequence,
     run,
 )
+from tiers import full_only
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -39,7 +39,8 @@ def test_repeats_bit_for_bit(case: Case, device: str) -> None:
         assert_equal(run(flash_attention, problem.with_options(deterministic=True)), first)
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 def test_order_of_the_batch_does_not_matter(device: str) -> None:
     problem = build(Case(batch=3, causal=True, padding=True, bias="bqk"), torch.float16, device)
     order = torch.tensor([2, 0, 1], device=device)
@@ -49,7 +50,8 @@ def test_order_of_the_batch_does_not_matter(device: str) -> None:
     assert all(torch.equal(mine, other[order]) for mine, other in zip(ours, theirs, strict=True))
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_on_the_right_changes_nothing(device: str, causal: bool) -> None:
     """Keys and queries appended alike, the keys masked out."""
@@ -76,14 +78,16 @@ def test_packed_is_each_sequence_alone(device: str) -> None:
     assert torch.equal(lse, torch.cat([one[1][0] for one in alone], dim=1))
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 def test_bound_of_the_lengths_may_be_generous(device: str) -> None:
     problem = build(EVERY_PATH["packed"], torch.float16, device)
     generous = problem.with_options(max_seqlen_q=77, max_seqlen_k=129)
     assert_equal(run(flash_attention, generous), run(flash_attention, problem))
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 def test_tokens_outside_the_sequences_are_nothing(device: str) -> None:
     problem = build(EVERY_PATH["packed"], torch.float16, device)
     more = {n: torch.nn.functional.pad(problem.tensors[n].detach(), (0, 0, 0, 0, 0, 9), value=math.nan) for n in "qkv"}
@@ -136,7 +140,8 @@ def test_strides_do_not_matter(how: str, device: str) -> None:
     assert_equal(run(flash_attention, strided), run(flash_attention, fresh))
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 @pytest.mark.parametrize("how", ["transposed", "expanded"])
 def test_strides_of_the_upstream_gradient_do_not_matter(how: str, device: str) -> None:
     problem = build(Case(), torch.float16, device)
@@ -151,7 +156,8 @@ def test_strides_of_the_upstream_gradient_do_not_matter(how: str, device: str) -
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 def test_groups_are_repeated_heads(device: str) -> None:
     problem = build(Case(heads=6, groups=2, causal=True), torch.float16, device)
     wide = {n: problem.tensors[n].repeat_interleave(3, dim=2) for n in "kv"}
@@ -161,7 +167,8 @@ def test_groups_are_repeated_heads(device: str) -> None:
     assert torch.equal(ours_lse, theirs_lse)
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_is_the_same(reentrant: bool, device: str) -> None:
     problem = build(Case(causal=True, dropout=0.4, reach=3), torch.float16, device)
@@ -180,7 +187,8 @@ def test_recomputation_is_the_same(reentrant: bool, device: str) -> None:
         assert torch.equal(fresh.tensors[name].grad, gradient)  # pyright: ignore[reportArgumentType]
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 def test_a_gradient_does_not_depend_on_the_others(device: str) -> None:
     problem = build(Case(bias="hqk", reach=4), torch.float16, device)
     everything = run(flash_attention, problem)

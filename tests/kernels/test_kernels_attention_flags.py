@@ -6,6 +6,7 @@ import os
 from dataclasses import fields
 
 import pytest
+from tiers import looped
 
 from stoker.kernels.attention.flags import (
     ACTING_FLAGS,
@@ -36,7 +37,7 @@ def test_flags_default_to_on() -> None:
     assert {*FIELD_OF.values(), "debug", "given"} == {field.name for field in fields(AttentionFlags)}
 
 
-@pytest.mark.parametrize("name", FIELD_OF)
+@looped("name", FIELD_OF)
 def test_each_flag_switches_one_thing_off(name: str) -> None:
     flags = read_flags({name: "0"})
     assert [field for field in FIELD_OF.values() if not getattr(flags, field)] == [FIELD_OF[name]]

@@ -13,8 +13,8 @@ import torch
 from attention_cases import (
     EVERY_PATH,
     HEAD_DIMS,
+    ON_DEVICES,
     PACKED,
-    SLOWLY_ON_DEVICES,
     Case,
     assert_accurate,
     build,
@@ -25,6 +25,7 @@ from attention_cases import (
     run,
     told,
 )
+from tiers import full_only
 
 from stoker.kernels import flash_attention, reference_attention
 
@@ -57,10 +58,9 @@ ACCURACY = {
     for case in FIXED_CASES
     for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 }
-FAST = [list(ACCURACY)[place] for place in (8, 24, 34, 37, 50, 51)]  # groups, distances, dropout, packed, slopes
+FAST = [list(ACCURACY)[place] for place in (8, 34, 50)]  # groups, dropout, slopes
 
 
-@pytest.mark.every(2)
 @mostly_full("case_and_dtype", ACCURACY, FAST, gpu=True)
 def test_accuracy(case_and_dtype: tuple[Case, torch.dtype], device: str) -> None:
     assert_accurate(flash_attention, *case_and_dtype, device)
@@ -72,7 +72,7 @@ def test_accuracy_of_random_cases(seed: int) -> None:
     assert_accurate(flash_attention, case, (torch.float32, torch.float16, torch.bfloat16)[seed % 3], seed=seed)
 
 
-@pytest.mark.full
+@full_only
 @pytest.mark.parametrize("block", range(40))
 def test_accuracy_of_many_random_cases(block: int) -> None:
     for seed in range(1000 + 10 * block, 1010 + 10 * block):
@@ -107,7 +107,8 @@ def test_accuracy_of_many_random_cases_on_a_gpu(block: int) -> None:
             assert_accurate(flash_attention, case, dtype, "cuda", seed)
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 @pytest.mark.parametrize("logit", [1e4, 65504.0])
 def test_huge_scores_stay_finite(device: str, logit: float) -> None:
     """Scores of +-logit: the softmax is one-hot, the log-sum-exp is the largest score."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_cases import (
     EVERY_PATH,
-    SLOWLY_ON_DEVICES,
+    ON_DEVICES,
     Case,
     Problem,
     assert_equal,
@@ -18,15 +18,14 @@ from attention_cases import (
     mostly_full,
     run,
 )
+from tiers import extra, full_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels import flash_attention, reference_attention
 from stoker.kernels.attention.argument_checks import check_arguments
 
 BOTH = pytest.mark.parametrize(
-    "attention",
-    [reference_attention, pytest.param(flash_attention, marks=pytest.mark.full)],
-    ids=["reference", "flash"],
+    "attention", [reference_attention, *extra(flash_attention)], ids=lambda attention: attention.__name__
 )
 
 
@@ -93,7 +92,8 @@ def test_log_sum_exp_differentiates_to_the_softmax(attention: Callable[..., Any]
     assert (gradient > 0).all()
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 def test_windows_that_hide_nothing_are_none(device: str) -> None:
     problem = build(Case(queries=33, keys=40, causal=True), torch.float16, device)
     expected = run(flash_attention, problem)
@@ -170,7 +170,7 @@ def test_one_graph(name: str, device: str) -> None:
     assert_equal(run(compiled, problem), run(flash_attention, problem))
 
 
-@pytest.mark.full
+@full_only
 def test_one_graph_of_any_length() -> None:
     graphs = 0
 
@@ -187,7 +187,8 @@ def test_one_graph_of_any_length() -> None:
     assert graphs == 1
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 def test_second_derivative_is_refused(device: str) -> None:
     problem = build(Case(), torch.float32, device)
     out = flash_attention(**problem.tensors, **problem.options)
@@ -197,7 +198,8 @@ def test_second_derivative_is_refused(device: str) -> None:
         torch.autograd.grad(gradient.sum(), query)
 
 
-@SLOWLY_ON_DEVICES
+@full_only
+@ON_DEVICES
 def test_backward_twice_over_a_kept_graph(device: str) -> None:
     problem = build(Case(reach=3), torch.float16, device)
     out = flash_attention(**problem.tensors, **problem.options)
@@ -218,6 +220,7 @@ def arguments_of_the_operation(problem: Problem) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+@full_only
 @mostly_full("name", {name: name for name in COMPILED}, [], gpu=True)
 def test_operation_is_well_formed(name: str, device: str) -> None:
     """Schema, fake results, registered gradient, and the traced gradient with symbolic sizes."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import mostly_full
+from tiers import looped
 from torch import Tensor
 
 from stoker.kernels import compat, reference_attention
@@ -33,7 +34,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@looped("name", SIGNATURES)
 def test_signature(name: str) -> None:
     parameters = inspect.signature(getattr(compat, name)).parameters
     options = OPTIONS | ({"block_table": None} if name == "flash_attn_varlen_func" else {})

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import DEVICES, looped
 
 from stoker.kernels import cross_entropy
 from stoker.kernels.cross_entropy import (
@@ -12,8 +13,6 @@ from stoker.kernels.cross_entropy import (
     sums_in_matmul,
     triton_loss_and_gradient_,
 )
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def inputs(tokens, hidden_size, vocab, dtype, device="cpu", seed=0):
@@ -47,9 +46,9 @@ def test_value_and_gradients_do_not_depend_on_the_chunks(chunk):
     assert gradients[1][26:].abs().max() == 0
 
 
-@pytest.mark.parametrize("chunk", [5, 1000])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("softcap", [0.0, 2.5])
+@looped("chunk", [5, 1000])
+@looped("smoothing", [0.0, 0.1])
+@looped("softcap", [0.0, 2.5])
 def test_bias_softcap_and_label_smoothing(chunk, smoothing, softcap):
     hidden, weight, labels = inputs(37, 12, 29, torch.float64)
     bias = torch.randn(29, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
@@ -67,8 +66,8 @@ def test_bias_softcap_and_label_smoothing(chunk, smoothing, softcap):
     assert abs(value - plain) > 1e-2
 
 
-@pytest.mark.parametrize("chunk", [5, 1000])
-@pytest.mark.parametrize("of", [torch.float32, torch.float64, torch.int64], ids=str)
+@looped("chunk", [5, 1000])
+@looped("of", [torch.float32, torch.float64, torch.int64])
 def test_the_sum_is_divided_with_its_gradients(chunk, of):
     hidden, weight, labels = inputs(37, 12, 29, torch.float64)
     bias = torch.randn(29, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()

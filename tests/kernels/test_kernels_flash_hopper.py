@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention_cases import Case, Problem, assert_accurate, build, run
 from fork_server import Forks
+from tiers import full_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.kernels import flash_attention
@@ -102,7 +103,6 @@ def test_visits_are_the_tiles_that_hold_a_visible_pair(queries, keys, causal) ->
         -1, 64, by_key.shape[1] // 128, 128).any(3).any(1).sum(0).tolist()  # fmt: skip
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("reach", [1, 2, 63, 64, 65, 100, 128])
 @pytest.mark.parametrize(("queries", "keys"), [(64, 64), (130, 300), (300, 130), (1, 200)])
 def test_gradient_of_a_distance_bias_from_sums_of_tiles(queries: int, keys: int, reach: int) -> None:
@@ -185,7 +185,7 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
         )
 
 
-@pytest.mark.full
+@full_only
 def test_every_kernel_compiles_and_keeps_its_loops_in_registers(compilers: Forks) -> None:
     """Spilled scalars cost nothing; a spilled tile would be kilobytes."""
     rows = compilers.call("hopper_compile", "compiled")

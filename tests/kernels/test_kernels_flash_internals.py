@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from tiers import DEVICES, cases
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,8 +17,6 @@ from stoker.kernels.attention.flash.portable.tile_configs import tile_config
 from stoker.kernels.launch import HAS_TRITON, jit, tl
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @jit
@@ -200,8 +199,7 @@ def test_compiled_and_checkpointed_calls_have_the_same_bits():
 SUBSETS = [("q",), ("k",), ("v",), ("bias",), ("distance_bias",), ("q", "distance_bias"), ("alibi_slopes",)]
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("wanted", SUBSETS)
+@pytest.mark.parametrize("wanted", cases(SUBSETS, fast=3))
 def test_any_subset_of_gradients(wanted):
     inputs = _inputs()
     everything = torch.autograd.grad(_square_sum(*inputs.values()), list(inputs.values()))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_compiler
+from tiers import DEVICES
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -23,8 +24,6 @@ from stoker.kernels.rms_norm_residual import (
 )
 from stoker.models.layers.fused_linear import product_of_norm
 from stoker.models.layers.norm import RMSNorm
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def case(rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import DEVICES
 
 from stoker.kernels.gated_activation import (
     GATES,
@@ -11,8 +12,6 @@ from stoker.kernels.gated_activation import (
     triton_backward,
     triton_forward,
 )
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import DEVICES
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -19,8 +20,6 @@ from stoker.kernels.gated_down_projection import (
     reference_gated_projection,
     triton_backward,
 )
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import looped
 
 from stoker.kernels.moe.assignments import padded_assignments, sorted_assignments
 from stoker.kernels.moe.grouped_matmul import (
@@ -222,7 +223,7 @@ def test_custom_operations_are_well_formed():
 # ---------------------------------------------------------------- configs
 
 
-@pytest.mark.parametrize("capability", [None, 80, 86, 89, 90, 100, 103, 120])
+@looped("capability", [None, 80, 86, 89, 90, 100, 103, 120])
 def test_a_table_has_one_height_of_rows(capability):
     kinds: tuple[Kind, ...] = ("gated", "activated", "rows")
     for dtype in (torch.bfloat16, torch.float32):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import DEVICES, cases, looped
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -16,7 +17,6 @@ from stoker.kernels.lora.lora_gated_mlp import lora_gated_mlp, lora_gated_mlp_ru
 from stoker.kernels.lora.lora_grad import triton_narrow_products
 from stoker.models.layers.norm import RMSNorm
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEARNT = ("inputs", "up_a", "up_b", "down_a", "down_b")
 
 
@@ -58,10 +58,9 @@ def wide(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.double() for name, tensor in given.items()}
 
 
-@pytest.mark.every(2)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("kind", cases(GATES, fast=2))
 @pytest.mark.parametrize(
     "size",
     [
@@ -180,7 +179,7 @@ def test_the_operation_is_well_formed_and_compiles_whole() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "said"),
     [
         ({"up_a": torch.zeros(3, 8)}, "`up_a`"),

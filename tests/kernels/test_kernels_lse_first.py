@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import DEVICES, extra, full_only, looped
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.backends.lse_first import lse_first
@@ -18,7 +19,6 @@ from stoker.kernels.attention.lse_first.ops import (
     lse_first_attention,
 )
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -117,14 +117,14 @@ def assert_as_good_as_torch(q, k, v, out_gradient, lse_gradient, *, causal, soft
 LENGTHS = [(1, 65), (33, 64), (40, 33)]
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("causal", [*extra(False), True])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 @pytest.mark.usefixtures("stages")
 def test_every_length(queries, keys, causal):
     assert_as_good_as_torch(*inputs(queries, keys), causal=causal)
 
 
-@pytest.mark.full
+@full_only
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("queries", [1, 2, 15, 17, 63, 64, 65, 97, 127, 128, 129, 200, 257])
 @pytest.mark.parametrize("keys", [1, 3, 16, 63, 65, 127, 129, 200, 257])
@@ -133,19 +133,19 @@ def test_every_length_full(queries, keys, causal):
     assert_as_good_as_torch(*inputs(queries, keys), causal=causal, chunk_size=50)
 
 
-@pytest.mark.parametrize("head_dim", [24, *(pytest.param(d, marks=pytest.mark.full) for d in (80, 112, 256))])
+@pytest.mark.parametrize("head_dim", [24, *extra(80, 112, 256)])
 @pytest.mark.usefixtures("stages")
 def test_head_dims(head_dim):
     assert_as_good_as_torch(*inputs(9, 40, heads=1, head_dim=head_dim), causal=True)
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 2), pytest.param(6, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), *extra((6, 2))])
 @pytest.mark.usefixtures("stages")
 def test_groups(heads, groups):
     assert_as_good_as_torch(*inputs(9, 20, heads=heads, groups=groups), causal=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *extra(torch.float16)])
 @pytest.mark.usefixtures("stages")
 def test_16_bit_types(dtype):
     assert_as_good_as_torch(*inputs(33, 40, head_dim=32, dtype=dtype), causal=True, chunk_size=20)
@@ -162,7 +162,7 @@ def test_everything_on_a_gpu(dtype, head_dim, causal, queries, keys):
     assert_as_good_as_torch(*made, causal=causal, chunk_size=150)
 
 
-@pytest.mark.parametrize("scale", [0.0, pytest.param(-0.4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("scale", [0.0, *extra(-0.4)])
 @pytest.mark.usefixtures("stages")
 def test_scales(scale):
     assert_as_good_as_torch(*inputs(9, 20), causal=True, softmax_scale=scale)
@@ -212,8 +212,8 @@ def test_chunks_cover_the_keys_in_order():
     assert chunks_of([5, 3], 0) == [Chunk(0, 0, 5, 0), Chunk(1, 0, 3, 5)]
 
 
-@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("chunk_size", [20, *(pytest.param(c, marks=pytest.mark.full) for c in (1, 7, 16, 1000))])
+@pytest.mark.parametrize("causal", [False, *extra(True)])
+@pytest.mark.parametrize("chunk_size", [20, *extra(1, 7, 16, 1000)])
 @pytest.mark.usefixtures("stages")
 def test_chunks_change_rounding_only(chunk_size, causal):
     made = inputs(20, 33) if chunk_size > 1 else inputs(3, 5)
@@ -257,7 +257,7 @@ def test_tiles_of_later_keys_are_not_read(device):
 # ---------------------------------------------------------------- stage 1 alone
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("causal", [*extra(False), True])
 @pytest.mark.usefixtures("stages")
 def test_log_sum_exps_of_parts_merge(causal):
     q, k, *_ = inputs(20, 33)
@@ -279,7 +279,7 @@ def test_log_sum_exp_of_the_output_is_the_same():
 # ---------------------------------------------------------------- gradients, operations
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("causal", [*extra(False), True])
 @pytest.mark.usefixtures("stages")
 def test_gradients_in_fp64(causal):
     q, k, v, *_ = inputs(2, 3, heads=1, dtype=torch.float64)
@@ -328,7 +328,7 @@ def test_operations_are_well_formed(device, monkeypatch):
     torch.library.opcheck(_attention_lse, (q, [k], True, 0.3, 4, 0, 6), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.full
+@full_only
 def test_backward_operations_are_well_formed(monkeypatch):
     monkeypatch.setattr(ops, "_stages", lambda q: eager_stages)
     q, k, v, out_gradient, lse_gradient = inputs(5, 6)
@@ -448,7 +448,7 @@ def test_backend():
             lse_first(q, k, v, scale=0.3, causal=True, **option)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "message"),
     [
         ({"k": torch.zeros(1, 20, 3, 16)}, "`v`"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import DEVICES, extra, looped
 
 from stoker.kernels import masked_softmax
 from stoker.kernels.attention.backends import unfused
@@ -16,7 +17,6 @@ from stoker.kernels.masked_softmax import (
     scaled_masked_softmax,
 )
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -106,7 +106,7 @@ def test_causal_is_bottom_right_aligned_and_reads_nothing_later(queries, keys, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("causal", [*extra(False), True])
 @pytest.mark.parametrize("mask_shape", [(2, 3, 6, 21), (2, 1, 1, 21), (1, 3, 6, 1), (6, 21), (21,), (3, 1, 1), ()])
 @pytest.mark.usefixtures("kernels")
 def test_masks_broadcast(mask_shape, causal, device):
@@ -181,7 +181,7 @@ def test_large_scores_lose_nothing(magnitude):
 
 
 @pytest.mark.parametrize("one_pass", [1 << 15, 0])
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("causal", [*extra(False), True])
 @pytest.mark.usefixtures("kernels")
 def test_gradients_of_the_kernels_in_fp64(one_pass, causal, monkeypatch):
     monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", one_pass)
@@ -311,7 +311,7 @@ def test_unfused_attention_is_the_same_with_the_fused_softmax(case, device, monk
         assert mask.shape == (2, 1, 1, 11)  # not queries x keys
 
 
-@pytest.mark.parametrize(
+@looped(
     ("x", "mask", "causal", "message"),
     [
         (torch.zeros(3, dtype=torch.int64), None, False, "`x` must be floating.*int64"),

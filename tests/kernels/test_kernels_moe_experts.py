@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import cases, extra, full_only, looped
 from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.activations import NONLINEARITIES
@@ -100,7 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@looped("name", CASES)
 def test_sequential_equals_the_written_out_sum(name):
     case, nonlinearity, gated = CASES[name]
     got = value_and_gradients(case, torch.float64, nonlinearity=nonlinearity, gated=gated, implementation="sequential")
@@ -125,8 +126,7 @@ AGREE += [("padded", name) for name in ("gated_bias_dropped", "all_on_one", "all
 AGREE += [("grouped_mm", name) for name in ("gated_bias_dropped", "one_expert")]
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(("implementation", "name"), AGREE)
+@pytest.mark.parametrize(("implementation", "name"), cases(AGREE, fast=7))
 def test_implementations_agree_in_fp32(implementation, name):
     case, nonlinearity, gated = CASES[name]
     options: dict[str, Any] = {"nonlinearity": nonlinearity, "gated": gated}
@@ -220,7 +220,7 @@ def test_padded_drops_what_is_above_the_capacity():
     assert_close(got, value_and_gradients(case, torch.float32, implementation="sequential", **options), 1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["sequential", "triton", pytest.param("padded", marks=pytest.mark.full)])
+@pytest.mark.parametrize("implementation", ["sequential", "triton", *extra("padded")])
 def test_compiles_as_one_graph(implementation):
     case = make(13, 3, 2, 16, 16, bias=True, dropped=0.2)
     hidden, up = (case.pop(name).requires_grad_() for name in ("hidden", "up"))
@@ -236,7 +236,7 @@ def test_compiles_as_one_graph(implementation):
     torch.testing.assert_close(got, torch.autograd.grad(loss(hidden, up), (hidden, up)))
 
 
-@pytest.mark.full
+@full_only
 @pytest.mark.parametrize("implementation", ["sequential", "triton"])
 def test_compiles_as_one_graph_with_dropout(implementation):
     case = make(13, 3, 2, 16, 16)
@@ -327,7 +327,7 @@ def test_auto_is_the_loop_without_a_gpu():
     assert torch.equal(expert_mlp(**case, **options), expert_mlp(**case, **options, implementation="sequential"))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "message"),
     [
         ({"hidden": torch.zeros(0, 16)}, r"`hidden` \(0, 16\)"),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiers import DEVICES
 from torch import Tensor
 
 from stoker.kernels.moe.router_logits import _router_logits, reference_router_logits, router_logits
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def case(dtype: torch.dtype, device: str, experts: int = 8) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cuda_sync import waits_forbidden
 from routing_cases import GOLDEN, GOLDEN_EXPERTS, random_logits
+from tiers import extra, looped
 from torch import Tensor
 
 from stoker.kernels.moe.routing import (
@@ -264,7 +265,7 @@ def a_router(logits: Tensor, bias: Tensor, share: Tensor) -> tuple[Tensor, ...]:
     return output, choice.experts, other.experts, *kept, counts, router_entropy(probabilities, real=real)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["aot_eager", *extra("inductor")])
 def test_the_compiled_router_is_the_same(backend: str) -> None:
     share, bias = torch.tensor(0.5), random_logits(1, 8, seed=3)[0].float()
     results = []
@@ -372,7 +373,7 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
     ]
 
 
-@pytest.mark.parametrize(("message", "call"), refusals())
+@looped(("message", "call"), refusals())
 def test_what_breaks_a_rule_is_refused(message: str, call: Callable[[], object]) -> None:
     with pytest.raises(ValueError) as refused:
         call()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiers import DEVICES
 
 from stoker.kernels.lora import lora_linear as linear_module
 from stoker.kernels.lora.lora_forward import reference_narrow_update, triton_narrow_update
 from stoker.kernels.lora.lora_linear import lora_linear
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

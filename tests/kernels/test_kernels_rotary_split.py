@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import cases, looped
 from torch import Tensor
 
 from stoker.kernels.fused_qkv_rope import (
@@ -21,6 +22,7 @@ from stoker.kernels.rope import rotary_table
 ROWS, TOKENS, HEADS, GROUPS, WIDTH = 2, 5, 6, 3, 24
 interpreted = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
 KINDS = {"whole": WIDTH, "part": 10}
+ROTATIONS = [(False, torch.float64), (True, torch.float32), (False, torch.bfloat16)]  # interleaved, dtype
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}
 
 
@@ -57,12 +59,10 @@ def compare(device: str, dtype: torch.dtype, kind: str, interleaved: bool, own_p
         torch.testing.assert_close(gradient, wanted_gradient, rtol=bound, atol=bound)
 
 
-@pytest.mark.every(2)
 @interpreted
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("own_positions", [False, True])
 @pytest.mark.parametrize(
-    ("interleaved", "dtype"), [(False, torch.float64), (True, torch.float32), (False, torch.bfloat16)]
+    ("kind", "own_positions", "interleaved", "dtype"),
+    cases(((kind, own, *more) for kind in KINDS for own in (False, True) for more in ROTATIONS), fast=6),
 )
 def test_triton_is_plain_torch(kind: str, own_positions: bool, interleaved: bool, dtype: torch.dtype) -> None:
     compare("cpu", dtype, kind, interleaved, own_positions)
@@ -107,7 +107,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "value"),
     [
         ("projected", torch.zeros(2, 5, 4, 8)),

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tiers import DEVICES
 
 from stoker.kernels import scale_in_place
 from stoker.kernels.scale_in_place import reference_scaled, scales_in_place, triton_scale_
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTHS = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # interpreted, it is cut
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import DEVICES, extra
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,9 +32,6 @@ from stoker.kernels.attention.recompute_scores import (
 from stoker.kernels.attention.reference import reference_backend
 from stoker.models.recompute import policies
 from stoker.models.recompute.policies import RecomputedAttention
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FULL = pytest.mark.full
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +86,9 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
 SLOW = ("full, more queries", "whole tiles")
 
 
-@pytest.mark.parametrize("scale", [0.3, pytest.param(-0.2, marks=FULL)])
+@pytest.mark.parametrize("scale", [0.3, *extra(-0.2)])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=FULL if name in SLOW else ()) for name in CASES])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW or extra(name)])
 def test_output_and_gradients_are_those_of_the_definition(name: str, device: str, scale: float) -> None:
     sizes, causal = CASES[name]
     tensors = made(**sizes, device=device)
@@ -123,7 +121,7 @@ def assert_no_worse_than_unfused(tensors: list[Tensor], causal: bool) -> None:
         assert error.max() <= 2 * allowed.max() + torch.finfo(ours.dtype).eps * truth.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=FULL)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *extra(torch.float16)])
 def test_in_16_bits_errors_are_no_larger_than_those_of_unfused(dtype: torch.dtype) -> None:
     assert_no_worse_than_unfused(made(70, 96, head_dim=32, dtype=dtype), causal=True)
 
@@ -160,7 +158,7 @@ def test_gpu_more_than_2_31_numbers_are_all_in_their_places() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=FULL)])
+@pytest.mark.parametrize("causal", [True, *extra(False)])
 def test_the_backward_makes_the_bits_of_the_forward_and_hides_what_is_hidden(device: str, causal: bool) -> None:
     queries, keys = (70, 60) if device == "cpu" else (1100, 1000)
     query, key, value, gradient = made(queries, keys, device=device)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from cuda_sync import waits_forbidden
+from tiers import DEVICES
 
 from stoker.kernels.optim.sum_of_squares import reference_sum_of_squares, sum_of_squares
 from stoker.trainer.optim import base_optimizer
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = [1, 3, 8191, 0, 8192, 8193, 20000, 1024]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tiers import looped
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, parameter_count
@@ -40,7 +41,7 @@ def test_defaults_are_silent() -> None:
     assert findings(max_position_embeddings=1024) == findings(seq_len_interpolation_factor=1.0) == []
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "level", "path", "words"),
     [
         ({"num_attention_heads": 10}, "error", "num_attention_heads",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import extra, looped
 from torch import Tensor
 
 from stoker.kernels.attention.backends.sdpa import sdpa_math
@@ -134,9 +135,8 @@ def test_padded_rows_are_what_each_is_without_padding(backend: str) -> None:
     assert_same_gradients(gradients_of(model), gradients_of(alone))
 
 
-@pytest.mark.every(2)
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
-@pytest.mark.parametrize("rows", ["whole", "padded", pytest.param("packed", marks=pytest.mark.full)])
+@pytest.mark.parametrize("rows", ["padded", *extra("whole", "packed")])
 def test_flash_gives_what_unfused_gives(rows: str) -> None:
     """Logits and all gradients, the tables of both stacks among them; nothing is written out over queries and keys."""
     form = SampleForm(length=READ, decoder_length=WRITTEN, padded=rows == "padded", packed=rows == "packed")
@@ -385,7 +385,7 @@ def test_each_stack_starts_by_its_own_keys() -> None:
     assert model.get_parameter("head_bias").abs().max() == 0
 
 
-@pytest.mark.parametrize(
+@looped(
     "changes",
     [
         {},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import looped
 from torch import Tensor
 
 from stoker.kernels.attention.dispatch import NoBackendError
@@ -177,9 +178,9 @@ def test_autocast_reaches_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- structure
 
 
-@pytest.mark.parametrize("backend", ["sdpa_flash", "unfused"])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("positions", ["rope", "none"])
+@looped("backend", ["sdpa_flash", "unfused"])
+@looped("groups", [1, 2])
+@looped("positions", ["rope", "none"])
 def test_groups_equal_expanded_heads(backend: str, groups: int, positions: str) -> None:
     """MQA and GQA compute what MHA computes when every head has its own copy of its group."""
     common: dict[str, Any] = {
@@ -336,7 +337,7 @@ def test_wrong_dtype() -> None:
 # ---------------------------------------------------------------- compilation
 
 
-@pytest.mark.parametrize(
+@looped(
     ("wish", "device", "release", "dropout", "expected"),
     [
         (None, "cuda", (2, 11), False, True),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft_models import batch_of, model_of
+from tiers import looped
 
 from stoker.models.lm_head import token_loss
 
@@ -22,8 +23,8 @@ def test_nothing_is_left_to_multiply_gradients_with(family, denominator, trainin
     assert loss.dtype == torch.float64
 
 
-@pytest.mark.parametrize(("dtype", "of_loss"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-@pytest.mark.parametrize("denominator", [3.0, torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)])
+@looped(("dtype", "of_loss"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@looped("denominator", [3.0, torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)])
 def test_the_loss_has_the_dtype_of_its_sums(dtype, of_loss, denominator):
     hidden, weight = torch.zeros(2, 5, 4, dtype=dtype), torch.zeros(8, 4, dtype=dtype)
     labels = torch.arange(10).view(2, 5) % 7

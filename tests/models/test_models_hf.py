@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import load
+from tiers import looped
 
 from stoker.models.config.batch_shape import SampleForm
 from stoker.models.hf.architecture import described, nested, what_differs
@@ -142,7 +143,7 @@ def keys_of(name: str) -> AnyModelBlock:
     return MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **nested(keys)})
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@looped("name", RELEASED)
 def test_released_models_are_read_and_written(name: str) -> None:
     """No field is in the way; what is written from the keys describes the same model."""
     config, keys = RELEASED[name], keys_of(name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import extra
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -63,7 +64,7 @@ def sums_of(layer: MoE) -> dict[str, float]:
     return dict(zip(SUMS, layer.statistics[EXPERTS:].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("compiled", [False, *extra(True)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_are_those_of_the_losses_added_up(
     monkeypatch: pytest.MonkeyPatch, recompute: bool, compiled: bool
@@ -92,7 +93,7 @@ def test_gradients_are_those_of_the_losses_added_up(
     assert (gradients(ours)[name] - gradients(without)[name]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("compiled", [False, *extra(True)])
 def test_recompute_draws_the_same_noise_and_counts_once(compiled: bool) -> None:
     noisy = {
         "moe_input_jitter_eps": 0.3, "moe_dropout": 0.2, "moe_z_loss_coeff": 0.1, "moe_aux_loss_coeff": 0.1,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from deferred_copies import LateCopies, install
+from tiers import extra, full_only, looped
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -120,7 +121,7 @@ def full(method: str, layers: int) -> dict[str, Any]:
     ],
     ids=["uniform_1", "uniform_2", "block_3", "cheap", "selective"],
 )
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("compiled", [False, *extra(True)])
 def test_of_what_is_recomputed_the_inputs_are_offloaded(
     changes: dict[str, Any], inputs: int | None, compiled: bool
 ) -> None:
@@ -145,7 +146,7 @@ def test_of_what_is_recomputed_the_inputs_are_offloaded(
     assert sum(sizes) < sum(size for name, size in every.events if name == "send")
 
 
-@pytest.mark.full
+@full_only
 @pytest.mark.parametrize("t5", [False, True])
 def test_gradients_of_compiled_layers_are_bit_equal(t5: bool) -> None:
     """Compiled layers save by `save_for_backward`, which the hooks see; and a hook makes no new compilation."""
@@ -364,7 +365,7 @@ def test_a_chunk_of_layers_is_offloaded_as_one() -> None:
                 assert names.count("fetch") == layers
 
 
-@pytest.mark.parametrize(("size", "layers"), [(2, 6), (3, 6), (3, 7), (4, 7), (2, 3), (1, 7)])
+@looped(("size", "layers"), [(2, 6), (3, 6), (3, 7), (4, 7), (2, 3), (1, 7)])
 def test_chunks_are_fetched_before_the_backward_reads_them(size: int, layers: int) -> None:
     """When the backward reaches a chunk, what was saved by the one before it is on its way."""
     parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
@@ -442,8 +443,8 @@ def test_what_dies_during_its_copy_waits_for_it() -> None:
     copies.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-@pytest.mark.parametrize("part", ["rows", "columns", "transposed", "whole_then_rows"])
+@looped("leaves", [False, True])
+@looped("part", ["rows", "columns", "transposed", "whole_then_rows"])
 def test_views_come_back_as_they_were(part: str, leaves: bool) -> None:
     """Rows of a tensor are copied alone, columns with all of it; strides stay, for compiled layers count on them."""
     base = torch.arange(512.0).view(8, 64)

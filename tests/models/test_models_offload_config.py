@@ -11,6 +11,7 @@ import torch
 from config_helpers import load, problems
 from deferred_copies import LateCopies
 from test_models_offload import LAYERS, STACK, model_of
+from tiers import looped
 from tiny_run import tiny_config
 from torch import nn
 
@@ -53,7 +54,7 @@ def stack(**changes: Any) -> StackKeys:
     return StackKeys.model_validate({"num_layers": 6, **changes})
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "expected"),
     [
         ({}, None),
@@ -73,7 +74,7 @@ def test_slice(changes: dict[str, Any], expected: OffloadSlice | None) -> None:
     assert offload_slice(stack(**changes)) == expected
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "level", "says", "fix"),
     [
         ({"cpu_offloading_num_layers": 6}, "error", "(6) must be less than `num_layers` (6)", "_num_layers=4, or cpu"),

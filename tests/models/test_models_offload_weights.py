@@ -8,6 +8,7 @@ import pytest
 import torch
 from deferred_copies import LateCopies
 from test_models_offload import LAYERS, LEAST, assert_equal, loss_of, model_of
+from tiers import full_only
 from torch import Tensor
 
 from stoker.models.build import stacks_of
@@ -63,7 +64,7 @@ def test_steps_are_bit_equal(t5: bool, activations: bool, changes: dict[str, Any
         assert [name for name, _ in copies.events].count("fetch") >= 4 * layers * 6
 
 
-@pytest.mark.full
+@full_only
 def test_steps_of_compiled_layers_are_bit_equal() -> None:
     changes: Any = {"compile": True, "hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.0}
     expected = steps(model_of(**changes))

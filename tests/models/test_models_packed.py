@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import cases, extra, looped
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,13 +103,12 @@ def alone(model: GPT, tokens: Tensor, row: int, begin: int, end: int, *, restart
 # ---------------------------------------------------------------- a row is its documents
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("backend", "restart"),
     [
-        *((backend, True) for backend in BACKENDS),
+        *((backend, True) for backend in cases(BACKENDS, fast=2)),
         (BACKENDS[0], False),
-        *(pytest.param(backend, False, marks=pytest.mark.full) for backend in BACKENDS[1:]),
+        *extra(*((backend, False) for backend in BACKENDS[1:])),
     ],
 )
 @pytest.mark.parametrize("kind", ["learned_absolute", "rope", "xpos", "alibi", "sandwich", "none"])
@@ -230,9 +230,9 @@ def test_mask_positions_and_lengths_follow_the_documents(rows: list[list[int]]) 
     assert lengths.tolist() == [0, *ends] + [7 * len(rows)] * (7 * len(rows) - len(ends))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("causal", [True, False])
+@looped("name", BACKENDS)
+@looped("groups", [1, 2, 4])
+@looped("causal", [True, False])
 def test_backends_take_each_document_by_itself(name: str, groups: int, causal: bool) -> None:
     """With a bias too; against the same function on the slices."""
     generator = torch.Generator().manual_seed(0)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from config_helpers import load
 from hf_fp64 import our_values, upcasts_lifted
+from tiers import extra
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
@@ -181,16 +182,12 @@ RELEASED: dict[str, dict[str, Any]] = {
 """config.json of the released models, as far as it differs from the defaults of transformers' class."""
 
 
-@pytest.mark.every(3)
 @pytest.mark.usefixtures("hf_upcasts_lifted")
 @pytest.mark.parametrize(
     "name",
     [
         "t5_small",
-        *(
-            pytest.param(name, marks=pytest.mark.full)
-            for name in ("t5_v1_1_base", "bert_base", "t5_base", "byt5_small")
-        ),
+        *extra("t5_v1_1_base", "bert_base", "t5_base", "byt5_small"),
     ],
 )
 def test_the_presets_are_the_released_models(name: str) -> None:

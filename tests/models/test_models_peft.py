@@ -8,6 +8,7 @@ import deferred_copies
 import pytest
 import torch
 from peft_models import FULL, LENGTH, PARTS, SCHEMES, batch_of, model_of
+from tiers import extra, full_only
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -216,11 +217,10 @@ def test_a_model_begins_as_the_function_it_was(family: str, scheme: str) -> None
 @pytest.mark.parametrize(
     ("family", "how"),
     [
-        pytest.param(
-            family, how, id=f"{family}-{name}", marks=[pytest.mark.full] * (family == "experts" and name != "kept")
-        )
+        pytest.param(family, how, id=f"{family}-{name}")
         for family in ("gpt", "experts", "t5")
         for name, how in (("kept", {}), ("full", FULL), ("parts", PARTS))
+        if family == "gpt" or extra(family)
     ],
 )
 def test_a_gated_mlp_is_one_operation_in_training(
@@ -384,7 +384,7 @@ def test_the_operation_compiles_whole() -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
-@pytest.mark.full
+@full_only
 def test_an_adapted_model_compiles_whole() -> None:
     peft = {"lora_tuning": {"target_modules": ["all"], "adapter_dim": 3, "row_init_method": "normal"}}
     plain = gradients(model_of("gpt", "lora", peft=peft, num_layers=1), "gpt")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tiers import cases, extra, looped
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,8 +62,8 @@ def test_golden_buckets(bidirectional: bool) -> None:
         assert found[reach + max(-reach, min(reach, distance))] == bucket, distance
 
 
-@pytest.mark.parametrize(("buckets", "largest"), [(32, 128), (32, 20), (8, 6), (4, 3), (4, 100), (128, 2000)])
-@pytest.mark.parametrize("bidirectional", [True, False])
+@looped(("buckets", "largest"), [(32, 128), (32, 20), (8, 6), (4, 3), (4, 100), (128, 2000)])
+@looped("bidirectional", [True, False])
 def test_buckets_end_where_the_last_begins(buckets: int, largest: int, bidirectional: bool) -> None:
     """Not one distance sooner, and what lies beyond has the same bucket to any distance."""
     found = relative_buckets(buckets, largest, bidirectional=bidirectional)
@@ -271,12 +272,13 @@ def test_what_a_backend_gets_does_not_grow_with_the_square(kind: str, generator:
     assert largest.entries <= 100 * tokens < tokens**2
 
 
-@pytest.mark.parametrize(("model_dtype", "dtype"), [(torch.bfloat16, torch.float32), (FP64, FP64)])
-@pytest.mark.parametrize("made", [
+@looped(("model_dtype", "dtype"), [(torch.bfloat16, torch.float32), (FP64, FP64)])
+@looped("made", [
     lambda: ALiBi(6, 4), lambda: Sandwich(6, WIDTH), lambda: Kerple(6),
     lambda: RelativeBias(6, buckets=8, max_distance=6, bidirectional=True),
     lambda: CrossRelativeBias(6, buckets=8, max_distance=6),
-], ids=["alibi", "sandwich", "kerple", "relative", "cross"])  # fmt: skip
+]
+)  # fmt: skip
 def test_terms_are_as_wide_as_the_scores(made: Any, model_dtype: torch.dtype, dtype: torch.dtype) -> None:
     """A cast of the model rounds what is learned, never what is computed."""
     plain, cast = made(), made()
@@ -303,7 +305,7 @@ LAYOUTS = ["whole", "padded", "packed"]
 DIRECTIONS = {"causal": True, "full": False}
 
 
-def combinations() -> list[Any]:
+def combinations() -> list[tuple[str, str, str]]:
     """Every kind of positions, direction and layout; the fast tests take one or two of each kind."""
     found = []
     for number, kind in enumerate(KINDS):
@@ -311,13 +313,13 @@ def combinations() -> list[Any]:
         every = [(kind, direction, layout) for direction in DIRECTIONS for layout in layouts]
         fast = {number % len(every), (number + 4) % 6 if kind in ("alibi", "kerple", "relative") else -1}
         for place, one in enumerate(every):
-            found.append(pytest.param(*one, id="-".join(one), marks=[] if place in fast else [pytest.mark.full]))
+            if place in fast or extra(one):
+                found.append(one)
     return found
 
 
-@pytest.mark.every(2)
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
-@pytest.mark.parametrize(("kind", "direction", "layout"), combinations())
+@pytest.mark.parametrize(("kind", "direction", "layout"), cases(combinations(), fast=10))
 def test_flash_and_unfused_equal_the_definition(
     kind: str, direction: str, layout: str, generator: torch.Generator
 ) -> None:

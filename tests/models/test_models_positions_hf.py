@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_fp64 import _rms_norm, _rotary, our_values
+from tiers import looped
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -34,14 +35,14 @@ FP64 = torch.float64
 VOCAB, TOKENS = 53, 13
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 20, 71])
+@looped("heads", [1, 2, 3, 6, 8, 12, 16, 20, 71])
 def test_slopes_of_bloom(heads: int) -> None:
     theirs = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(ALiBi(heads, heads).slopes, theirs, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize(("buckets", "largest"), [(32, 128), (32, 40), (64, 256), (8, 20), (16, 100)])
+@looped("bidirectional", [True, False])
+@looped(("buckets", "largest"), [(32, 128), (32, 40), (64, 256), (8, 20), (16, 100)])
 def test_buckets_of_t5(buckets: int, largest: int, bidirectional: bool) -> None:
     ours = torch.tensor(relative_buckets(buckets, largest, bidirectional=bidirectional))
     reach, distances = len(ours) // 2, torch.arange(-5 * largest, 5 * largest + 1)
@@ -76,9 +77,9 @@ SCALINGS: list[tuple[RotaryScaling, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("scaling", "parameters"), SCALINGS, ids=str)
-@pytest.mark.parametrize("base", [10000.0, 500000.0])
-@pytest.mark.parametrize("share", [1.0, 0.5])
+@looped(("scaling", "parameters"), SCALINGS)
+@looped("base", [10000.0, 500000.0])
+@looped("share", [1.0, 0.5])
 def test_rotary_frequencies(scaling: RotaryScaling, parameters: dict[str, Any], base: float, share: float) -> None:
     rope = {**parameters, "rope_theta": base, "partial_rotary_factor": share}
     config = LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=rope)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_compiler
+from tiers import extra, full_only
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -388,17 +389,18 @@ def plainly() -> Any:
     torch.compiler.reset()
 
 
-@pytest.mark.every(3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, not "error"
 @pytest.mark.parametrize(
     ("mode", "again"),
     [
         ("cheap", Counter(baddbmm=1)),
-        ("uniform 1", Counter(mm=3, baddbmm=1, bmm=1)),
-        ("uniform 2", Counter()),  # whole graphs run again
-        pytest.param("norm", Counter(), marks=pytest.mark.full),
-        pytest.param("mlp_activation", Counter(), marks=pytest.mark.full),
-        pytest.param("selective", Counter(baddbmm=1), marks=pytest.mark.full),
+        *extra(
+            ("uniform 1", Counter(mm=3, baddbmm=1, bmm=1)),
+            ("uniform 2", Counter()),  # whole graphs run again
+            ("norm", Counter()),
+            ("mlp_activation", Counter()),
+            ("selective", Counter(baddbmm=1)),
+        ),
     ],
 )
 def test_compiled_layers_are_trained_alike_and_keep_less(mode: str, again: Counter[str], plainly: Any) -> None:
@@ -430,7 +432,7 @@ def kept_bytes_outside() -> int:
     return 2 * kept_bytes(gpt(**keys, num_layers=1)) - kept_bytes(gpt(**keys, num_layers=2))
 
 
-@pytest.mark.full
+@full_only
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("style", [{}, EXPERTS], ids=["dense", "experts"])
 def test_what_inductor_compiles_draws_the_same_noise_and_counts_once(style: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import gpt, load, problems
+from tiers import looped
 from tiny_run import tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -54,7 +55,7 @@ def sliced(chunk: int, layers: int, *modules: Any) -> RecomputeSlice:
     return RecomputeSlice(chunk=chunk, layers=layers, modules=frozenset(modules))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "expected"),
     [
         ({}, None),
@@ -91,7 +92,7 @@ def test_what_is_recomputed(given: dict[str, Any], expected: RecomputeSlice | No
 # ---------------------------------------------------------------- rules
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "level", "first", "says"),
     [
         ({f"{AT}granularity": "full"}, "error", f"{AT}method", "which layers"),
@@ -147,7 +148,7 @@ def test_one_line_for_each_contradiction(given: dict[str, Any], level: str, firs
     assert finding in list(model_rules(keys(**given)))
 
 
-@pytest.mark.parametrize(
+@looped(
     "given",
     [
         UNIFORM | {f"{AT}num_layers": 1},

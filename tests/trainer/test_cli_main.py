@@ -26,7 +26,7 @@ Captured = pytest.CaptureFixture[str]
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "stoker", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "stoker", *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -55,7 +55,7 @@ def test_torch_waits_for_a_valid_configuration(arguments: list[str], code: int, 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.stdout.splitlines()[-1] == f"loaded [] code {code}", done.stderr
@@ -67,7 +67,7 @@ def test_training_imports_none_of_the_large_libraries_that_it_does_not_use() -> 
     script = f"import sys, stoker.trainer.train\nprint(sorted(set({large.split()!r}) & set(sys.modules)))\n"
     script += "from lightning_utilities.core.imports import RequirementCache\n"
     script += "print(bool(RequirementCache('matplotlib')))"  # again as it is
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout.split() == ["[]", "True"], done.stderr
 
 
@@ -249,7 +249,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.stdout.splitlines()[-1] == "0"

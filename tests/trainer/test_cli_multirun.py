@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiers import extra, full_only, looped
 from tiny_run import tiny_document
 
 from stoker.trainer.cli import multirun
@@ -38,7 +39,7 @@ def test_jobs_are_the_product_of_the_values_the_last_one_fastest():
     assert jobs() == [()]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("override", "values"),
     [
         ("lr=1e-3,2e-3", ["lr=0.001", "lr=0.002"]),
@@ -338,14 +339,13 @@ def train(here, *arguments):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
 
 
-@pytest.mark.full
-@pytest.mark.multi
-@pytest.mark.parametrize("rates", ["0.01", pytest.param("0.01,1e30,0.01", marks=pytest.mark.full)])
+@full_only
+@pytest.mark.parametrize("rates", ["0.01", *extra("0.01,1e30,0.01")])
 def test_jobs_are_processes_of_their_own_and_have_the_users_data_set(here, rates):
     (here / "my_data.py").write_text(DATA)
     overrides = [f"model.optim.lr={rates}", "trainer.max_skipped_steps=0", "model.data.data_impl=dice"]
@@ -361,8 +361,7 @@ def test_jobs_are_processes_of_their_own_and_have_the_users_data_set(here, rates
         assert (sweep / str(number) / "checkpoints" / "step-4").is_dir()
 
 
-@pytest.mark.full
-@pytest.mark.multi
+@full_only
 def test_two_processes_three_jobs_one_failing(here):
     overrides = ["model.optim.lr=0.01,1e30,0.02", "trainer.max_skipped_steps=0", "trainer.devices=2"]
     done = train(here, "-m", *overrides, "trainer.max_steps=4", "trainer.log_every_n_steps=1")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from config_helpers import DATA, gpt, load, problems, write
+from tiers import looped
 
 from stoker.trainer.config.dotted_paths import put
 from stoker.trainer.config.nemo import key_states
@@ -70,7 +71,7 @@ def test_each_row_does_what_its_state_says(state: State) -> None:
             assert found[0].rule == f"{state.value}: {row.note}"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("path", "value", "state"),
     [(path, value, fact.state) for path, values in VALUES.items() for value, fact in values.items()],
 )
@@ -80,7 +81,7 @@ def test_values_that_are_not_taken(path: str, value: Any, state: State) -> None:
     assert path in problem.fix
 
 
-@pytest.mark.parametrize("value", ["16", "'16'", "16-mixed", "fp16", "float16", "fp8", "transformer-engine"])
+@looped("value", ["16", "'16'", "16-mixed", "fp16", "float16", "fp8", "transformer-engine"])
 def test_a_precision_that_is_not_there_yet_names_the_one_to_use(value: str) -> None:
     problem = problems(f"trainer.precision={value}")["trainer.precision"]
     assert problem.rule.startswith("not yet: ")
@@ -88,7 +89,7 @@ def test_a_precision_that_is_not_there_yet_names_the_one_to_use(value: str) -> N
     assert problem.fix == "trainer.precision=bf16"
 
 
-@pytest.mark.parametrize(
+@looped(
     "override",
     [
         "model.pre_process=True",
@@ -109,7 +110,7 @@ def test_historical_keys_are_accepted_and_listed_once(override: str) -> None:
     assert notes[0].level == "info"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("override", "key"),
     [
         ("trainer.logger=True", "trainer.logger"),
@@ -138,7 +139,7 @@ def test_a_key_may_repeat_another() -> None:
     assert problems("model.precision=bf16", "trainer.precision=32")["model.precision"].fix
 
 
-@pytest.mark.parametrize(
+@looped(
     "overrides",
     [
         ["+model.tensor_model_parallel_size=1", "model.pipeline_model_parallel_size=1", "model.fsdp=False"],
@@ -153,7 +154,7 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
     assert gpt(load(*overrides).root).num_layers == 4
 
 
-@pytest.mark.parametrize(
+@looped(
     "override",
     [
         "model.tensor_model_parallel_size=2",
@@ -298,7 +299,7 @@ def test_case_of_words() -> None:
 WANDB = "exp_manager.wandb_logger_kwargs"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("override", "fix"),
     [
         ("trainer.gpus=8", "~trainer.gpus trainer.devices=8"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import gpt, load, problems, write
+from tiers import looped
 from tiny_run import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -84,7 +85,7 @@ def test_a_stack_is_dense_unless_it_has_experts() -> None:
     assert sliced({"num_moe_experts": 2}, of_t5=True).experts == 2
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "gpt_has", "t5_has"),
     [
         ({}, (2, "aux_loss"), (1, "sinkhorn")),
@@ -102,7 +103,7 @@ def test_what_a_router_does_that_nobody_named(changes: Any, gpt_has: Any, t5_has
         assert (router.topk, router.balancing) == expected
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "layers"),
     [
         ({}, "1111"),
@@ -151,7 +152,7 @@ def test_t5_keys_reach_their_own_stack() -> None:
 # ---------------------------------------------------------------- rules
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "expected", "words"),
     [
         # how many, and where

@@ -2,13 +2,14 @@
 
 import pytest
 from config_helpers import load, problems
+from tiers import looped
 
 from stoker.trainer.config.schema.optim import OptimBlock, optimizer_kind, optimizer_settings
 
 OPTIM, SCHED = "model.optim.", "model.optim.sched."
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "key", "said"),
     [
         (["optim=adafactor", "model.optim.eps=1e-8"], OPTIM + "eps", "takes two values"),
@@ -78,7 +79,7 @@ def test_a_key_without_effect_is_told(overrides, key):
     assert warned == [key]
 
 
-@pytest.mark.parametrize(
+@looped(
     "overrides",
     [
         *([f"optim={name}"] for name in ("adamw", "adafactor", "muon", "sgd")),

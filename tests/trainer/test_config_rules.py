@@ -8,6 +8,7 @@ import pytest
 from config_helpers import load, problems, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import extra, full_only, looped
 
 from stoker.kernels.attention.flags import KNOWN_FLAGS
 from stoker.trainer.config.problems import ConfigError
@@ -28,7 +29,7 @@ HYBRID = [
 ]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "key", "says"),
     [
         (["trainer.devices=2", "trainer.accelerator=mps"], "trainer.devices", "one process"),
@@ -145,7 +146,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("override", ["name=", *(f"exp_manager.{key}=" for key in PLACES)])
+@looped("override", ["name=", *(f"exp_manager.{key}=" for key in PLACES)])
 def test_empty_text_is_not_null(override: str) -> None:
     assert "is empty text" in problems(override)[override[:-1]].rule
 
@@ -178,12 +179,12 @@ def test_unknown_flags_of_the_environment() -> None:
     assert not load(environ=dict.fromkeys(KNOWN_FLAGS, "1")).findings
 
 
-@pytest.mark.parametrize(("value", "text"), [(True, "1"), (False, "0"), (3, "3"), ("on", "on"), (0.5, "0.5"), ("", "")])
+@looped(("value", "text"), [(True, "1"), (False, "0"), (3, "3"), ("on", "on"), (0.5, "0.5"), ("", "")])
 def test_environment_text(value: Any, text: str) -> None:
     assert environment_text(value) == text
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [15, *extra(40)])
 def test_the_fix_of_a_batch_size_works(examples: int) -> None:
     settings(max_examples=examples)(given(st.integers(1, 64), st.integers(1, 64))(check_fix))()
 
@@ -242,7 +243,7 @@ def test_random_configurations() -> None:
     junk(40, 1)
 
 
-@pytest.mark.full
+@full_only
 def test_many_random_configurations() -> None:
     junk(3000, 2)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from config_helpers import load, problems, write
+from tiers import extra, full_only, looped
 
 from stoker.trainer.config.nemo.key_row import State
 from stoker.trainer.config.nemo.key_states import is_known, known_keys, state_of, suggestions
@@ -54,7 +55,7 @@ def test_a_typo_names_the_right_key_first() -> None:
     check_first_suggestions(1, 1, LEAVES[::4])
 
 
-@pytest.mark.full
+@full_only
 def test_many_typos_name_the_right_key_first() -> None:
     check_first_suggestions(2, 4, LEAVES)
 
@@ -100,7 +101,7 @@ def test_typos_are_refused_on_every_route(tmp_path: Path) -> None:
     check_routes(1, 0.015, tmp_path)
 
 
-@pytest.mark.full
+@full_only
 def test_all_typos_are_refused_on_every_route(tmp_path: Path) -> None:
     check_routes(2, 1.0, tmp_path)
 
@@ -116,7 +117,7 @@ def test_typos_in_the_name_of_a_block() -> None:
         assert suggestions(typo)[0] == right
 
 
-@pytest.mark.parametrize(
+@looped(
     ("wrong", "right"),
     [
         ("lr", "model.optim.lr"),
@@ -158,7 +159,7 @@ def test_foreign_names_are_many_and_lead_to_known_keys() -> None:
         assert name not in last_names or name in elsewhere, name
 
 
-@pytest.mark.parametrize("places", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("places", [1, *extra(2)])
 def test_a_foreign_name_is_suggested_and_never_accepted(places: int) -> None:
     """In the block of the model and outside of all; by turns in the fast tests."""
     for number, (name, target) in enumerate(FOREIGN_NAMES.items()):
@@ -201,7 +202,7 @@ def test_an_empty_list_is_said_to_be_empty() -> None:
     assert problem.rule.endswith("or null, but is empty")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("a", "b", "edits"),
     [
         ("abc", "abc", 0),

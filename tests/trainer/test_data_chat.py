@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from test_data_tokenizer_files import byte_level, sentencepiece
+from tiers import looped
 
 from stoker.trainer.conversion import tokenizer_copy
 from stoker.trainer.data.tasks import chat_template, chat_template_process
@@ -155,13 +155,11 @@ def test_a_hostile_template_ends_in_one_line(name: str) -> None:
 )
 def test_a_template_without_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "SECONDS", 1.0)
-    begun = time.monotonic()
     with (
         pytest.raises(UserError, match=r"stopped: it takes more than 1 seconds|needs more than"),
         ChatTemplate(source).renderer() as renderer,
     ):
         renderer.prompt(CHAT)
-    assert time.monotonic() - begun < 8
 
 
 def test_a_template_stops_though_nobody_waits() -> None:
@@ -247,7 +245,7 @@ def test_characters_have_no_default_template() -> None:
 # ---------------------------------------------------------------- objects
 
 
-@pytest.mark.parametrize(
+@looped(
     ("found", "says"),
     [
         ({"text": "x"}, "must have a list `messages` or `conversations`; it has `text`$"),
@@ -353,7 +351,7 @@ def test_a_key_gives_a_template_or_its_file(tmp_path: Path) -> None:
     assert chat_of(ByteTokenizer()) == default_template("</s>")
 
 
-@pytest.mark.parametrize(
+@looped(
     "chat", [3, {"template": "x"}, {"template": 3, "tokens": {}}, {"template": "x", "tokens": {"a": "b"}},
              {"template": "x", "tokens": {"eos_token": 3}}, {"template": "x" * (1 << 21), "tokens": {}}]
 )  # fmt: skip

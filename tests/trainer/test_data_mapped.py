@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import extra
 from torch.utils.data import DataLoader, Dataset
 
 from stoker.trainer.data.datasets.blend import BlendedSamples
@@ -232,7 +233,7 @@ class _Batches(Dataset[Batch]):
         return self.samples.batch(first, 2)
 
 
-@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("processes", [0, *extra(1)])
 def test_loader_processes_get_the_same_samples(tmp_path: Path, processes: int) -> None:
     """Which get them as bytes; a process takes seconds to start."""
     readers = [reader_of(tmp_path, [9] * 30, name) for name in ("a", "b")]

@@ -1,8 +1,8 @@
 """Masked language modelling: how many tokens of a window are hidden, and which."""
 
 import numpy as np
-import pytest
 import torch
+from tiers import looped
 
 from stoker.trainer.data.datasets.samples import IGNORED_LABEL, Batch
 from stoker.trainer.data.tasks.masked_lm import MaskedWindows, MaskTokens
@@ -29,15 +29,14 @@ class Texts:
         return Batch(rows, rows)
 
 
-@pytest.mark.parametrize("ends", [0.0, 0.05, 0.3, 0.9])
-@pytest.mark.parametrize(
+@looped("ends", [0.0, 0.05, 0.3, 0.9])
+@looped(
     "ngrams",
     [
         None,
         NgramSpans(SpanLengths.geometric(10, 5.0), None),
         NgramSpans(SpanLengths.harmonic(3, longer_first=False), None),
     ],
-    ids=["single", "geometric", "harmonic"],
 )
 def test_the_share_is_of_what_can_be_hidden(ngrams: NgramSpans | None, ends: float) -> None:
     texts = Texts(ends)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import looped
 
 from stoker.trainer.data.datasets.samples import IGNORED_LABEL, EvaluationWindows, MockSamples, Samples, TrainingWindows
 
@@ -46,8 +47,8 @@ def test_shapes_and_types(kind: str) -> None:
         assert tensor.is_contiguous()
 
 
-@pytest.mark.parametrize("kind", ["train", "evaluation", "mock"])
-@pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 0), (0, -2)])
+@looped("kind", ["train", "evaluation", "mock"])
+@looped(("first", "count"), [(-1, 1), (0, 0), (0, -2)])
 def test_impossible_positions_are_refused(kind: str, first: int, count: int) -> None:
     with pytest.raises(ValueError, match="`first`"):
         _makers()[kind].batch(first, count)

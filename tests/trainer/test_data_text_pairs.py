@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import full_only
 
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import build_data
@@ -217,7 +218,7 @@ def test_nothing_held_out_was_trained_on() -> None:
     assert pairs["test"] == []
 
 
-@pytest.mark.full
+@full_only
 def test_the_standard_library_has_thousands() -> None:
     pairs = read_docstrings((0.9, 0.05, 0.05))
     assert read_docstrings((0.9, 0.05, 0.05)) == pairs

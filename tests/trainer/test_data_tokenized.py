@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 from config_helpers import load, problems
+from tiers import looped
 
 from stoker.trainer import train
 from stoker.trainer.config.blend_spec import parse_prefixes
@@ -71,7 +72,7 @@ def test_forms_of_a_prefix(value: Any, paths: tuple[str, ...], weights: tuple[fl
     assert set(parse_prefixes({"train": value, "test": "c", "validation": []})) == {"train", "test"}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("value", "words"),
     [
         ([], "empty"),

@@ -20,6 +20,7 @@ import regex
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import full_only, looped
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from stoker.trainer.data.tokenizers import gpt2_pretokenizer, sentencepiece_tokenizer
@@ -179,7 +180,7 @@ def test_gpt2_is_transformers(tmp_path: Path) -> None:
     assert gpt2().eos_id == oracle.eos_token_id == gpt2().vocab_size - 1 == gpt2().pad_id
 
 
-@pytest.mark.parametrize(
+@looped(
     ("vocab", "merges", "problem"),
     [
         ("{", "", "not JSON"),
@@ -277,7 +278,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 SPLIT = {"type": "Split", "pattern": {"String": " "}, "invert": False}
 
 
-@pytest.mark.parametrize(
+@looped(
     "parts",
     [
         {"normalizer": {"type": "NFC"}},
@@ -287,7 +288,6 @@ SPLIT = {"type": "Split", "pattern": {"String": " "}, "invert": False}
         {"pre_tokenizer": {"type": "Whitespace"}},
         {"model": _without("!")},
     ],
-    ids=str,
 )
 def test_no_bytes_are_claimed_where_text_is_changed(parts: dict[str, Any]) -> None:
     assert not define(changed(**parts), {"eos": "<|stop|>"}).token_bytes().any()
@@ -417,7 +417,7 @@ def test_characters_are_cut_as_the_library_cuts_them() -> None:
     check_characters([code for code in sorted(codes) if 0 <= code < 0x110000 and not 0xD800 <= code < 0xE000])
 
 
-@pytest.mark.full
+@full_only
 def test_every_character_is_cut_as_the_library_cuts_it() -> None:
     check_characters([code for code in range(0x110000) if not 0xD800 <= code < 0xE000])
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import looped
 
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, from_document
 from stoker.trainer.utils.errors import UserError
@@ -84,7 +85,7 @@ def test_document_round_trip(tokenizer: Tokenizer) -> None:
     assert again.to_document() == tokenizer.to_document()
 
 
-@pytest.mark.parametrize(
+@looped(
     "document",
     [
         None,

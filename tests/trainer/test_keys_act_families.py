@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import looped
 
 from stoker.models.build import parameter_count
 from stoker.models.config.families import family_slice
@@ -142,8 +143,8 @@ def test_every_key_of_a_stack_is_tried() -> None:
     assert set(OTHER) | ELSEWHERE == set(StackKeys.model_fields)
 
 
-@pytest.mark.parametrize("name", OTHER)
-@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+@looped("name", OTHER)
+@looped("stack", ["encoder", "decoder"])
 def test_a_key_of_a_stack_reaches_its_stack_alone(stack: str, name: str) -> None:
     value, others = OTHER[name]
     before = {f"model.{stack}.{other}": setting for other, setting in others.items()}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from config_helpers import load, problems
 from test_data_chat import SMOL, bpe
+from tiers import looped
 
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.schema.root import RootBlock
@@ -111,7 +112,7 @@ def test_truncation_takes_one_end_of_the_question_and_no_answer(tmp_path: Path) 
 SFT = ["data=sft", "model.data.path=x"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "key"),
     [
         ([f"{SET}prompt_template='{{input}} {{output}}'"], SET + "prompt_template"),
@@ -135,7 +136,7 @@ def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
     assert warned == [key]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "key", "says"),
     [
         (["data=sft"], DATA + "path", "needs a file"),

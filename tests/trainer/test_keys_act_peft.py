@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import load, problems
+from tiers import looped
 from tiny_run import tiny_config, tiny_document
 from torch import Tensor
 
@@ -209,7 +210,7 @@ def test_a_whole_scheme_is_not_warned_of(scheme: str) -> None:
     assert not load(f"peft={scheme}", BASE).findings
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "key"),
     [
         (["model.peft.peft_scheme='lora,ptuning'"], AT + "peft_scheme"),

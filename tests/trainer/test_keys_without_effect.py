@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from config_harness import CALLBACK, DATA, MANAGER, MODEL, OPTIM, TOKENIZER, TRAINER
 from config_helpers import load
+from tiers import looped
 
 WEIGHTS = "model.restore_from_path=x"
 LORA, ADAPTER, IA3 = ([WEIGHTS, f"model.peft.peft_scheme={scheme}"] for scheme in ("lora", "adapter", "ia3"))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "key"),
     [
         (["data=mock", "model.data.splits_string='1,1,1'"], DATA + "splits_string"),
@@ -78,7 +79,7 @@ def test_ranks_that_choose_no_checkpoint_are_told(kept: int) -> None:
     assert [(one.level, one.keys[0]) for one in found] == [("info", CALLBACK + "monitor"), ("info", CALLBACK + "mode")]
 
 
-@pytest.mark.parametrize(
+@looped(
     "overrides",
     [
         ["trainer.limit_val_batches=0"],

@@ -250,7 +250,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.multi
 def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
     """Also in the middle of a part: this one reads a pipe that nobody writes to."""
     os.mkfifo(tmp_path / "fifo")
@@ -264,7 +263,7 @@ def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
         writer = os.open(tmp_path / "fifo", os.O_WRONLY)  # waits for the worker to read
         assert worker.exists()
         main_process.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 600
     while worker.exists() and "zombie" not in (worker / "status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from tiers import full_only
 
 from stoker.models.config.stack import Activation, AttentionBackend, PositionEmbedding
 from stoker.trainer.cli.main import main
@@ -116,7 +117,7 @@ def test_random_runs(tmp_path, monkeypatch, capsys):
     train_or_be_refused(25, 0, tmp_path, capsys)
 
 
-@pytest.mark.full
+@full_only
 def test_many_random_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     train_or_be_refused(500, 1, tmp_path, capsys)

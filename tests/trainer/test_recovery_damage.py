@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from test_trainer_checkpoint import FILES, save
+from tiers import extra
 
 from stoker.trainer.checkpoint.reader import newest_checkpoint
 
@@ -59,7 +60,7 @@ def contents(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-@pytest.mark.parametrize("count", [70, pytest.param(700, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [70, *extra(700)])
 def test_every_random_change_is_found_and_the_checkpoint_before_is_used(tmp_path, count):
     chance = random.Random(count)
     save(tmp_path, 1)

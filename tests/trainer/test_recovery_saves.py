@@ -11,6 +11,7 @@ import tempfile
 import pytest
 from interrupted_runs import arguments
 from kill_during_save import count_calls, problems_after, replace_calls, save
+from tiers import extra
 from tiny_run import final_hashes, tiny_config
 
 from stoker.trainer.checkpoint.reader import newest_checkpoint, open_checkpoint
@@ -22,9 +23,8 @@ from stoker.trainer.utils.errors import EXIT_DONE, EXIT_IO, UserError
 # ---------------------------------------------------------------- at any call
 
 
-@pytest.mark.multi
-@pytest.mark.parametrize("how", ["sync", pytest.param("async", marks=pytest.mark.full)])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["sync", *extra("async")])
+@pytest.mark.parametrize("ranks", [1, *extra(2)])
 def test_a_kill_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, forks, how, ranks):
     result = forks.call("kill_during_save", "killed", str(tmp_path), how == "async", ranks)
     assert result["calls"] >= 40
@@ -32,9 +32,7 @@ def test_a_kill_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, forks,
     assert result["problems"] == {}
 
 
-@pytest.mark.parametrize(
-    "code", [errno.ENOSPC, *(pytest.param(c, marks=pytest.mark.full) for c in (errno.EIO, errno.EROFS, errno.EACCES))]
-)
+@pytest.mark.parametrize("code", [errno.ENOSPC, *extra(errno.EIO, errno.EROFS, errno.EACCES)])
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_error_of_any_call_of_a_save_is_told_once_and_leaves_a_whole_checkpoint(tmp_path, how, ranks, code):
@@ -105,9 +103,7 @@ def sizes(count):
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
-@pytest.mark.parametrize(
-    "kib", [size if size in (300, 550) else pytest.param(size, marks=pytest.mark.full) for size in sizes(20)]
-)
+@pytest.mark.parametrize("kib", [300, 550, *extra(*(size for size in sizes(20) if size not in (300, 550)))])
 def test_a_full_disk_ends_the_run_in_a_line_and_it_goes_on_with_more_space(tmp_path, peace, capsys, kib, how):
     change = f"exp_manager.checkpoint_callback_params.async_save={how == 'async'}"
     with mounted(tmp_path / "disk", f"size={kib}k") as disk:

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from interrupted_runs import Command, arguments, figures, last_step
+from tiers import extra, full_only
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.gpt import GPT
@@ -45,8 +46,7 @@ def stopped(tmp_path, number, workers, is_async, seconds, *, everyone):
     return code, error, last_step(directory), directory / "checkpoints"
 
 
-@pytest.mark.multi
-@pytest.mark.full
+@full_only
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, EXIT_TERMINATED), (signal.SIGINT, EXIT_INTERRUPTED)])
 @pytest.mark.parametrize("trial", range(10))
 def test_a_signal_at_any_instant_leaves_a_checkpoint_of_the_last_step(tmp_path, number, code, trial):
@@ -65,8 +65,7 @@ def test_a_signal_at_any_instant_leaves_a_checkpoint_of_the_last_step(tmp_path, 
         assert sorted(checkpoints.iterdir()) == sorted(checkpoint_paths(checkpoints))
 
 
-@pytest.mark.full
-@pytest.mark.multi
+@full_only
 def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_path):
     """In a temporary directory whose path is too long for a socket, through which torch would send its tensors."""
     directory, temporary = tmp_path / "run", tmp_path / ("long" * 30)
@@ -89,7 +88,7 @@ from stoker.trainer.data.datasets.samples import MockSamples
 
 class Slow(MockSamples):
     def batch(self, first, count):
-        time.sleep(400)
+        time.sleep(100_000)
 
 @register_dataset("slow")
 def samples(data, split, sequence_length, tokenizer, seed):
@@ -97,8 +96,7 @@ def samples(data, split, sequence_length, tokenizer, seed):
 """
 
 
-@pytest.mark.multi
-@pytest.mark.full
+@full_only
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     directory = tmp_path / "run"
     (tmp_path / "slow.py").write_text(SLOW)
@@ -109,9 +107,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
         time.sleep(1)
         assert command.process.poll() is None
         command.process.send_signal(signal.SIGINT)
-        started = time.monotonic()
-        code, _ = command.ended()
-    assert time.monotonic() - started < 2
+        code, _ = command.ended()  # long before the batch
     assert code in (-signal.SIGINT, EXIT_INTERRUPTED)  # a shell says 130 of both
 
 
@@ -299,7 +295,7 @@ IN_A_STEP, IN_A_SAVE = (
     [
         *((*IN_A_STEP, error) for error in NO_MEMORY),
         (*IN_A_SAVE, NO_MEMORY[0]),
-        *(pytest.param(*IN_A_SAVE, error, marks=pytest.mark.full) for error in NO_MEMORY[1:]),
+        *extra(*((*IN_A_SAVE, error) for error in NO_MEMORY[1:])),
     ],
 )
 def test_running_out_of_memory_is_two_lines_and_the_checkpoint_stays(tmp_path, monkeypatch, capsys, error, where, how):

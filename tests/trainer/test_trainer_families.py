@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import extra
 from tiny_run import final_hashes, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,7 +29,7 @@ from stoker.trainer.optim.optimizer_factory import fused_rows
 from stoker.trainer.plan.flops import training_flops_per_sample
 from stoker.trainer.train import run_training
 
-CPU, FULL = torch.device("cpu"), pytest.mark.full
+CPU = torch.device("cpu")
 STACK: dict[str, Any] = {
     "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 2, "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
@@ -80,11 +81,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(
-    "case",
-    [case if case in ("t5 packed", "t5 prefix", "bert packed") else pytest.param(case, marks=FULL) for case in CASES],
-)
+@pytest.mark.parametrize("case", ["t5 packed", *extra(*(case for case in CASES if case != "t5 packed"))])
 def test_a_resumed_run_ends_as_the_unbroken_one(case: str, tmp_path: Path, text: Path) -> None:
     changes = {"exp_manager__ema": {"enable": True, "decay": 0.9}}
     whole = run_training(config(tmp_path / "whole", case, text, **changes))
@@ -100,7 +97,7 @@ def test_a_resumed_run_ends_as_the_unbroken_one(case: str, tmp_path: Path, text:
     assert type(restored.model) is type(whole.model)
 
 
-@pytest.mark.parametrize("case", [pytest.param("t5 padded", marks=FULL), "t5 packed", "bert"])
+@pytest.mark.parametrize("case", [*extra("t5 padded"), "t5 packed", "bert"])
 def test_accumulation_changes_nothing(case: str, tmp_path: Path, text: Path) -> None:
     exact = {"trainer__precision": "64", "trainer__max_steps": 3, "trainer__val_check_interval": 3}
     without = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

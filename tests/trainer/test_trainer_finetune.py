@@ -11,6 +11,7 @@ import torch
 from adapter_runs import base_folder, finetune, finetune_config, our_logits, some_tokens
 from hf_folders import TOKENS
 from safetensors.torch import load_file
+from tiers import extra
 from tiny_run import tiny_config
 
 from stoker.models.peft.apply import trained_parameters
@@ -79,9 +80,7 @@ def test_frozen_weights_keep_their_bits(ours: Path, scheme: str, tmp_path: Path)
     assert all(torch.equal(tensor, after[name]) for name, tensor in restored.items())
 
 
-@pytest.mark.parametrize(
-    "scheme", [scheme if scheme == "lora" else pytest.param(scheme, marks=pytest.mark.full) for scheme in SCHEMES]
-)
+@pytest.mark.parametrize("scheme", ["lora", *extra(*(scheme for scheme in SCHEMES if scheme != "lora"))])
 def test_a_resumed_run_is_exact(ours: Path, scheme: str, tmp_path: Path) -> None:
     after = weights_of(peft_run(ours, tmp_path / "whole", scheme).model)
     peft_run(ours, tmp_path / "halves", scheme, trainer__max_steps=4)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import looped
 from tiny_run import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -55,7 +56,7 @@ def test_the_head_counts_and_the_embedding_table_does_not():
     assert matmul_parameters(keys, 200) - matmul_parameters(keys, 100) == 100 * 32
 
 
-@pytest.mark.parametrize(
+@looped(
     ("card", "teraflops"),
     [
         ("NVIDIA H100 80GB HBM3", 989),

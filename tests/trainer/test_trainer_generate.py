@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import looped
 
 from stoker.trainer.cli import generate
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
@@ -70,7 +71,7 @@ def test_extreme_temperatures_stay_finite() -> None:
         assert probabilities.sum().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "name"),
     [
         ({"temperature": -0.1}, "temperature"),
@@ -214,7 +215,7 @@ def test_options() -> None:
     assert (args.top_p, args.top_k, args.temperature, args.stop, args.seed) == (0.5, 3, 0, ["a", "b"], 7)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("option", "value"),
     [
         ("--top-k", "0"),

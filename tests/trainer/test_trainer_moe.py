@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from tiers import full_only
 from tiny_run import final_hashes, tiny_config
 from torch import nn
 
@@ -440,7 +441,7 @@ def test_a_checkpoint_answers_with_its_bias(unbroken):
     assert not any(layer.statistics.any() for layer in layers.values())
 
 
-@pytest.mark.full
+@full_only
 def test_compiled_layers_count_as_plain_ones(unbroken, tmp_path):
     run_training(tiny_config(tmp_path, **{**MOE, "model__compile": True}))
     ours, theirs = (
@@ -451,7 +452,7 @@ def test_compiled_layers_count_as_plain_ones(unbroken, tmp_path):
     assert [sum(map(sum, row["tokens"])) for row in maps[0]] == [sum(map(sum, row["tokens"])) for row in maps[1]]
 
 
-@pytest.mark.full
+@full_only
 def test_the_study_of_the_load(tmp_path):
     script = Path(__file__).parents[2] / "scripts" / "moe_balance.py"
     command = [sys.executable, str(script), "--steps", "20", "--seeds", "1", "--out", str(tmp_path)]

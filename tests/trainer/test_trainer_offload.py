@@ -10,6 +10,7 @@ import pytest
 from deferred_copies import install
 from distributed_runs import RankRuns, difference
 from fork_server import Forks
+from tiers import extra, full_only
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
@@ -30,7 +31,7 @@ def losses(directory: Path) -> list[float]:
     return [row[name] for row in rows for name in ("loss", "val_loss") if name in row]
 
 
-@pytest.mark.parametrize("precision", [pytest.param("32", marks=pytest.mark.full), "bf16"])
+@pytest.mark.parametrize("precision", [*extra("32"), "bf16"])
 def test_a_run_is_the_same_with_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """Several micro batches, an average of the weights, validations and checkpoints, and both ways to go on."""
     changes = {**RUN, "trainer__precision": precision}
@@ -63,15 +64,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> RankRuns:
     return RankRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
-@pytest.mark.multi
+@full_only
 @pytest.mark.parametrize(
     ("layout", "offloads"),
     [
-        pytest.param({}, OFFLOADS, marks=pytest.mark.full),
-        pytest.param({"model__optim__name": "distributed_fused_adam"}, OFFLOADS, marks=pytest.mark.full),
-        pytest.param(
-            {"model__fsdp": True}, {**OFFLOADS, "model__cpu_offloading_weights": False}, marks=pytest.mark.full
-        ),
+        ({}, OFFLOADS),
+        ({"model__optim__name": "distributed_fused_adam"}, OFFLOADS),
+        ({"model__fsdp": True}, {**OFFLOADS, "model__cpu_offloading_weights": False}),
     ],
     ids=["ddp", "zero1", "fsdp"],
 )

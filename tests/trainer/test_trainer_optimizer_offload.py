@@ -11,6 +11,7 @@ import torch
 from config_helpers import load
 from optimizer_cases import MAKERS, WideNet, backward
 from stream_copies import LaneCopies
+from tiers import extra, looped
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.config.parameter_count import count_parameters
@@ -87,7 +88,7 @@ def train(model, optimizer, steps, *, accumulated=1):
     [
         *((dtype, 1) for dtype in (torch.float32, torch.bfloat16, torch.float64)),
         (torch.bfloat16, 3),
-        *(pytest.param(dtype, 3, marks=pytest.mark.full) for dtype in (torch.float32, torch.float64)),
+        *extra(*((dtype, 3) for dtype in (torch.float32, torch.float64))),
     ],
 )
 def test_five_steps_are_bit_equal_to_those_without(kind, dtype, accumulated):
@@ -155,8 +156,8 @@ def plan_of(kind, dtype=torch.bfloat16) -> BucketPlan:
     return host_of(optimizer).plan
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@looped("kind", MAKERS)
+@looped("dtype", [torch.float32, torch.bfloat16])
 def test_every_byte_of_the_state_moves_once(kind, dtype):
     plan = plan_of(kind, dtype)
     moved = torch.zeros(plan.host_bytes, dtype=torch.int8)
@@ -341,9 +342,7 @@ def trained(directory: Path, on: bool, steps=8, **changes):
     return final_hashes(directory, steps)
 
 
-@pytest.mark.parametrize(
-    "kind", ["adamw", "muon", *(pytest.param(k, marks=pytest.mark.full) for k in ("sgd", "adafactor"))]
-)
+@pytest.mark.parametrize("kind", ["adamw", "muon", *extra("sgd", "adafactor")])
 def test_runs_on_and_off_go_on_from_each_other(tmp_path, monkeypatch, kind):
     """Clipped, accumulated, with an average: every checkpoint the same file, whoever writes it and goes on from it."""
     pretend(monkeypatch)
@@ -382,7 +381,7 @@ ON = "model.cpu_offloading_optimizer=True"
 GPU = "trainer.accelerator=gpu"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "says"),
     [
         ([ON, GPU], None),

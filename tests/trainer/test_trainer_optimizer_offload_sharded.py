@@ -6,11 +6,11 @@ import copy
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from optimizer_cases import MAKERS, WideNet, backward
 from stream_copies import LaneCopies
+from tiers import full_only
 from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,7 +87,7 @@ def check_buckets(kind):
 def worker(rank, folder):
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=10))
     for kind in MAKERS:
         check(kind, "fsdp", torch.bfloat16)
         check(kind, "zero1", torch.bfloat16)
@@ -97,7 +97,6 @@ def worker(rank, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.full
-@pytest.mark.multi
+@full_only
 def test_rows_on_two_ranks_have_the_same_bits_with_their_state_on_the_host(tmp_path):
     spawn(worker, (str(tmp_path),), nprocs=RANKS)

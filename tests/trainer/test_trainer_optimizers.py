@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from optimizer_cases import MAKERS, backward, net
+from tiers import extra, looped
 from tiny_run import tiny_config
 from torch import nn
 
@@ -352,7 +353,7 @@ def root(**optim):
     return RootBlock.model_validate({"model": {"num_attention_heads": 4, "num_query_groups": 2, "optim": optim}})
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "kind"),
     [
         ("adamw", AdamW),
@@ -439,7 +440,7 @@ def gpt(optim):
     return keys, model
 
 
-@pytest.mark.parametrize(
+@looped(
     "optim",
     [
         {"name": "adamw"},
@@ -467,10 +468,7 @@ TEXT = (
 )
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(
-    "name", ["adamw", "sgd", *(pytest.param(name, marks=pytest.mark.full) for name in ("adafactor", "muon"))]
-)
+@pytest.mark.parametrize("name", ["adamw", *extra("sgd", "adafactor", "muon")])
 def test_a_gpt_learns_some_shakespeare_with_its_preset(name):
     preset = yaml.safe_load((Path(stoker.__file__).parent / "conf" / "optim" / f"{name}.yaml").read_text())
     steps, lr = 90, float(preset.get("lr", 1e-3))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from config_helpers import load, problems
 from distributed_runs import RankRuns, difference, records
 from fork_server import Forks
+from tiers import extra, full_only
 from tiny_run import tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -126,8 +127,7 @@ def test_resume_is_exact_with_dropout(tmp_path: Path, texts: Path) -> None:
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.full
-@pytest.mark.multi
+@full_only
 def test_two_ranks_with_cut_weights_equal_one(tmp_path: Path, texts: Path, forks: Forks) -> None:
     runs = RankRuns(tmp_path, forks)
     settings = {"model__data": data_of(texts, **BOTH), "model__position_embedding_type": "rope"}
@@ -159,7 +159,7 @@ def test_layers_under_fsdp_are_one_graph(tmp_path: Path, monkeypatch: pytest.Mon
     assert full is not None
     found: list[list[torch.Tensor]] = []
     store = dist.FileStore(str(tmp_path / "store"), 1)  # pyright: ignore[reportPrivateImportUsage]
-    join(0, 1, 0, store=store, timeout=30)
+    join(0, 1, 0, store=store, timeout=600)
     try:
         torch.compiler.reset()
         alone = Sharded(replace(full, shards=1), CPU, None)
@@ -202,7 +202,7 @@ def test_pace_is_measured_packed(tmp_path: Path, texts: Path, monkeypatch: pytes
 # ---------------------------------------------------------------- the feed
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_workers", [0, *extra(1)])
 def test_the_feed_carries_documents_with_their_tokens(num_workers: int) -> None:
     samples = NumberedDocuments(MockSamples(9, 8, seed=3, samples=1000), 1)
     feed = BatchFeed(samples, RankBatches(BatchPlan(6), 2), CPU, num_workers)

@@ -4,6 +4,7 @@ import io
 
 import pytest
 from rich.console import Console
+from tiers import looped
 
 from stoker.trainer.loggers.progress_bar import Panel, duration, step_line, validation_line
 from stoker.trainer.loggers.run_logger import StepReport
@@ -27,7 +28,7 @@ def test_lines_align_and_leave_out_what_was_not_measured():
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (60, "1:00"), (3599, "59:59"), (7380, "2:03:00"), (-1, "0 s")]
 )
 def test_durations(seconds, text):

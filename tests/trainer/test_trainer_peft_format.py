@@ -11,6 +11,7 @@ import torch
 from adapter_runs import base_folder, finetune, our_logits, some_tokens, their_logits
 from hf_folders import random_model, tensors_of
 from safetensors.torch import load_file, save_file
+from tiers import extra
 
 from stoker.trainer.conversion.convert_adapters import convert_adapter
 from stoker.trainer.conversion.load_model import restore
@@ -19,12 +20,12 @@ from stoker.trainer.utils.errors import UserError
 peft: Any = pytest.importorskip("peft")
 
 DRAWN = "model.peft.lora_tuning.row_init_method=normal"
-FAST = {("llama", "lora"), ("gpt2", "lora"), ("t5_v1_1", "ia3")}
+FAST = [("llama", "lora"), ("t5_v1_1", "ia3")]
 EVERY = [
-    pytest.param(name, scheme, marks=[] if (name, scheme) in FAST else pytest.mark.full)
+    (name, scheme)
     for name in ("llama", "qwen2", "gpt2", "gpt_neox", "mixtral", "t5_v1_1", "bert")
     for scheme in ("lora", "ia3")
-    if (name, scheme) != ("mixtral", "ia3")  # experts have no factors
+    if (name, scheme) in FAST or (extra(name) and (name, scheme) != ("mixtral", "ia3"))  # experts have no factors
 ]
 
 
@@ -75,7 +76,7 @@ def test_an_adapter_is_the_same_model_in_peft_and_merged(name: str, scheme: str,
         assert all(torch.equal(first[key], again[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["gpt2", *extra("llama")])
 @THEIR_WARNINGS
 def test_virtual_tokens_are_the_same_in_peft(name: str, tmp_path: Path) -> None:
     base = base_folder(name, tmp_path / name)
@@ -109,10 +110,11 @@ def theirs(name: str, folder: Path, **fields: Any) -> tuple[Any, Path]:
     ("name", "fields"),
     [
         ("llama", {"r": 5, "lora_alpha": 9, "target_modules": ["q_proj", "v_proj"]}),
-        pytest.param(
-            "llama",
-            {"r": 4, "use_rslora": True, "target_modules": ["down_proj", "o_proj"], "layers_to_transform": [1]},
-            marks=pytest.mark.full,
+        *extra(
+            (
+                "llama",
+                {"r": 4, "use_rslora": True, "target_modules": ["down_proj", "o_proj"], "layers_to_transform": [1]},
+            )
         ),
         (
             "qwen2",
@@ -124,7 +126,7 @@ def theirs(name: str, folder: Path, **fields: Any) -> tuple[Any, Path]:
             },
         ),
         ("gpt2", {"r": 3, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
-        pytest.param("gpt_neox", {"r": 3, "target_modules": ["query_key_value", "dense"]}, marks=pytest.mark.full),
+        *extra(("gpt_neox", {"r": 3, "target_modules": ["query_key_value", "dense"]})),
         ("llama", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value["target_modules"]),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from config_helpers import load
 from plan_helpers import FULL, LLAMA, OFFLOAD, ONE, planned
+from tiers import looped
 
 from stoker.trainer import train as running
 from stoker.trainer.cli.main import main
@@ -405,7 +406,7 @@ def test_selective_takes_the_time_of_what_it_makes_again():
     assert planned(*dropped, selective).seconds > planned(*dropped).seconds
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "memory", "like", "teraflops", "measured"),
     [
         ("NVIDIA H200", 139, "h200", 989, False),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from deferred_copies import LateCopies
 from saved_activations import facts_for, model_of, peak_of_backward, peak_of_loss, saved_as_written, saved_compiled
+from tiers import extra
 
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.recompute import policies
@@ -166,9 +167,10 @@ QUICK = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.full)
+        name
         for name in CASES
-        if "lora" not in name  # of norms that are frozen nothing more is known than of others
+        if (name in QUICK or extra(name))
+        and "lora" not in name  # of norms that are frozen nothing more is known than of others
     ],
 )
 def test_as_written_layers_keep_what_autograd_saves(name, monkeypatch):
@@ -182,9 +184,8 @@ def test_as_written_layers_keep_what_autograd_saves(name, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("llama", "lora", "scores again") else pytest.param(name, marks=pytest.mark.full)
-        for name in CASES
-        if name != "chunk again"
+        *("llama", "lora"),
+        *extra(*(name for name in CASES if name not in ("llama", "lora", "chunk again"))),
     ],
 )
 def test_compiled_layers_keep_what_the_partitioner_chooses(name, monkeypatch):
@@ -248,8 +249,8 @@ def test_the_gradient_of_a_wide_head_weighs_more_than_its_logits(chunks, precisi
     "name",
     [
         *("llama", "unfused, dropout", "scores again", "chunk again"),
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("fp32", "gpt3", "unfused, bound", "layers again")),
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("relu, dropout", "relu again")),
+        *extra("fp32", "gpt3", "unfused, bound", "layers again"),
+        *extra("relu, dropout", "relu again"),
     ],
 )
 def test_the_backward_pass_as_written_needs_what_is_planned(name, monkeypatch):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from config_helpers import gpt
+from tiers import looped
 
 from stoker.trainer.cli import quickstart, thread_tuning
 from stoker.trainer.cli.thread_tuning import Pace, best_threads, time_of
@@ -116,7 +117,7 @@ def test_first_labels_are_what_the_first_windows_predict() -> None:
     assert whole.tolist() == data.validation.stream[1:].tolist()
 
 
-@pytest.mark.parametrize("value", ["4", "nan", "inf", "-1", "1e9", "soon"])
+@looped("value", ["4", "nan", "inf", "-1", "1e9", "soon"])
 def test_bad_seconds_are_refused(value: str) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     quickstart.add_arguments(parser)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import full_only
 from tiny_run import final_hashes, tiny_config
 
 from stoker.trainer.checkpoint.reader import find_checkpoint
@@ -126,13 +127,13 @@ def two_kills(tmp_path_factory, forks):
     return forks.call("tiny_run", "interrupted", str(tmp_path_factory.mktemp("kills")), 2, 0)
 
 
-@pytest.mark.full
+@full_only
 def test_killed_runs_end_with_the_same_bits(two_kills):
     assert two_kills["kills"] == 2
     assert all(final == two_kills["peace"] for final in two_kills["killed"])
 
 
-@pytest.mark.full
+@full_only
 @pytest.mark.parametrize("seed", [1, 2])
 def test_runs_killed_five_times_end_with_the_same_bits(tmp_path, forks, seed):
     result = forks.call("tiny_run", "interrupted", str(tmp_path), 5, seed)

@@ -1,6 +1,6 @@
 """Learning rates: the golden numbers of nemo_semantics, Appendix B."""
 
-import pytest
+from tiers import looped
 
 from stoker.trainer.config.lr_schedule import (
     SCHEDULES,
@@ -62,7 +62,7 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "golden"), GOLDEN)
+@looped(("schedule", "golden"), GOLDEN)
 def test_golden_numbers(schedule, golden):
     for step, lr in golden.items():
         assert float(f"{schedule(step):.6g}") == lr, step
@@ -73,8 +73,8 @@ def test_cosine_leaves_the_peak_slowly():
     assert float(f"{COSINE(501):.6g}") == 0.0002
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("warmup", "length"), [(0, 1), (0, 10), (1, 10), (10, 10), (20, 10)])
+@looped("name", SCHEDULES)
+@looped(("warmup", "length"), [(0, 1), (0, 10), (1, 10), (10, 10), (20, 10)])
 def test_every_step_of_a_short_schedule_has_a_rate(name, warmup, length):
     keys = {"name": name, "warmup_steps": warmup, "max_steps": length, "min_lr": 0.1, "constant_steps": 1, "d_model": 4}
     for hold in (0, 3):

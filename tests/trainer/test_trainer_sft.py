@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import last_of_each
+from tiers import full_only
 from torch import Tensor
 
 from stoker.trainer.cli import main
@@ -187,7 +188,7 @@ def test_a_model_learns_to_answer(chat: bool, tmp_path: Path, capsys: pytest.Cap
     assert (more["exact_match"], more["texts"]) == (1.0, 6)
 
 
-@pytest.mark.full
+@full_only
 def test_docstrings_are_for_a_gpt_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The shipped experiment trains and is scored beside the copied name."""
     run = tmp_path / "run"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from tiers import extra, looped
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
@@ -117,7 +118,7 @@ def test_dropout_masks_depend_on_seed_step_and_micro_batch_only():
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("precision", "o2", "weights", "main", "autocast"),
     [
         ("bf16", True, torch.bfloat16, True, None),
@@ -158,7 +159,7 @@ def test_bf16_trains_close_to_fp32(plan):
     assert ours != losses
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_workers", [0, *extra(2)])
 def test_batches_depend_on_the_position_alone(num_workers):
     samples = MockSamples(100, 8, seed=3, samples=1000)
     feed = BatchFeed(samples, RankBatches(BatchPlan(4, first_step=5, consumed=20), 2), CPU, num_workers)

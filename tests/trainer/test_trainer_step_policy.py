@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import looped
 from tiny_run import final_hashes, tiny_config, tiny_document
 from torch._utils import ExceptionWrapper
 
@@ -162,7 +163,7 @@ def checks(values, state=None, **params):
     return None, ""
 
 
-@pytest.mark.parametrize(
+@looped(
     ("values", "params", "stops_at", "because"),
     [
         ([5, 4, 3, 2, 1], {"patience": 1}, None, ""),
@@ -414,14 +415,12 @@ def test_more_batches_by_heart_than_there_are_is_one_line(tmp_path):
     text.write_text("all there is " * 30)
     data = {"data_impl": "text", "path": str(text)}
     settings = {"model__data": data, "trainer__overfit_batches": 50, "trainer__limit_val_batches": 0}
-    with pytest.raises(
-        UserError, match=r"`trainer\.overfit_batches` \(50\) asks for 200 samples.*use at most"
-    ) as error:
+    with pytest.raises(UserError, match=r"`trainer\.overfit_batches` \(50\) needs 200 samples.*use at most") as error:
         run_training(tiny_config(tmp_path / "run", **settings))
     assert len(error.value.lines) == 1
 
 
-@pytest.mark.parametrize(("samples", "batches"), [(3, 1), (4, 1), (14, 3), (15, 3), (16, 4), (19, 4)])
+@looped(("samples", "batches"), [(3, 1), (4, 1), (14, 3), (15, 3), (16, 4), (19, 4)])
 def test_an_epoch_by_heart_is_all_its_whole_batches(samples, batches):
     root = RootBlock.model_validate(tiny_document(Path("."), trainer__overfit_batches=1.0))
     data = build_data(root)
@@ -433,7 +432,7 @@ def test_an_epoch_by_heart_is_all_its_whole_batches(samples, batches):
         assert overfitted(few, root).train.samples == 4 * batches
 
 
-@pytest.mark.parametrize(
+@looped(
     ("limit", "drops", "counts"),
     [
         (1.0, False, {1: 1, 5: 5, 9: 9, 10: 10, 13: 13}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from config_helpers import load
+from tiers import extra, full_only
 from tiny_run import final_hashes
 
 from stoker.trainer.cli import main
@@ -47,13 +48,8 @@ def run(folder: Path, text: Path, steps: int, **data: Any) -> TrainingResult:
 
 @pytest.mark.parametrize(
     "data",
-    [
-        {},
-        {"geometric_dist": True, "masked_lm_prob": 0.3},
-        PACKED,
-        pytest.param({**PACKED, "num_workers": 1}, marks=pytest.mark.full),
-    ],
-    ids=["t5", "ngrams", "packed", "packed with a worker"],
+    [PACKED, *extra({}, {"geometric_dist": True, "masked_lm_prob": 0.3}, {**PACKED, "num_workers": 1})],
+    ids=lambda data: "-".join(data),
 )
 def test_a_resumed_run_draws_the_same_spans(data: dict[str, Any], tmp_path: Path) -> None:
     texts = tmp_path / "texts"
@@ -82,7 +78,7 @@ def test_a_bert_fills_in_hidden_tokens(keys: str, tmp_path: Path) -> None:
     assert result.validation.tokens > 4
 
 
-@pytest.mark.full
+@full_only
 def test_span_corruption_then_docstrings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The two experiments in small: the loss falls, the second begins with the first, and its answers are scored."""
     first = run_training(

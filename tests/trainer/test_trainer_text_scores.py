@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import looped
 
 from stoker.trainer.evaluation.baselines import copied_name
 from stoker.trainer.evaluation.text_scores import rouge_l, score_texts, words_of
@@ -21,7 +22,7 @@ REFERENCE = [
 ]
 
 
-@pytest.mark.parametrize(("target", "written", "expected"), REFERENCE)
+@looped(("target", "written", "expected"), REFERENCE)
 def test_rouge_l_of_the_reference(target: str, written: str, expected: float) -> None:
     assert rouge_l(target, written) == pytest.approx(expected, abs=1e-15)
 
